@@ -32,7 +32,15 @@ def export(run: Run, pack: Pack) -> int | None:
     options = run.get(ExportOptions)
     levels = options.levels or None
     with JobView(run) as view:
-        report = run_export(run.folder, pack, only=options.only, levels=levels, force=options.force, events=view.events)
+        report = run_export(
+            run.folder,
+            pack,
+            only=options.only,
+            levels=levels,
+            force=options.force,
+            key=options.key,
+            events=view.events,
+        )
     for row in report.damaged:
         run.out.warning(f"left out: {row['what']}: {row['reason']}")
 
@@ -52,10 +60,17 @@ def import_(run: Run, pack: Pack) -> int | None:
     """
     from kvtool.core.pack.take import take
 
-    options = run.get(ImportOptions)
+    options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)
     with JobView(run) as view:
-        report = take(run.folder, pack, lock_wait=options.lock_wait, max_size=options.max_size, events=view.events)
+        report = take(
+            run.folder,
+            pack,
+            trust=trust,
+            lock_wait=options.lock_wait,
+            max_size=options.max_size,
+            events=view.events,
+        )
     report.direction = "import"
     return told(run, [report], report.to_json())
 
@@ -63,23 +78,29 @@ def import_(run: Run, pack: Pack) -> int | None:
 @takes(
     ImportOptions,
     StoreOptions,
-    examples=("store merge ./kv-1 ./kv-2 --store ./kv", "store merge night.kvpack ./kv-2"),
+    examples=("store merge ./kv-1 ./kv-2 --mine --store ./kv", "store merge night.kvpack ./kv-2"),
 )
 def merge(run: Run, sources: Sources) -> int | None:
     """Take other stores of the same model and settings into this one.
 
-    Such are the parts of `ingest --shard`. The store is made where there is none; the others stay as they are.
+    Such are the parts of `ingest --shard`: say --mine of your own. The store is made where there is none; the others
+    stay as they are.
     """
     from kvtool.core.cache.store import Store
     from kvtool.core.pack.merge import merge as run_merge
     from kvtool.core.session.identity import store_identity
     from kvtool.lab.reports.glance import computed_by, makers
 
-    options = run.get(ImportOptions)
+    options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)
     with JobView(run) as view:
         reports = run_merge(
-            run.folder, sources, lock_wait=options.lock_wait, max_size=options.max_size, events=view.events
+            run.folder,
+            sources,
+            trust=trust,
+            lock_wait=options.lock_wait,
+            max_size=options.max_size,
+            events=view.events,
         )
     with Store.open(run.folder) as store:
         made = computed_by(store, store_identity(store))

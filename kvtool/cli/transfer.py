@@ -13,7 +13,7 @@ from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
-from kvtool.core.remote.options import PullOptions, PushOptions, RemoteOptions
+from kvtool.core.remote.options import PullOptions, PushOptions, RemoteOptions, SignOptions, TrustOptions
 
 if TYPE_CHECKING:
     from kvtool.core.remote.transfer_report import TransferReport
@@ -28,6 +28,7 @@ Url = Annotated[
 
 
 _SHARED = "redis://cache:6379/0"
+_REPLACE = "`kvtool store forget PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
@@ -55,11 +56,18 @@ def pull(run: Run, url: Url) -> int | None:
     if not options.dry_run:
         tell_budget(run, options.max_size)
     with JobView(run) as view:
-        report = pull_from(url, run.folder, options, view.events)
+        report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
     return told(run, [report], report.to_json())
 
 
-@takes(StoreOptions, LockOptions, RemoteOptions, examples=(f"store sync {_SHARED}", "store sync file:///mnt/shared/kv"))
+@takes(
+    StoreOptions,
+    LockOptions,
+    RemoteOptions,
+    TrustOptions,
+    SignOptions,
+    examples=(f"store sync {_SHARED}", "store sync file:///mnt/shared/kv --mine"),
+)
 def sync(run: Run, url: Url) -> int | None:
     """Pull, then push.
 
@@ -68,9 +76,10 @@ def sync(run: Run, url: Url) -> int | None:
     from kvtool.core.remote.pull import sync as run_sync
     from kvtool.core.remote.urls import open_blobs
 
-    timeout = run.get(RemoteOptions).remote_timeout
+    timeout, trust = run.get(RemoteOptions).remote_timeout, run.get(TrustOptions).trusted(run.get(StoreOptions))
+    key = run.get(SignOptions).key
     with closing(open_blobs(url, timeout)) as blobs, JobView(run) as view:
-        reports = run_sync(run.folder, blobs, lock_wait=run.lock_wait, events=view.events)
+        reports = run_sync(run.folder, blobs, trust=trust, key=key, lock_wait=run.lock_wait, events=view.events)
     return told(run, reports, {report.direction: report.to_json() for report in reports})
 
 
@@ -78,6 +87,7 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
     for report in reports:
         for row in report.damaged:
             run.out.warning(f"left out: {row['what']}: {row['reason']}")
+        tell_origin(run, report)
 
     def show() -> None:
         for report in reports:
@@ -85,6 +95,17 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 
     run.out.report(value, human=show)
     return EXIT_DAMAGED if any(report.damaged for report in reports) else None
+
+
+def tell_origin(run: Run, report: TransferReport) -> None:
+    """Tell the user what came from somebody who is not trusted, and what that means."""
+    if report.kept:
+        some = ", ".join(report.kept[:3]) + (" …" if len(report.kept) > 3 else "")
+        run.out.warning(f"{counted(len(report.kept), 'file')} of another origin stayed as they are: {some}", _REPLACE)
+    if report.made_with and report.origin:
+        run.out.status(f"made with the model {report.made_with}, as {report.origin} says")
+    if not report.trusted and (report.files.moved or report.chunks.moved) and not report.dry_run:
+        run.out.status(f"noted to be from {report.origin}: own documents use nothing of it (--mine, --trust)")
 
 
 def _in_words(report: TransferReport) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import EXIT_DAMAGED
+from kvtool.core.errors import EXIT_DAMAGED, KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.damage import Damage
+    from kvtool.core.cache.store import Store
 
 
 @takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
@@ -23,12 +28,26 @@ def repair(run: Run) -> int | None:
     return _verify(run, True, None)
 
 
+def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None, list[Damage]]:
+    """Compare documents with what was computed of them: how many, None where the model's tokenizer is not here."""
+    from kvtool.core.session.texts import compare_texts, stored_tokenizer
+
+    if not store.manifest():
+        return 0, []
+    try:
+        return compare_texts(store, stored_tokenizer(store), sample or Fraction(1))
+    except KvtoolError as error:
+        run.out.warning(f"texts were not compared with their chunks: {error.message}", error.hint)
+        return None, []
+
+
 def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
     from kvtool.core.cache.store import Store
     from kvtool.core.cache.verify import verify as check
 
     with Store.open(run.folder) as store:
-        damaged = check(store, sample)
+        texts, others = _texts(run, store, sample)
+        damaged = check(store, sample) + others
         left, repaired = damaged, 0
         if damaged and repairs:
             with store.writer(run.lock_wait) as writer:
@@ -39,6 +58,7 @@ def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
         run.out.warning(concern)
     rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
     value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
+    value["texts"] = texts
     if sample is not None:  # the counts above are the store's; of its KV only this part was read
         value["sample"] = str(sample)
 

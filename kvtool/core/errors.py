@@ -79,6 +79,12 @@ class GateError(KvtoolError):
     exit_code = EXIT_MISFIT
 
 
+class UntrustedError(KvtoolError):
+    """A pack or a shared store is not signed by a key that the user trusts, and has to be."""
+
+    exit_code = EXIT_MISFIT
+
+
 class DamagedError(KvtoolError):
     """Stored bytes do not match their digest."""
 

@@ -16,6 +16,7 @@ from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack import merge as merging
 from kvtool.core.pack.give import export
 from kvtool.core.pack.merge import merge
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.survey import survey
 from tests.cli.working import (
     CHUNKS,
@@ -30,6 +31,7 @@ from tests.cli.working import (
 from tests.compress.making import check_sound
 
 PARTS = 3
+MINE = Trust(mine=True)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +78,7 @@ def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> Non
 
 
 def test_an_ingest_goes_on_from_what_was_merged(parts: Path, tmp_path: Path, tiny: Path) -> None:
-    merge(tmp_path / "all", _all(parts))
+    merge(tmp_path / "all", _all(parts), trust=MINE)
     done = kvtool("ingest", parts / "corpus", "--store", tmp_path / "all", "--sync", "--json").fine().json
     assert (done["chunks"]["computed"], done["documents"]["removed"]) == (0, 0)
     reply = kvtool(
@@ -93,7 +95,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
         compress(source, CompressOptions(levels=("2",), fit=True, fit_prompts=2, questions=0, keep_raw=False))
         with Store.open(source) as store:
             made |= {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()}
-    merge(tmp_path / "all", sources)
+    merge(tmp_path / "all", sources, trust=MINE)
     with Store.open(tmp_path / "all") as store:
         assert {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()} == made
         assert store.codec_state()["profile"] in made.values()
@@ -116,7 +118,7 @@ def test_of_two_versions_the_later_one_stays(parts: Path, tmp_path: Path, tiny: 
     _ingest(tmp_path, "new", tiny)
     for order in (["old", "new"], ["new", "old"]):
         path = tmp_path / "-".join(order)
-        merge(path, [tmp_path / name for name in order])
+        merge(path, [tmp_path / name for name in order], trust=MINE)
         with Store.open(path) as store:
             document = store.document(str(changed))
             assert document is not None

@@ -23,8 +23,11 @@ from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
 from kvtool.core.pack import container
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
+from kvtool.core.remote.signing import Trust
 from tests.cli.working import CHUNKS, chunks_of, damages, kvtool, listing, prefix_chunk, write_corpus
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
+
+MINE = Trust(mine=True)
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +63,7 @@ def contents(path: Path) -> tuple[object, ...]:
 
 def test_a_store_comes_back_bit_for_bit(fitted: Path, pack: Path, tmp_path: Path) -> None:
     with kvtool_api.open(tmp_path / "new") as cache:
-        assert cache.take(pack).damaged == []
+        assert cache.take(pack, mine=True).damaged == []
         assert cache.export(tmp_path / "back.kvpack").documents == 2
     assert (tmp_path / "back.kvpack").read_bytes() == pack.read_bytes()
     assert contents(tmp_path / "new") == contents(fitted)
@@ -112,13 +115,13 @@ def test_a_part_of_a_store(fitted: Path, tmp_path: Path) -> None:
     ).fine()
     assert (done.json["documents"], done.json["bytes"]) == (1, part.stat().st_size)
     new = ("--store", tmp_path / "new")
-    kvtool("store", "import", part, *new).fine()
+    kvtool("store", "import", part, *new, "--mine").fine()
     assert [Path(one["source"]).name for one in listing(tmp_path / "new")] == ["mill1.md"]
     found = levels_in(tmp_path / "new")
     assert found.pop(prefix_chunk(tmp_path / "new")) == ["raw"]
     assert {tuple(levels) for levels in found.values()} == {("3", "4")}
     kvtool("store", "export", tmp_path / "all.kvpack", "--store", fitted).fine()
-    row = kvtool("store", "import", tmp_path / "all.kvpack", *new, "--json").fine().json
+    row = kvtool("store", "import", tmp_path / "all.kvpack", *new, "--mine", "--json").fine().json
     assert row["direction"] == "import"
     assert (row["files"], row["chunks"]["unchanged"]) == ({"moved": 1, "unchanged": 1}, 2 * len(found) + 1)
     assert contents(tmp_path / "new") == contents(fitted)
@@ -221,7 +224,7 @@ def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
         pack.write_bytes(data[:at] + bytes([data[at] ^ 16]) + data[at + 1 :])
         new = tmp_path / f"new{number}"
         try:
-            report = take(new, pack)
+            report = take(new, pack, trust=MINE)
         except DamagedError:
             assert not new.exists()
             continue
@@ -233,7 +236,7 @@ def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
 
 
 def contents_of(pack: Path, path: Path) -> tuple[object, ...]:
-    take(path, pack)
+    take(path, pack, trust=MINE)
     return contents(path)
 
 

@@ -23,6 +23,7 @@ from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, id_of
 from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
 from tests.remote.backends import BACKENDS, READ_ONLY, WRITABLE, Site
@@ -221,13 +222,13 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
             with replaced(behind, vital, harm), pytest.raises(KvtoolError, match=r"head|catalogue|its model|no store"):
                 pull(tmp_path / "vital", blobs)
         with replaced(behind, before, harm):
-            report = pull(tmp_path / "pulled", blobs)
+            report = pull(tmp_path / "pulled", blobs, trust=Trust(mine=True))
             for name, *_ in before.values():
                 assert any(name in row["reason"] for row in report.damaged), name
             check(tmp_path / "pulled", pristine)
             with Store.open(pristine) as store:
                 push(store, behind, verify=True)
-            assert pull(tmp_path / "pulled", blobs).damaged == []
+            assert pull(tmp_path / "pulled", blobs, trust=Trust(mine=True)).damaged == []
     check(tmp_path / "pulled", pristine, whole=True)
 
 
@@ -267,7 +268,7 @@ def test_no_value_at_all(
                 with pytest.raises(DamagedError):
                     pull(tmp_path / "pulled", blobs)
             else:
-                report = pull(tmp_path / "pulled", blobs)
+                report = pull(tmp_path / "pulled", blobs, trust=Trust(mine=True))
                 assert all(any(name in row["reason"] for row in report.damaged) for name in names)
             for path in (scene.folder / name for name in names):
                 path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

@@ -222,8 +222,8 @@ def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
     with store.writer() as writer:
         add_file(writer, "f3", ["f0.0", "f0.1"])
 
-    def surveyed(*given: Any) -> Catalogue:
-        found = survey.survey(*given)
+    def surveyed(*given: Any, **more: Any) -> Catalogue:
+        found = survey.survey(*given, **more)
         forget(store, "f3")
         return found
 

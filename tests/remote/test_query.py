@@ -317,7 +317,9 @@ def test_json_of_the_commands(store: Path, url: str, tmp_path: Path) -> None:
     chunk = chunks_of(store, "mill2.md")[0]
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_chunks([bytes.fromhex(chunk)])
-    assert json.dumps(kvtool("store", "pull", url, "--store", store, "--json").fine().json["chunks"]).count("1")
+    assert json.dumps(kvtool("store", "pull", url, "--store", store, "--mine", "--json").fine().json["chunks"]).count(
+        "1"
+    )
     assert kvtool("store", "push", url, "--store", tmp_path / "nothing").code == 10
     assert kvtool("store", "pull", url, "--level", "9", "--store", store).code == 2
 

@@ -52,7 +52,8 @@ class Sharing(Held):
         wanted = self._wanted(ExportOptions, options)
         levels, told = wanted.levels or None, self._events(events)
         with self._beside() as folder:
-            return export(folder, Path(pack), only=wanted.only, levels=levels, force=wanted.force, events=told)
+            only, force = wanted.only, wanted.force
+            return export(folder, Path(pack), only=only, levels=levels, force=force, key=wanted.key, events=told)
 
     @alone(ImportOptions)
     def take(
@@ -62,9 +63,9 @@ class Sharing(Held):
         from kvtool.core.pack.take import take
 
         wanted = self._wanted(ImportOptions, options)
-        told = self._events(events)
+        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
         with self._beside() as folder:
-            return take(folder, Path(pack), lock_wait=wanted.lock_wait, max_size=wanted.max_size, events=told)
+            return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
 
     @alone(ImportOptions)
     def merge(
@@ -78,6 +79,6 @@ class Sharing(Held):
         from kvtool.core.pack.merge import merge
 
         wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]
-        told = self._events(events)
+        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
         with self._beside() as folder:
-            return merge(folder, paths, lock_wait=wanted.lock_wait, max_size=wanted.max_size, events=told)
+            return merge(folder, paths, trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)

@@ -13,7 +13,9 @@ from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, chunks_named, is_id
 from kvtool.core.cache.link import Ahead, KVRead, Link
 from kvtool.core.cache.opened import Opened
+from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, OVERHEAD_BYTES, Kind, decode_record, payload_part
+from kvtool.core.cache.rows import origin_in
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.nested import MAKER, base_level
@@ -87,6 +89,20 @@ class Chunks(Opened):
                 return info is not None and (not info.layers or bool(_sizes_of(snapshot, chunk_id)))
             except DamagedError:
                 return False
+
+    def origin(self, chunk_id: bytes) -> Origin:
+        """Return where a chunk's records were made."""
+        with self.snapshot() as snapshot:
+            return origin_in(snapshot, chunk_id)
+
+    def serves_own(self, chunk_id: bytes) -> bool:
+        """Return True if a chunk has KV that documents made here may use: not a foreign one."""
+        return self.has_chunk(chunk_id) and not self.origin(chunk_id).is_foreign
+
+    def foreign_chunks(self) -> set[bytes]:
+        """Return the ids of all chunks that somebody else made, who is not trusted."""
+        with self.snapshot() as snapshot:
+            return {key for key in snapshot.keys(tables.ORIGINS) if origin_in(snapshot, key).is_foreign}
 
     # ---- levels --------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.origin import unseal_origin
 from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.side_log import damaged_journals
@@ -67,7 +68,7 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
     yield from pages
     for table in _READS:
         for key in _keys_of(store, table):
-            if table not in (tables.RECORDS, tables.STRETCHES) or _in_sample(key, sample):
+            if table not in (tables.RECORDS, tables.STRETCHES) or in_sample(key, sample):
                 yield from _check_row(store, table, key)
     yield from _missing_records(store)
     yield from _missing_parts(store)
@@ -81,7 +82,8 @@ def _keys_of(store: Store, table: bytes) -> list[bytes]:
         return list(snapshot.keys(table))
 
 
-def _in_sample(key: bytes, sample: Fraction) -> bool:
+def in_sample(key: bytes, sample: Fraction) -> bool:
+    """Return True if a key, which is a digest, is in a share of all; always the same ones are."""
     return int.from_bytes(key[:8], "big") % sample.denominator < sample.numerator
 
 
@@ -99,7 +101,7 @@ def _check_row(store: Store, table: bytes, key: bytes) -> Iterator[Damage]:
 def _damage_at(table: bytes, key: bytes, reason: str) -> Damage:
     chunk, level, layer = "", "", NO_LAYER
     name = tables.TABLE_NAMES[table]
-    if table in (*CHUNK_TABLES, *TIMES):
+    if table in (*CHUNK_TABLES, *TIMES, tables.ORIGINS):
         chunk = key[:ID_BYTES].hex()
     if table == tables.LEVELS:
         level = key[ID_BYTES:].decode("ascii", "replace")
@@ -135,6 +137,7 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
     tables.RECORDS: _read_record,
     tables.PROFILES: lambda key, data: unseal(key, Kind.PROFILE, data),
     tables.STRETCHES: read_row,
+    tables.ORIGINS: unseal_origin,
 }
 
 

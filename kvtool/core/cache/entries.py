@@ -12,6 +12,7 @@ from typing import Any
 
 import zstandard
 
+from kvtool.core.cache.origin import HERE, Origin, origin_of
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.common.marks import Mark, Place, place_of
 from kvtool.core.common.types import Ids
@@ -72,6 +73,7 @@ class FileEntry:
     settings : digest of the ingest settings that matter for its chunks.
     documents : sources of its documents.
     notes : what the reader skipped or replaced, for people.
+    origin : the source of the entry and its documents, if it was not read here.
     """
 
     path: str
@@ -81,10 +83,12 @@ class FileEntry:
     settings: str
     documents: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    origin: Origin = HERE
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON."""
-        return _pack({name: getattr(self, name) for name in self.__slots__})
+        """Return canonical JSON; the origin is written only where it is not this store."""
+        value = {name: getattr(self, name) for name in self.__slots__ if name != "origin"}
+        return _pack(value | ({} if self.origin == HERE else {"origin": self.origin.to_json()}))
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> FileEntry:
@@ -99,6 +103,7 @@ class FileEntry:
                 settings=_text(value["settings"]),
                 documents=tuple(_text(item) for item in value["documents"]),
                 notes=tuple(_text(item) for item in value["notes"]),
+                origin=origin_of(value.get("origin")),
             )
 
 
@@ -213,13 +218,24 @@ def _pack(value: dict[str, Any]) -> bytes:
     return _PACKED + zstandard.ZstdCompressor(level=3, write_checksum=True, write_content_size=True).compress(plain)
 
 
+def stated_size(data: bytes | memoryview) -> int:
+    """Return the bytes that an entry states to have unpacked. Raises DamagedError."""
+    with _reading("entry"):
+        return _stated(data[1:]) if bytes(data[:1]) == _PACKED else len(data)
+
+
+def _stated(body: bytes | memoryview) -> int:
+    stated = zstandard.frame_content_size(body)
+    if not 0 <= stated <= MAX_ENTRY_BYTES:
+        raise ValueError("the packed size is out of bounds")
+    return int(stated)
+
+
 def _unpack(data: bytes | memoryview) -> dict[str, Any]:
     form, body = bytes(data[:1]), data[1:]
     if form == _PACKED:
         # max_output_size is ignored when the frame states a size: look at what it states first.
-        stated = zstandard.frame_content_size(body)
-        if not 0 <= stated <= MAX_ENTRY_BYTES:
-            raise ValueError("the packed size is out of bounds")
+        stated = _stated(body)
         body = zstandard.ZstdDecompressor().decompress(body, max_output_size=stated or 1)
     elif form != _PLAIN:
         raise ValueError("unknown form")

@@ -9,6 +9,7 @@ from kvtool.core.cache import keys, layout, space, tables
 from kvtool.core.cache.entries import load_json
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.opened import Opened
+from kvtool.core.cache.origin import ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.stretches import count_alone
@@ -21,6 +22,13 @@ class Facts(Opened):
     def manifest(self) -> dict[str, Any]:
         """What the core keeps about the store; empty when new. Raises DamagedError."""
         return self._json(keys.MANIFEST_KEY, "the manifest")
+
+    def made_by(self) -> Origin:
+        """Return who decided what the store is made with: HERE, unless it began as a copy. Raises DamagedError."""
+        try:
+            return origin_of(self.manifest().get(ORIGIN))
+        except ValueError:
+            return UNKNOWN
 
     def codec_state(self) -> dict[str, Any]:
         """Which codec profile is in use and what was measured of each level; empty before the first `compress`."""

@@ -7,8 +7,8 @@ from fractions import Fraction
 from pathlib import Path
 
 from kvtool.core.common.places import data_dir
-from kvtool.core.common.urls import is_url
-from kvtool.core.errors import UsageError
+from kvtool.core.common.urls import for_people, is_url
+from kvtool.core.errors import UntrustedError, UsageError
 from kvtool.core.options.option import Options, option
 
 STORE, CHECKED = "Store", "What is checked"  # headings in the commands' help
@@ -27,9 +27,27 @@ class StoreOptions(Options):
         instead="the user's own",
     )
 
+    require_signature: bool = option(
+        False,
+        "Take packs and shared stores only if a key of `trust` has signed them.",
+        group=STORE,
+        flag=None,
+        own=True,
+    )
+
     @property
     def place(self) -> str | Path:
-        """The store's folder, the user's own where none is named; or the URL of a shared one."""
+        """The store's folder, the user's own where none is named; or the URL of a shared one.
+
+        Raises
+        ------
+        UntrustedError : a URL, although a signature is required: what is read record by record has none.
+        """
+        if is_url(self.store) and self.require_signature:
+            raise UntrustedError(
+                f"{for_people(self.store)} would be read without its signature, and require_signature is set",
+                "`kvtool store pull URL --trust FILE` checks it, and brings it here",
+            )
         return self.store if is_url(self.store) else self.folder
 
     @property

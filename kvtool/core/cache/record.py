@@ -67,6 +67,7 @@ class Kind(enum.IntEnum):
     PROFILE = 9
     STRETCH = 10
     PART = 11
+    ORIGIN = 12
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from typing import Any
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
+from kvtool.core.cache.origin import HERE, UNKNOWN, Origin, seal_origin, unseal_origin
 from kvtool.core.cache.record import Kind, decode_record, seal, unseal
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.errors import DamagedError
 
 Row = tuple[bytes, bytes, bytes]  # table, key, value
 Doomed = tuple[bytes, bytes]  # table, key
-BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.WARM, tables.ADDED)
+BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)
 
 
 def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
@@ -41,11 +42,18 @@ def document_row(document: DocumentEntry) -> Row:
 
 
 def level_rows(
-    snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes], replace: bool
+    snapshot: Snapshot,
+    chunk_id: bytes,
+    info: ChunkInfo,
+    level: str,
+    layers: Sequence[bytes],
+    replace: bool,
+    origin: Origin | None = None,
 ) -> list[Row]:
     """A chunk at a level, as far as it is not stored yet, or stored damaged: a sound row is written again only where it
     is to be replaced."""
-    rows = info_rows(snapshot, chunk_id, info)
+    rows = info_rows(snapshot, chunk_id, info, origin)
+    replace = replace or bool(superseded(snapshot, chunk_id, origin))
     for number, record in enumerate(layers):
         key = keys.record_key(chunk_id, level, number)
         if replace or not _is_sound_record(snapshot, chunk_id, key):
@@ -55,8 +63,8 @@ def level_rows(
     return [*rows, (tables.LEVELS, key, row.seal(key))]
 
 
-def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row]:
-    """A chunk's description and when it came, as far as they are not stored yet.
+def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Origin | None = None) -> list[Row]:
+    """A chunk's description, when it came and where from, as far as they are not stored yet.
 
     Raises
     ------
@@ -64,7 +72,7 @@ def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row]
     """
     stored = None
     data = snapshot.get(tables.CHUNKS, chunk_id)
-    if data is not None:
+    if data is not None and not superseded(snapshot, chunk_id, origin):
         with contextlib.suppress(DamagedError):
             stored = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, data))
     if stored is not None:
@@ -75,7 +83,29 @@ def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo) -> list[Row]
     row = (tables.CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
     if stored is not None:
         return [row]
-    return [row, (tables.ADDED, chunk_id, keys.seal_number(chunk_id, int(time.time())))]
+    rows = [row, (tables.ADDED, chunk_id, keys.seal_number(chunk_id, int(time.time())))]
+    if origin is not None and origin != HERE:
+        rows.append((tables.ORIGINS, chunk_id, seal_origin(chunk_id, origin)))
+    return rows
+
+
+def origin_in(snapshot: Snapshot, chunk_id: bytes) -> Origin:
+    """Return where a chunk's records were made; a row that cannot be read counts as foreign."""
+    try:
+        data = snapshot.get(tables.ORIGINS, chunk_id)
+        return HERE if data is None else unseal_origin(chunk_id, data)
+    except DamagedError:
+        return UNKNOWN
+
+
+def superseded(snapshot: Snapshot, chunk_id: bytes, origin: Origin | None) -> list[Doomed]:
+    """List the rows of a chunk that give way to what `origin` puts: all of a foreign chunk, where `origin` is not.
+
+    The records of a chunk that own documents use then never have another source, whatever their level.
+    """
+    if origin is None or origin.is_foreign or not origin_in(snapshot, chunk_id).is_foreign:
+        return []
+    return chunk_keys(snapshot, chunk_id)
 
 
 def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:

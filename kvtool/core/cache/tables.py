@@ -3,8 +3,8 @@ wait, just to be opened."""
 
 from __future__ import annotations
 
-META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES, WARM = TABLES = tuple(
-    bytes([letter]) for letter in b"mfdclrupasw"
+META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES, WARM, ORIGINS = TABLES = tuple(
+    bytes([letter]) for letter in b"mfdclrupaswo"
 )
-_NAMES = ("meta", "files", "documents", "chunks", "levels", "records", "used", "profiles", "added", "stretches", "warm")
+_NAMES = "meta files documents chunks levels records used profiles added stretches warm origins".split()
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))

@@ -17,6 +17,7 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.generations import compact
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.notes import latest, take_log
+from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.repair import drop_files, plan_repair
 from kvtool.core.cache.rows import (
     BY_CHUNK,
@@ -30,7 +31,9 @@ from kvtool.core.cache.rows import (
     level_keys,
     level_rows,
     meta_row,
+    origin_in,
     profile_row,
+    superseded,
 )
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
@@ -51,6 +54,7 @@ class _Pending:
     info: ChunkInfo
     layers: tuple[bytes, ...]
     replace: bool = False
+    origin: Origin | None = None
 
 
 class Writer:
@@ -151,7 +155,14 @@ class Writer:
         self._commit([meta_row(keys.CODEC_KEY, state)])
 
     def put_chunk(
-        self, chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes], *, replace: bool = False
+        self,
+        chunk_id: bytes,
+        info: ChunkInfo,
+        level: str,
+        layers: Sequence[bytes],
+        *,
+        replace: bool = False,
+        origin: Origin | None = None,
     ) -> None:
         """Add a chunk at a level. Buffered; durable after the next flush or commit_file.
 
@@ -159,6 +170,8 @@ class Writer:
         ----------
         layers : one encoded record (:func:`encode_record` with the chunk id as key) for each layer, in order.
         replace : also records that are stored and sound; else these stay as they are.
+        origin : where the records were made. HERE, or a trusted source, replaces all that a foreign one has put.
+            None: the chunk stays of the origin that it has, as when a level of it is made from another.
 
         Raises
         ------
@@ -169,19 +182,28 @@ class Writer:
         check_layers(chunk_id, info, level, layers)
         place = (bytes(chunk_id), level)
         if place not in self._pending:
-            self._pending[place] = _Pending(info, tuple(layers), replace)
+            self._pending[place] = _Pending(info, tuple(layers), replace, origin)
             self._pending_bytes += sum(map(len, layers))
             self._fresh.add(place[0])
         if self._pending_bytes >= BATCH_BYTES or time.monotonic() - self._flushed_at > BATCH_SECONDS:
             self.flush()
 
-    def describe(self, infos: Mapping[bytes, ChunkInfo]) -> None:
-        """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return."""
+    def describe(self, infos: Mapping[bytes, ChunkInfo], origin: Origin | None = None) -> None:
+        """Store descriptions of chunks whose KV is elsewhere, in one transaction; durable on return.
+
+        Parameters
+        ----------
+        origin : where they were made; see :meth:`put_chunk`.
+        """
         self._check_open()
+        rows: list[Row] = []
+        doomed: set[Doomed] = set()
         with self._store.environment.read() as snapshot:
-            rows = [row for chunk_id, info in sorted(infos.items()) for row in info_rows(snapshot, chunk_id, info)]
+            for chunk_id, info in sorted(infos.items()):
+                rows += info_rows(snapshot, chunk_id, info, origin)
+                doomed.update(superseded(snapshot, chunk_id, origin))
         if rows:
-            self._commit(rows)
+            self._commit(rows, sorted(doomed))
             self._fresh.update(infos)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
@@ -200,11 +222,11 @@ class Writer:
         """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
         try:
             if self._pending:
-                rows = self._pending_rows()
+                rows, doomed = self._pending_rows()
                 if any(table == tables.ADDED for table, *_ in rows):  # who is killed now leaves what nobody refers to
                     self._begin()
                     rows.append(meta_row(keys.COLLECTED_KEY, {}))
-                self._commit(rows)
+                self._commit(rows, doomed)
         finally:
             self._forget_pending()
 
@@ -216,7 +238,8 @@ class Writer:
 
         Raises
         ------
-        ValueError : a document names a chunk that was never put, or the entry names other documents.
+        ValueError : a document names a chunk that was never put, or that was made elsewhere although the file was not;
+            the entry names other documents; or one of them is another file's.
         NoSpaceError : the file was not stored, and all chunks still buffered are forgotten.
         """
         self.commit_files([(entry, documents)])
@@ -228,18 +251,19 @@ class Writer:
         for entry, of_file in files:
             if sorted(entry.documents) != sorted(document.source for document in of_file):
                 raise ValueError("a file entry must name exactly its documents")
+            self._check_owner(entry)
         needed = {ref.chunk_id for document in documents for ref in document.chunks}
-        hollow = self._check_references(needed)
+        own = {ref.chunk_id for entry, of in files if not entry.origin.is_foreign for one in of for ref in one.chunks}
+        hollow = self._check_references(needed, own)
         others = {place: pending for place, pending in self._pending.items() if place[0] not in needed}
         doomed: list[Doomed] = []
         for entry, _ in files:
             self._loosen(entry.path)
             doomed += self._stale_documents(entry.path, set(entry.documents))
         try:
-            rows = (
-                self._pending_rows(needed) + [*map(document_row, documents)] + [file_row(entry) for entry, _ in files]
-            )
-            self._commit(rows, doomed, thins=hollow or None)
+            rows, replaced = self._pending_rows(needed)
+            rows += [*map(document_row, documents), *(file_row(entry) for entry, _ in files)]
+            self._commit(rows, [*doomed, *replaced], thins=hollow or None)
         except BaseException:
             others = {}
             raise
@@ -400,31 +424,53 @@ class Writer:
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def _pending_rows(self, only: set[bytes] | None = None) -> list[Row]:
+    def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[Doomed]]:
+        """Rows of the chunks that wait, and the foreign rows that these replace."""
+        rows: list[Row] = []
+        doomed: set[Doomed] = set()
         with self._store.environment.read() as snapshot:
-            rows: list[Row] = []
             for (chunk_id, level), pending in sorted(self._pending.items(), key=itemgetter(0)):
                 if only is not None and chunk_id not in only:
                     continue
-                rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace)
-        return rows
+                origin = pending.origin
+                rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace, origin)
+                doomed.update(superseded(snapshot, chunk_id, origin))
+        return rows, sorted(doomed)
 
     def _stale_documents(self, path: str, kept: set[str]) -> list[Doomed]:
         try:
             old = self._store.file(path)
         except DamagedError:  # replaced now; its documents are found again by verify
             old = None
-        return [(tables.DOCUMENTS, keys.name_key(s)) for s in (old.documents if old else ()) if s not in kept]
+        stale = [source for source in (old.documents if old else ()) if source not in kept]
+        return [(tables.DOCUMENTS, keys.name_key(s)) for s in stale if self._other_owner(path, s) is None]
 
-    def _check_references(self, chunk_ids: Iterable[bytes]) -> bool:
-        """Refuse chunks that were never put. Returns whether any is there without its KV: documents that come from
-        elsewhere may be without what this store had of them before."""
+    def _check_owner(self, entry: FileEntry) -> None:
+        """Refuse a foreign file whose documents have the names of another file's."""
+        for source in entry.documents if entry.origin.is_foreign else ():
+            if (other := self._other_owner(entry.path, source)) is not None:
+                raise ValueError(f"document {source} is one of {other}")
+
+    def _other_owner(self, path: str, source: str) -> str | None:
+        """Return the other file that a document may be of by its name, and is."""
+        for other in {source, source.rpartition("#")[0]} - {path, ""}:
+            with contextlib.suppress(DamagedError):
+                entry = self._store.file(other)
+                if entry is not None and source in entry.documents:
+                    return other
+        return None
+
+    def _check_references(self, chunk_ids: Iterable[bytes], own: Collection[bytes]) -> bool:
+        """Refuse chunks that were never put, and foreign ones among those of own files. Returns whether any is there
+        without its KV: documents that come from elsewhere may be without what this store had of them before."""
         hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:
             for chunk_id in sorted({*chunk_ids} - waiting):  # neighbours stand on one page
                 if not snapshot.has(tables.CHUNKS, chunk_id):
                     raise ValueError(f"chunk {chunk_id.hex()} was never put")
+                if chunk_id in own and origin_in(snapshot, chunk_id).is_foreign:
+                    raise ValueError(f"chunk {chunk_id.hex()} was made elsewhere")
                 hollow = hollow or not self._store.has_chunk(chunk_id)
         return hollow
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
@@ -14,8 +15,7 @@ from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL
-from kvtool.core.model.resolve import resolve
-from kvtool.core.session.identity import NEIGHBOUR, LeadInIds, StoreIdentity, check_same_model
+from kvtool.core.session.identity import NEIGHBOUR, LeadInIds, StoreIdentity, check_same_model, resolve_named
 from kvtool.core.session.lead_in import LEARNED, learned_lead_in
 
 _NO_LEAD_IN = "none"
@@ -31,17 +31,19 @@ class Choices:
     Attributes
     ----------
     known : the store's identity before this run; None where there is no store yet.
+    made_by : who decided on that identity.
     """
 
     def __init__(self, store: Store | None, options: IngestOptions, once: Once = unnoticed) -> None:
         self._store, self._options, self._once = store, options, once
         self.known = StoreIdentity.from_manifest(store.manifest()) if store is not None else None
+        self.made_by = store.made_by() if store is not None else HERE
 
     @cached_property
     def files(self) -> ModelFiles:
         """The model's files."""
-        ref = self._options.model or (self.known.model if self.known else DEFAULT_MODEL)
-        return resolve(ref, offline=self._options.offline, once=self._once)
+        stored = self.known.model if self.known else DEFAULT_MODEL
+        return resolve_named(self._options.model, stored, self.made_by, self._options.offline, self._once)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -57,8 +59,11 @@ class Choices:
         Raises
         ------
         ModelError : the store was built with another model.
-        UsageError : it keeps its numbers in another format than is asked for.
+        UsageError : it keeps its numbers in another format than is asked for; or somebody who is not trusted made it,
+            with another instruction, lead-in or split than the user asks for.
         """
+        if self.known is not None and self.made_by.is_foreign:
+            return self._agreed(self.known)
         split = self._options.splitting or (self.known.split if self.known else SplitSettings())
         if self.known is None:
             return self._new_identity(split)
@@ -67,6 +72,25 @@ class Choices:
         if self._lead_in() == (self.known.lead_in.mode, self.known.system) and not self._reads_lead_in():
             return replace(self.known, split=split)
         return self._new_identity(split)
+
+    def _agreed(self, known: StoreIdentity) -> StoreIdentity:
+        """Return what a new store with this kind of lead-in and split would be made with, if the store is made with
+        just that.
+
+        Somebody else's instruction would stand before the user's own documents in every prompt, his lead-in before
+        every chunk; and token ids need not be those of the text that is shown.
+        """
+        check_same_model(self.files, known)
+        mode = self._options.lead_in or (None if is_lead_in_file(known.lead_in.mode) else known.lead_in.mode)
+        new = Choices(None, replace(self._options, model=self.files.ref, lead_in=mode), self._once)
+        wanted = new._new_identity(self._options.splitting or known.split)
+        differs = [name.name for name in fields(wanted) if getattr(wanted, name.name) != getattr(known, name.name)]
+        if differs := [name for name in differs if name != "model"]:
+            raise UsageError(
+                f"the store was made by {self.made_by.name}, with another {', '.join(differs)} than yours would be",
+                "ingest your own documents into another --store",
+            )
+        return wanted
 
     def _check_format(self, kept: str) -> None:
         asked = self._options.store_dtype or kept

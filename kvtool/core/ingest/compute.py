@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
@@ -87,7 +88,7 @@ class ChunkStorer(Storer):
         def work() -> None:
             for records in several(partial(encode, level=level, profile=self.maker.profile), batch):
                 self._account.report.kv_bytes += sum(map(len, records.layers))
-                self._writer.put_chunk(records.chunk_id, records.info, level, records.layers)
+                self._writer.put_chunk(records.chunk_id, records.info, level, records.layers, origin=HERE)
 
         self._submit(work)
 

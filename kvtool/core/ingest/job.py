@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
@@ -195,7 +196,7 @@ class _Job:
     @property
     def _is_other(self) -> bool:
         """Whether this run changes what the store is made with."""
-        return self.choices.known != self.choices.identity
+        return self.choices.known != self.choices.identity or self.choices.made_by.is_foreign
 
     def _keep_identity(self, writer: Writer) -> None:
         if self._is_other and not self._kept:
@@ -273,13 +274,13 @@ class _Job:
             storer.take(writer, self.account.report, new)
             self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
         self._changed = True
-        writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new})
+        writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new}, HERE)
         self._commit_known(writer, file)
         return True
 
     def _needs_prefix(self, store: Store) -> bool:
         identity = self.choices.identity
-        return not identity.keeps_states and bool(identity.prefix) and not store.has_chunk(identity.prefix_id)
+        return not identity.keeps_states and bool(identity.prefix) and not store.serves_own(identity.prefix_id)
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> Storer:
         """What computes and writes chunks.

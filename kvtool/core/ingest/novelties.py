@@ -26,7 +26,7 @@ class Novelties:
         """List the chunks of a file that are new, once each, in order."""
         first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}
         self._seen.update(first)
-        new = [chunk for key, chunk in first.items() if self._store is None or not self._store.has_chunk(key)]
+        new = [chunk for key, chunk in first.items() if self._store is None or not self._store.serves_own(key)]
         self.reused += len(first) - len(new)
         return new
 

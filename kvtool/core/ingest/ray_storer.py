@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
@@ -103,7 +104,7 @@ class RayStorer(Storer):
     def _write(self, computed: Computed) -> None:
         for made in computed.records:
             self._account.report.kv_bytes += sum(map(len, made.layers))
-            self._writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
+            self._writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, origin=HERE)
 
     def _commit(self, file: PreparedFile) -> None:
         self._writer.commit_file(file.entry, file.documents)

@@ -79,7 +79,7 @@ def reason_of(error: Exception) -> str:
 def _look(
     file: FoundFile, known: FileEntry | None, store: Store | None, settings: str, reading: Reading, seen: Seen
 ) -> Outcome:
-    same = store and known and known.settings == settings
+    same = store and known and known.settings == settings and not known.origin.is_foreign
     if store and known and same and seen.vouches(store, file.name, known.digest):
         return UnchangedFile(known)
     stands = store and known and same and _is_whole(known, store)

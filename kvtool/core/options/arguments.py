@@ -120,6 +120,7 @@ class PushArguments(TypedDict, total=False):
     dry_run: bool
     yes: bool
     remote_timeout: float | str
+    sign: str | Path | None
 
 
 class PullArguments(TypedDict, total=False):
@@ -132,6 +133,8 @@ class PullArguments(TypedDict, total=False):
     max_size: int | str | None
     lock_wait: float | str
     remote_timeout: float | str
+    trust: str | Iterable[str]
+    mine: bool
 
 
 class ExportArguments(TypedDict, total=False):
@@ -140,6 +143,7 @@ class ExportArguments(TypedDict, total=False):
     only: str | Iterable[str]
     levels: str | Iterable[str]
     force: bool
+    sign: str | Path | None
 
 
 class ImportArguments(TypedDict, total=False):
@@ -147,6 +151,8 @@ class ImportArguments(TypedDict, total=False):
 
     max_size: int | str | None
     lock_wait: float | str
+    trust: str | Iterable[str]
+    mine: bool
 
 
 class ForgetArguments(TypedDict, total=False):

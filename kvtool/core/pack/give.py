@@ -22,6 +22,7 @@ from kvtool.core.remote import survey, values
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, Level, chunk_name, digest_of, file_name
 from kvtool.core.remote.head import Head, seal_head
+from kvtool.core.remote.signing import SigningKey, seal_of
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.naming import named_documents
 
@@ -57,6 +58,7 @@ def export(
     only: Sequence[str] = (),
     levels: Sequence[str] | None = None,
     force: bool = False,
+    key: SigningKey | None = None,
     events: Events | None = None,
 ) -> ExportReport:
     """Write a store, or a part of it, into one file. At most one chunk at a level is held in memory.
@@ -66,6 +68,7 @@ def export(
     only : documents (see `core/upkeep/naming`); a file with several is taken whole. Empty: all.
     levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
     force : replace a file that is there.
+    key : signs the pack's catalogue, and with it all but states of answered prompts.
 
     Raises
     ------
@@ -82,7 +85,7 @@ def export(
             raise UsageError(f"{pack} lies in the store's own folder", "name a file outside of it")
         entries = _chosen(store, only)
         with writing(pack, force) as out:
-            _Export(store, identity, out, levels, report, events or Events()).run(entries)
+            _Export(store, identity, out, levels, report, events or Events(), key).run(entries)
     report.bytes, report.seconds = pack.stat().st_size, time.perf_counter() - started
     return report
 
@@ -103,6 +106,7 @@ class _Export:
     levels: Sequence[str] | None
     report: ExportReport
     events: Events
+    key: SigningKey | None
 
     def run(self, entries: Sequence[FileEntry]) -> None:
         files, wanted = self._files(entries)
@@ -115,7 +119,7 @@ class _Export:
         self._stretches(chunks)
         profiles = self._profiles(chunks)
         catalogue = Catalogue(self.store.manifest()["identity"], self._meta(), profiles, files, chunks)
-        packed = catalogue.pack()
+        packed = catalogue.pack(self.key)
         self.out.add(CATALOGUE, packed)
         self.out.add(HEAD, seal_head(Head(digest_of(packed))))
 
@@ -131,7 +135,7 @@ class _Export:
     def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
         key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
         _, documents = values.open_file(key, value)
-        files[key.hex()] = File(digest_of(value), entry.mtime_ns)
+        files[key.hex()] = File(digest_of(value), entry.mtime_ns, foreign=entry.origin.is_foreign)
         self.out.add(file_name(key.hex(), files[key.hex()]), value)
         wanted.update((ref.chunk_id, None) for document in documents for ref in document.chunks)
         self.report.files += 1
@@ -144,7 +148,8 @@ class _Export:
                 return
             raise DamagedError("its description is lost")
         key, value = chunk_id.hex(), values.chunk_value(chunk_id, info)
-        described = chunks[key] = Chunk(digest_of(value), info.layers, {})
+        foreign = self.store.origin(chunk_id).is_foreign
+        described = chunks[key] = Chunk(digest_of(value), info.layers, {}, foreign=foreign)
         self.out.add(chunk_name(key, described), value)
         stored = self.store.levels(chunk_id)
         everything = self.levels is None or chunk_id == self.identity.prefix_id
@@ -167,7 +172,8 @@ class _Export:
         if base is not None:
             self._level(chunk_id, chunk, base)
         maker = self.store.made_with(chunk_id, level)
-        chunk.levels[level] = Level(sum(map(len, records)), survey.mark_of_records(records), base, maker)
+        seal = None if self.key is None else seal_of(records)
+        chunk.levels[level] = Level(sum(map(len, records)), survey.mark_of_records(records), base, maker, seal=seal)
         try:
             self.out.add(kv_member(chunk_id.hex(), chunk, level), to_safetensors(chunk_id, level, records))
         except DamagedError:

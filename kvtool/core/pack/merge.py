@@ -13,6 +13,7 @@ from kvtool.core.pack import stretches
 from kvtool.core.pack.beside import StoreBlobs
 from kvtool.core.pack.take import take
 from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.survey import survey
 from kvtool.core.remote.transfer_report import TransferReport
 
@@ -24,6 +25,7 @@ def merge(
     path: Path,
     sources: Sequence[Path],
     *,
+    trust: Trust | None = None,
     lock_wait: float = 0.0,
     max_size: int | None = None,
     events: Events | None = None,
@@ -31,7 +33,12 @@ def merge(
     """Take other stores, and packs, into a store, which is made where there is none. Run again to resume.
 
     Sources stay as they are, and may be written to meanwhile. Of a file that two have in two versions the one changed
-    last stays, whichever comes first. What of a source is damaged is left out, and in its report.
+    last stays, whichever comes first, unless the store has it of another origin: then it stays as it is. What of a
+    source is damaged is left out, and in its report.
+
+    Parameters
+    ----------
+    trust : whom the user trusts; stores are never signed, so of them it says whether they are the user's own.
 
     Raises
     ------
@@ -46,9 +53,9 @@ def merge(
     reports = []
     for source in sources:
         if source.is_dir():
-            reports.append(_take_store(path, source, lock_wait, max_size, events))
+            reports.append(_take_store(path, source, trust or Trust(), lock_wait, max_size, events))
         else:
-            reports.append(take(path, source, lock_wait=lock_wait, max_size=max_size, events=events))
+            reports.append(take(path, source, trust=trust, lock_wait=lock_wait, max_size=max_size, events=events))
         reports[-1].direction = "merge"
     return reports
 
@@ -75,8 +82,9 @@ def _check(path: Path, source: Path) -> None:
 
 
 def _take_store(
-    path: Path, source: Path, lock_wait: float, max_size: int | None, events: Events | None
+    path: Path, source: Path, trust: Trust, lock_wait: float, max_size: int | None, events: Events | None
 ) -> TransferReport:
+    origin = trust.origin(None, os.path.realpath(source))
     with (
         Store.open(source) as other,
         Store.create_or_open(path) as store,
@@ -86,10 +94,11 @@ def _take_store(
         lost: list[tuple[str, str]] = []
         catalogue, blobs = survey(other, None, lambda what, why: lost.append((what, why))), StoreBlobs(other)
         try:
-            report = adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
+            report = adopt(store, writer, blobs, catalogue, origin, None, newer=True, timeout=_SECONDS, events=events)
         except StoreFormatError as error:
             raise StoreFormatError(f"{error.message} than {source}", "merge into another --store") from error
         for what, why in lost:
             report.note_damage(what, why)
-        stretches.take(store, writer, blobs, report)
+        if not origin.is_foreign:
+            stretches.take(store, writer, blobs, report)
         return report

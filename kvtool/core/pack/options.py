@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvtool.core.cache.options import LockOptions, max_size_option
-from kvtool.core.options.option import Options, option
-from kvtool.core.remote.options import MOVED, levels_option
+from kvtool.core.options.option import option
+from kvtool.core.remote.options import MOVED, SignOptions, TrustOptions, levels_option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportOptions(Options, settings=False, group=MOVED):
+class ExportOptions(SignOptions, settings=False, group=MOVED):
     """What goes into a pack."""
 
     only: tuple[str, ...] = option((), "Only the files of these documents.", metavar="PATH|GLOB|ID", instead="all")
@@ -19,7 +19,7 @@ class ExportOptions(Options, settings=False, group=MOVED):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImportOptions(LockOptions):
+class ImportOptions(LockOptions, TrustOptions):
     """How a pack is taken in."""
 
     max_size: int | None = max_size_option()

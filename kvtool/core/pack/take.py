@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
+from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, UsageError
@@ -20,6 +21,7 @@ from kvtool.core.remote.entries import digest_of
 from kvtool.core.remote.head import unseal_head
 from kvtool.core.remote.limits import most_bytes
 from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.transfer_report import TransferReport
 
 _AGAIN = "get the pack again, or export it again"
@@ -27,16 +29,28 @@ _SECONDS = 600.0  # for a value to come off the disk
 
 
 def take(
-    path: Path, pack: Path, *, lock_wait: float = 0.0, max_size: int | None = None, events: Events | None = None
+    path: Path,
+    pack: Path,
+    *,
+    trust: Trust | None = None,
+    lock_wait: float = 0.0,
+    max_size: int | None = None,
+    events: Events | None = None,
 ) -> TransferReport:
     """Take a pack into a store, which is made where there is none. Run again to resume.
 
     KV becomes durable in batches, then every document in a transaction of its own. Of a file that both have in two
-    versions the one changed last stays. What of the pack is damaged is left out, and in the report.
+    versions the one changed last stays, unless the store has it of another origin: then it stays as it is. What of the
+    pack is damaged is left out, and in the report.
+
+    Parameters
+    ----------
+    trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
 
     Raises
     ------
     UsageError : there is no such file, or it is no pack.
+    UntrustedError : a signature is required, and there is none of a trusted key.
     DamagedError : its index, or what it says of its model, is damaged: nothing was written.
     StoreFormatError : the store was made with another model or other settings, or a newer kvtool wrote the pack.
     NoSpaceError, StoreLockedError : what came stays.
@@ -46,11 +60,15 @@ def take(
             raise UsageError(f"{pack} is an archive, but no pack", "name a file that `kvtool store export` wrote")
         catalogue = _catalogue(reader)
         blobs = PackBlobs(reader, catalogue)
+        origin = (trust or Trust()).origin(catalogue.proof, pack.name)
         _check_manifest(blobs, catalogue, pack)
         with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
             try:
-                report = adopt(store, writer, blobs, catalogue, None, newer=True, timeout=_SECONDS, events=events)
-                stretches.take(store, writer, reader, report)
+                report = adopt(
+                    store, writer, blobs, catalogue, origin, None, newer=True, timeout=_SECONDS, events=events
+                )
+                if origin == HERE:  # no signature covers them, and they are parts of own documents' prompts, too
+                    stretches.take(store, writer, reader, report)
                 return report
             except StoreFormatError as error:  # made with another model or other settings
                 hint = f"import {pack.name} into a store of its own: --store FOLDER"

@@ -21,7 +21,7 @@ from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.retrieval.passages import Hit, stands_in
+from kvtool.core.retrieval.passages import Hit, Passage, stands_in
 from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
@@ -173,21 +173,35 @@ def _prefix(session: Session, ids: Ids) -> Candidate:
 
 
 def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candidate | None:
-    """The chunk as it is wanted: its ids come from the store, or from its text where the store lost them. None: its
-    document holds it no more, so nothing is left of it."""
+    """Lay a chunk out as it is wanted. Its ids are those of its text, which the answer cites: a stored chunk of other
+    ids is damaged, or somebody else's, and nothing of it is used. None: its document holds it no more, and neither does
+    the store, so nothing is left of it."""
     place = hit.passage
-    info = _info(session, place.chunk_id)
-    if info is not None:
-        relevance = 0.0 if math.isnan(hit.score) else hit.score
-        wanted = Candidate(info.token_ids, place.chunk_id, info.lead_in, relevance=relevance)
-        return _stored(session, wanted, info, level, max_loss)
-    document = session.store.document(place.source)
-    if document is None or not stands_in(document, place):
-        what = f"chunk {place.chunk_id.hex()[:12]} of {place.source}"
-        session.warn(f"{what} is left out: its description is lost, and so is its place", REPAIR)
-        return None
-    (ids,) = chunk_tokens(session.tokenizer, [document.text[place.start : place.end]])
-    return Candidate(ids, place.chunk_id, reason="its description is lost or damaged")
+    info, text = _info(session, place.chunk_id), _text(session, place)
+    if text is None:
+        if info is None:
+            what = f"chunk {place.chunk_id.hex()[:12]} of {place.source}"
+            session.warn(f"{what} is left out: its description is lost, and so is its place", REPAIR)
+            return None
+        ids = info.token_ids
+    else:
+        (ids,) = chunk_tokens(session.tokenizer, [text])
+    if info is None:
+        return Candidate(ids, place.chunk_id, reason="its description is lost or damaged")
+    if info.token_ids != ids:
+        return Candidate(ids, place.chunk_id, reason="what is stored of it is of another text")
+    relevance = 0.0 if math.isnan(hit.score) else hit.score
+    wanted = Candidate(ids, place.chunk_id, info.lead_in, relevance=relevance)
+    return _stored(session, wanted, info, level, max_loss)
+
+
+def _text(session: Session, place: Passage) -> str | None:
+    """Return the text of a passage; None where its document is lost, damaged or holds it no more."""
+    with suppress(DamagedError):
+        document = session.store.document(place.source)
+        if document is not None and stands_in(document, place):
+            return document.text[place.start : place.end]
+    return None
 
 
 def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: str, max_loss: float) -> Candidate:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.remote.options import PullOptions, PushOptions
@@ -24,21 +25,25 @@ def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> Tra
             verify=options.verify,
             dry_run=options.dry_run,
             yes=options.yes,
+            key=options.key,
             events=events,
         )
 
 
-def pull_from(url: str, folder: Path, options: PullOptions, events: Events) -> TransferReport:
+def pull_from(
+    url: str, folder: Path, options: PullOptions, events: Events, store: StoreOptions | None = None
+) -> TransferReport:
     """Fetch what a store lacks, or with `dry_run` say what that is. Raises as :func:`pull` does."""
-    levels = options.levels or None
+    levels, trust = options.levels or None, options.trusted(store)
     with closing(open_blobs(url, options.remote_timeout)) as blobs:
         if options.dry_run:
-            return preview(folder, blobs, levels=levels, delete=options.delete)
+            return preview(folder, blobs, levels=levels, delete=options.delete, trust=trust)
         return pull(
             folder,
             blobs,
             levels=levels,
             delete=options.delete,
+            trust=trust,
             lock_wait=options.lock_wait,
             max_size=options.max_size,
             timeout=options.remote_timeout,

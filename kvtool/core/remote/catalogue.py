@@ -35,6 +35,7 @@ from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import checks
 from kvtool.core.remote.entries import Chunk, File, Pack, Shard, chunk_name, file_name, kv_names
 from kvtool.core.remote.rows import MARK_BYTES, entries_of, packed, packs_of, rows_of, unpacked
+from kvtool.core.remote.signing import Proof, SigningKey, catalogue_digest, proof_of, proof_row
 
 FORMAT = 3  # of one in one value
 _PLAIN_FORMAT = 1  # of one without packs and without levels that leave rows out, which every kvtool reads
@@ -52,6 +53,7 @@ class Catalogue:
     left_out : of one that was read: what cannot be used, and why.
     shards : of one that is in shards: these, by the beginning of the keys, None where none begins so. Their number is
         a power of two.
+    proof : its signature, which nobody has checked yet; None: it is not signed.
     """
 
     identity: dict[str, Any]
@@ -61,11 +63,12 @@ class Catalogue:
     chunks: dict[str, Chunk] = field(default_factory=dict)
     left_out: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     shards: tuple[Shard | None, ...] = field(default=(), compare=False)
+    proof: Proof | None = field(default=None, compare=False)
 
-    def pack(self) -> bytes:
-        """Canonical, packed, in one value."""
+    def pack(self, key: SigningKey | None = None) -> bytes:
+        """Canonical, packed, in one value; signed by a key, or as it was when it was read."""
         value = {"format": self._format(), **self.facts(), **rows_of(self.files, self.chunks)}
-        return packed(json.dumps(value, sort_keys=True, separators=(",", ":")).encode())
+        return packed(canonical(value, self.proof, key))
 
     @classmethod
     def unpack(cls, data: bytes) -> Catalogue:
@@ -84,7 +87,7 @@ class Catalogue:
         try:
             left_out = list[tuple[str, str]]()
             files, chunks = entries_of(value, left_out)
-            return cls(*facts_of(value), files, chunks, tuple(left_out))
+            return cls(*facts_of(value), files, chunks, tuple(left_out), proof=proof_in(value))
         except (ValueError, KeyError) as error:
             raise unreadable(error) from error
 
@@ -112,6 +115,26 @@ class Catalogue:
         names |= {f"profile/{digest}" for digest in self.profiles}
         names |= {shard.name for shard in self.shards if shard is not None}
         return names | blobs_of(self.files, self.chunks)
+
+
+def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
+    """Return a catalogue's JSON, the same for the same catalogue; with the signature of a key, else with `proof`."""
+    plain = _json(value)
+    proof = proof if key is None else key.sign(catalogue_digest(plain))
+    return plain if proof is None else _json(value | {"signature": proof_row(proof)})
+
+
+def proof_in(value: dict[str, Any]) -> Proof | None:
+    """Read the signature in a catalogue's JSON. Raises ValueError, KeyError."""
+    row = value.get("signature")
+    if row is None:
+        return None
+    rest = {name: part for name, part in value.items() if name != "signature"}
+    return proof_of(checks.object_of(row), catalogue_digest(_json(rest)))
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
 def blobs_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> set[str]:

@@ -45,6 +45,7 @@ class Level:
     base : the coarser level that it refines.
     maker : digest, in hex, of the profile that lossy records name; None: they are not, or an older kvtool pushed them.
     place : of its records; None: each is a value of its own.
+    seal : of a signed catalogue: BLAKE2b-256 of all records, in hex, which nobody can forge.
     """
 
     size: int
@@ -52,6 +53,7 @@ class Level:
     base: str | None = None
     maker: str | None = None
     place: Place | None = None
+    seal: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,17 +64,24 @@ class Chunk:
     ----------
     mark : of the description.
     place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
+    foreign : who says so did not make it, but has it from somebody else; so of a file.
     """
 
     mark: str
     layers: int
     levels: dict[str, Level]
     place: Place | None = None
+    foreign: bool = False
 
     @property
     def makers(self) -> dict[str, str]:
         """The profile that each level's records name, of those levels that say it."""
         return {level: stored.maker for level, stored in self.levels.items() if stored.maker is not None}
+
+    @property
+    def seals(self) -> dict[str, str]:
+        """The digest of each level's records, of those levels that have one."""
+        return {level: stored.seal for level, stored in self.levels.items() if stored.seal is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,7 @@ class File:
     mark: str
     mtime_ns: int
     place: Place | None = None
+    foreign: bool = False
 
 
 class Shard(NamedTuple):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvtool.core.cache.options import STORE, LockOptions, max_size_option
+from kvtool.core.cache.options import STORE, LockOptions, StoreOptions, max_size_option
 from kvtool.core.codec.levels import LEVELS, NAMES
 from kvtool.core.options.option import Options, option
 from kvtool.core.remote.blobs import TIMEOUT
 
-MOVED = "What is moved"  # the heading in the commands' help
+if TYPE_CHECKING:
+    from kvtool.core.remote.signing import SigningKey, Trust
+
+MOVED, TRUSTED = "What is moved", "Who is trusted"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +46,37 @@ def levels_option() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions(RemoteOptions, settings=False, group=MOVED):
+class SignOptions(Options, settings=False, group=TRUSTED):
+    """How others can tell who made what they get."""
+
+    sign: str | None = option(None, "Sign it with this Ed25519 key.", metavar="KEY", unit="path")
+
+    @property
+    def key(self) -> SigningKey | None:
+        """The key to sign with. Raises UsageError."""
+        from kvtool.core.remote.signing import signing_key
+
+        return None if self.sign is None else signing_key(Path(self.sign))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustOptions(Options, group=TRUSTED):
+    """Whose documents and KV count as made here."""
+
+    trust: tuple[str, ...] = option(
+        (), "Trust what these public keys have signed.", metavar="FILE", unit="path", own=True, instead="nobody"
+    )
+    mine: bool = option(False, "Trust what is named now: you made it yourself.", setting=False)
+
+    def trusted(self, store: StoreOptions | None = None) -> Trust:
+        """Return whom the user trusts. Raises UsageError."""
+        from kvtool.core.remote.signing import Trust
+
+        return Trust.of(self.trust, required=store is not None and store.require_signature, mine=self.mine)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushOptions(RemoteOptions, SignOptions, settings=False, group=MOVED):
     """What is sent to a shared store."""
 
     delete: bool = option(False, "Forget there what the store does not have.")
@@ -51,7 +86,7 @@ class PushOptions(RemoteOptions, settings=False, group=MOVED):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PullOptions(RemoteOptions, LockOptions, settings=False, group=MOVED):
+class PullOptions(RemoteOptions, LockOptions, TrustOptions, settings=False, group=MOVED):
     """What is fetched from a shared store."""
 
     levels: tuple[str, ...] = levels_option()

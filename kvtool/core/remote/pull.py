@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
+from kvtool.core.cache.origin import HERE, ORIGIN, Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.progress import Events
@@ -21,15 +23,29 @@ from kvtool.core.remote.groups import Group, Groups, single
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
+from kvtool.core.remote.signing import SigningKey, Trust
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
-from kvtool.core.remote.wanted import Bundle, Within, check_share, only_here, wanted_files, wanted_records, with_bases
+from kvtool.core.remote.wanted import (
+    Bundle,
+    Origins,
+    Within,
+    check_share,
+    only_here,
+    takeable,
+    wanted_files,
+    wanted_records,
+    with_bases,
+)
 
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
 _HELD_OF_EACH = (
     2**9
 )  # so much for each, a quarter of what the catalogue takes in memory: pages are met a few times then
+_UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
+_MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
+_MOST_UNPACKED, _MOST_RATIO = 2**28, 64  # of all of them: so many bytes, and so many for each that came
 _SMALL_AT_ONCE = 2048  # descriptions that are asked for together
 _TRIES = 8  # pushes that come in between and delete what is just fetched
 
@@ -41,6 +57,7 @@ def pull(
     levels: Sequence[str] | None = None,
     delete: bool = False,
     newer: bool = False,
+    trust: Trust | None = None,
     lock_wait: float = 0.0,
     max_size: int | None = None,
     timeout: float = TIMEOUT,
@@ -54,6 +71,7 @@ def pull(
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
     delete : forget the files that the tier does not have.
     newer : of a file that both have in two versions take the one changed last; else the tier's.
+    trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
 
@@ -61,26 +79,29 @@ def pull(
     ------
     StoreNotFoundError : nothing was pushed there.
     UsageError : more than half would be forgotten, and nobody said `yes`.
+    UntrustedError : a signature is required, and there is none of a trusted key.
     RemoteError : the tier does not answer. What came stays.
     StoreFormatError : the store is of another model.
     """
-    catalogue = read_catalogue(blobs)
+    catalogue, trust = read_catalogue(blobs), trust or Trust()
+    origin = trust.origin(catalogue.proof, blobs.url)
     with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
         if delete and not yes:
-            check_share(store, catalogue, blobs.url)
+            check_share(store, catalogue, blobs.url, origin)
         if events is not None and catalogue.identity.get("keeps_states") and not store.stretches():
             events.warn(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        report = adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
+        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
         for _ in range(_TRIES):
             if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
                 break
+            origin = trust.origin(latest.proof, blobs.url)
             if delete and not yes:
-                check_share(store, latest, blobs.url)
+                check_share(store, latest, blobs.url, origin)
             before, catalogue = report, latest  # what did not come may have been deleted with the one before
-            report = adopt(store, writer, blobs, catalogue, levels, delete, newer, timeout, events)
+            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
             report.goes_on_from(before)
         return report
 
@@ -90,6 +111,7 @@ def adopt(
     writer: Writer,
     blobs: Readable,
     catalogue: Catalogue,
+    origin: Origin,
     levels: Sequence[str] | None,
     delete: bool = False,
     newer: bool = False,
@@ -101,29 +123,43 @@ def adopt(
 
     Parameters
     ----------
+    origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
+        KV to chunks that other documents use, and no measured losses.
     mirror : the store has nothing of its own: what the tier knows of codec levels and lead-in replaces what is here.
         It tells whether the catalogue says everything of a key; else what is here of it stays. None: it is no mirror.
     """
     started = time.perf_counter()
-    job = _Pull(store, writer, blobs, TransferReport("pull", blobs.url), timeout, events or Events())
+    report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
+    origins = Origins(origin, blobs.url, mirror=mirror is not None)
+    job = _Pull(store, writer, blobs, origins, report, timeout, events or Events())
     job.run(catalogue, levels, delete, newer, mirror)
     job.report.seconds = time.perf_counter() - started
     return job.report
 
 
 def preview(
-    path: Path, blobs: Blobs, *, levels: Sequence[str] | None = None, delete: bool = False, newer: bool = False
+    path: Path,
+    blobs: Blobs,
+    *,
+    levels: Sequence[str] | None = None,
+    delete: bool = False,
+    newer: bool = False,
+    trust: Trust | None = None,
 ) -> TransferReport:
     """What a pull would do; nothing is fetched but the catalogue, and nothing is written. Raises as `pull` does."""
     started = time.perf_counter()
-    catalogue, report = read_catalogue(blobs), TransferReport("pull", blobs.url, dry_run=True)
+    catalogue = read_catalogue(blobs)
+    origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
+    trusted = not origin.is_foreign
+    report = TransferReport("pull", blobs.url, dry_run=True, origin=origin.name, trusted=trusted)
     try:
         with Store.open(path) as store:
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
-            files = wanted_files(store, catalogue, newer)
-            records, report.chunks.unchanged = wanted_records(store, catalogue, levels)
-            report.removed = len(only_here(store, catalogue)) if delete else 0
+            origins = Origins(origin, blobs.url)
+            files, report.kept = wanted_files(store, catalogue, newer, origins)
+            records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
+            report.removed = len(only_here(store, catalogue, origin)) if delete else 0
     except StoreNotFoundError:
         files = list(catalogue.files)
         records = [
@@ -137,19 +173,35 @@ def preview(
     return report
 
 
-def sync(path: Path, blobs: Blobs, *, lock_wait: float = 0.0, events: Events | None = None) -> list[TransferReport]:
+def sync(
+    path: Path,
+    blobs: Blobs,
+    *,
+    trust: Trust | None = None,
+    key: SigningKey | None = None,
+    lock_wait: float = 0.0,
+    events: Events | None = None,
+) -> list[TransferReport]:
     """Pull, then push; of a file that both have in two versions the one changed last stays. Raises as both do."""
-    pulled = pull(path, blobs, newer=True, lock_wait=lock_wait, events=events)
+    pulled = pull(path, blobs, newer=True, trust=trust, lock_wait=lock_wait, events=events)
     with Store.open(path) as store:
-        return [pulled, push(store, blobs, newer=True, events=events)]
+        return [pulled, push(store, blobs, newer=True, key=key, events=events)]
 
 
 class _Pull:
     def __init__(
-        self, store: Store, writer: Writer, blobs: Readable, report: TransferReport, timeout: float, events: Events
+        self,
+        store: Store,
+        writer: Writer,
+        blobs: Readable,
+        origins: Origins,
+        report: TransferReport,
+        timeout: float,
+        events: Events,
     ) -> None:
-        self.store, self.writer, self.blobs = store, writer, blobs
+        self.store, self.writer, self.blobs, self.origins = store, writer, blobs, origins
         self.report, self.timeout, self.events = report, timeout, events
+        self.unpacked = 0  # bytes of documents that came
 
     def run(
         self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: Within | None
@@ -159,11 +211,13 @@ class _Pull:
         mine = self.store.manifest()
         if mine:
             check_same_identity(catalogue.identity, mine.get("identity", {}), str(self.store.path))
-        self._manifest(catalogue, new=not mine)
+        self._manifest(catalogue, new=not mine, mirror=mirror is not None)
         self._profiles(catalogue)  # before the state that names them
-        self._state(catalogue, mirror is not None)
-        self._describe(catalogue)
-        self._records(catalogue, levels)
+        if not self.origins.own.is_foreign:  # losses that others state are not taken at their word
+            self._state(catalogue, mirror is not None)
+        allowed = takeable(self.store, catalogue, self.origins)
+        self._describe(allowed)
+        self._records(allowed, levels)
         self._files(catalogue, newer)
         if delete:
             self._forget(catalogue, mirror or (lambda key: True))
@@ -198,13 +252,15 @@ class _Pull:
 
     # ---- the parts ----
 
-    def _manifest(self, catalogue: Catalogue, new: bool) -> None:
+    def _manifest(self, catalogue: Catalogue, new: bool, mirror: bool) -> None:
         """What the tier says of its model; a store that knows its own keeps it."""
         if new:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
                 raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
-            self.writer.set_manifest(manifest)
+            origin = Origin(self.blobs.url, trusted=False) if mirror else self.origins.own
+            self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
+            self.report.made_with = str(catalogue.identity.get("model", ""))
 
     def _state(self, catalogue: Catalogue, mirror: bool) -> None:
         """What was measured of the codec levels, and which lead-in is the learned one: the tier's in a mirror; else
@@ -245,19 +301,22 @@ class _Pull:
 
     def _describe(self, catalogue: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
+        replaced = {chunk.hex() for chunk in self.store.foreign_chunks()}
         groups = [
             single(key, f"chunk {key}", described_by(chunk_name(key, chunk), chunk.place))
             for key, chunk in catalogue.chunks.items()
-            if key not in known
+            if key not in known or (key in replaced and not self.origins.of(chunk).is_foreign)
         ]
         for some in self._in_order(groups):
-            infos: dict[bytes, ChunkInfo] = {}
+            infos: dict[Origin, dict[bytes, ChunkInfo]] = {}
             for group, value in some:
                 chunk_id = bytes.fromhex(group.key)
                 with self._noted(group):
                     layers = catalogue.chunks[group.key].layers
-                    infos[chunk_id] = values.open_chunk(chunk_id, value, catalogue.identity, layers)
-            self.writer.describe(infos)
+                    info = values.open_chunk(chunk_id, value, catalogue.identity, layers)
+                    infos.setdefault(self.origins.of(catalogue.chunks[group.key]), {})[chunk_id] = info
+            for origin, described in infos.items():
+                self.writer.describe(described, origin)
 
     def _records(self, catalogue: Catalogue, levels: Sequence[str] | None) -> None:
         wanted, self.report.chunks.unchanged = wanted_records(self.store, catalogue, levels)
@@ -273,30 +332,49 @@ class _Pull:
         info = self.store.chunk_info(chunk_id)
         if info is None:
             raise DamagedError("its description did not come")
+        origin = self.origins.of(chunk)
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, of_level in by_level.items():
-            survey.check_level(chunk_id, chunk, level, of_level)
+            survey.check_level(chunk_id, chunk, level, of_level, sealed=origin.trusted and origin != HERE)
             base = chunk.levels[level].base
             if base is not None and base not in by_level and not self.writer.has_level(chunk_id, base):
                 raise DamagedError(f"level {base}, which it refines, did not come")
         if group.replaces:
             self.writer.flush()  # so that all of it is in one transaction
         for level, of_level in by_level.items():
-            self.writer.put_chunk(chunk_id, info, level, of_level, replace=group.replaces)
+            self.writer.put_chunk(chunk_id, info, level, of_level, replace=group.replaces, origin=origin)
         self.report.chunks.moved += len(by_level)
 
     def _files(self, catalogue: Catalogue, newer: bool) -> None:
-        wanted = wanted_files(self.store, catalogue, newer)
+        wanted, self.report.kept = wanted_files(self.store, catalogue, newer, self.origins)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         files = [(key, catalogue.files[key]) for key in wanted]
         groups = [single(key, f"file {key}", described_by(file_name(key, file), file.place)) for key, file in files]
         for some in self._in_order(groups):
-            opened = list[tuple[Group, FileEntry, list[DocumentEntry]]]()
+            opened, size = list[tuple[Group, FileEntry, list[DocumentEntry]]](), 0
             for group, value in some:
+                origin = self.origins.of(catalogue.files[group.key])
                 with self._noted(group):
-                    opened.append((group, *values.open_file(bytes.fromhex(group.key), value)))
+                    size += self._unpacked_size(group, value, origin)
+                    entry, documents = values.open_file(bytes.fromhex(group.key), value)
+                    opened.append((group, replace(entry, origin=origin), documents))
+                if size > _UNPACKED_AT_ONCE:
+                    self._commit(opened)
+                    opened, size = [], 0
             self._commit(opened)
+
+    def _unpacked_size(self, group: Group, value: bytes, origin: Origin) -> int:
+        """Bytes of a file's documents once they are unpacked. Raises DamagedError where a few bytes of somebody who is
+        not trusted would take up much of the memory or the time of this machine."""
+        size = values.unpacked_size(bytes.fromhex(group.key), value)
+        self.unpacked += size
+        if origin.is_foreign and (
+            size > _MOST_OF_FILE or self.unpacked > _MOST_UNPACKED + _MOST_RATIO * self.report.bytes
+        ):
+            self.unpacked -= size
+            raise DamagedError(f"it unpacks to {size / 1e6:,.0f} MB, more than is taken from who is not trusted")
+        return size
 
     def _commit(self, files: Sequence[tuple[Group, FileEntry, list[DocumentEntry]]]) -> None:
         """Files with their documents in one transaction, which costs as much as one of a single file; where that
@@ -322,7 +400,7 @@ class _Pull:
             self.report.note_damage(group.what, str(error))
 
     def _forget(self, catalogue: Catalogue, within: Within) -> None:
-        for path in only_here(self.store, catalogue, within):
+        for path in only_here(self.store, catalogue, self.origins.own, within):
             self.report.removed += self.writer.remove_file(path)
         outside = [chunk_id for chunk_id in self.store.chunk_ids() if not within(chunk_id.hex())]
         self.writer.collect(keep=[*map(bytes.fromhex, catalogue.chunks), *outside])

@@ -9,7 +9,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError
+from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
@@ -20,6 +20,7 @@ from kvtool.core.remote.reading import check_same_identity, put_copies, read_hea
 from kvtool.core.remote.rehearsal import Rehearsal
 from kvtool.core.remote.send import Sender
 from kvtool.core.remote.shards import pack_root, sharded
+from kvtool.core.remote.signing import SigningKey
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
 from kvtool.core.remote.transfer_report import TransferReport
@@ -36,6 +37,7 @@ def push(
     verify: bool = False,
     dry_run: bool = False,
     yes: bool = False,
+    key: SigningKey | None = None,
     events: Events | None = None,
 ) -> TransferReport:
     """Bring a tier up to date with a store. Run again to resume; what is there already is not sent again.
@@ -47,16 +49,18 @@ def push(
     verify : read back what is there already, and send again what is damaged.
     dry_run : change nothing; the report counts what would be done.
     yes : `delete` may take more than half of the tier.
+    key : signs the catalogue. The tier then holds nothing that this key has not signed.
 
     Raises
     ------
     RemoteError, NoSpaceError : the tier does not answer, or is full. What was sent stays.
     StoreFormatError : it holds a store of another model, or other things than a store.
-    UsageError : it would lose more than half, and nobody said `yes`.
+    UsageError : it would lose more than half, and nobody said `yes`; or it is signed by another key, or by one that
+        was not given.
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
-    job = _Push(store, Rehearsal(blobs) if dry_run else blobs, report, events or Events(), newer, verify)
+    job = _Push(store, Rehearsal(blobs) if dry_run else blobs, report, events or Events(), newer, verify, key)
     job.run(delete, yes or dry_run)
     report.seconds = time.perf_counter() - started
     return report
@@ -64,10 +68,17 @@ def push(
 
 class _Push:
     def __init__(
-        self, store: Store, blobs: Blobs, report: TransferReport, events: Events, newer: bool, verify: bool
+        self,
+        store: Store,
+        blobs: Blobs,
+        report: TransferReport,
+        events: Events,
+        newer: bool,
+        verify: bool,
+        key: SigningKey | None,
     ) -> None:
         self.store, self.blobs, self.report = store, blobs, report
-        self.events, self.newer, self.verify = events, newer, verify
+        self.events, self.newer, self.verify, self.key = events, newer, verify, key
         self.lease = Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
         self.sweep = Sweep(blobs, self.lease, report, events)
@@ -77,8 +88,11 @@ class _Push:
             raise StoreNotFoundError(f"the store at {self.store.path} is empty", "run `kvtool ingest PATH` first")
         self._say_what_stays()
         head, theirs = self._there()
+        if theirs is not None:
+            self._check_signer(theirs, delete)
         listed = own_names(self.blobs) if delete else set()
-        mine = survey.survey(self.store, theirs, self.report.note_damage)
+        known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
+        mine = survey.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -95,6 +109,20 @@ class _Push:
             if delete and not self.sweep.run(listed):
                 head, theirs = self._there()  # what somebody who knows of no leases counts on was deleted
                 self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
+
+    def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
+        """Refuse to take a signature away, and to sign what somebody else has put there."""
+        url = self.blobs.url
+        if self.key is None and theirs.proof is not None:
+            raise UsageError(f"{url} is signed by {theirs.proof.signer}", "push with --sign KEY, or to another place")
+        if self.key is not None and not delete and not self._has_signed(theirs):
+            raise UsageError(
+                f"{url} holds what {self.key.name} has not signed",
+                "push to an empty place, or with --delete, which leaves there only what this store has",
+            )
+
+    def _has_signed(self, theirs: Catalogue | None) -> bool:
+        return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
 
     def _say_what_stays(self) -> None:
         """States are of prompts and chunks of a model that keeps some; a catalogue knows no name for them."""
@@ -125,8 +153,12 @@ class _Push:
         for _ in range(_TRIES):
             if theirs is not None:
                 check_same_identity(mine.identity, theirs.identity, self.blobs.url)
+                self._check_signer(theirs, delete)
             joined = mine if theirs is None or delete else self._joined(mine, theirs)
-            if theirs is not None and joined == theirs and theirs.shards:  # else an older kvtool has put it there
+            signed = self.key is None or self._has_signed(theirs)
+            if (
+                theirs is not None and joined == theirs and theirs.shards and signed
+            ):  # else an older kvtool put it there
                 return
             if self._swap(head, theirs, joined):
                 if delete and theirs is not None:
@@ -164,7 +196,7 @@ class _Push:
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
         joined, shards = sharded(joined, theirs)
-        root = pack_root(joined)
+        root = pack_root(joined, self.key)
         digest = digest_of(root)
         self.blobs.put({**shards, catalogue_name(digest): root})
         self.blobs.settle()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import zstandard
@@ -16,6 +17,7 @@ from kvtool.core.remote.entries import Chunk, File, Level, Pack, Place
 from kvtool.core.remote.limits import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES
 
 MARK_BYTES = 16
+SEAL_BYTES = 32
 _MOST_UNPACKED = 2**29
 _MOST_RATIO = 32  # to one
 
@@ -74,6 +76,12 @@ def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str,
     makers = {key: row.makers for key, row in chunks.items() if row.makers}
     if makers:
         value["makers"] = makers  # beside the chunks: a kvtool that does not know of it reads the rest
+    seals = {key: row.seals for key, row in chunks.items() if row.seals}
+    if seals:
+        value["seals"] = seals
+    foreign = sorted(key for rows in (files, chunks) for key, row in rows.items() if row.foreign)
+    if foreign:
+        value["foreign"] = foreign
     if numbers:
         value["packs"] = list(numbers)
     return value
@@ -106,13 +114,18 @@ def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entrie
     ------
     ValueError, KeyError : something of it cannot be.
     """
-    makers = checks.object_of(value.get("makers", {}))
+    makers, seals = (checks.object_of(value.get(name, {})) for name in ("makers", "seals"))
     packs = [_pack(row) for row in checks.list_of(value.get("packs", []))]
     files = {checks.hex_of(key, ID_BYTES): _file(row, packs) for key, row in checks.object_of(value["files"]).items()}
     chunks = {
-        checks.hex_of(key, ID_BYTES): _chunk(key, row, makers.get(key, {}), packs, left_out)
+        checks.hex_of(key, ID_BYTES): _chunk(key, row, makers.get(key, {}), seals.get(key, {}), packs, left_out)
         for key, row in checks.object_of(value["chunks"]).items()
     }
+    for key in map(checks.text_of, checks.list_of(value.get("foreign", []))):
+        if key in files:
+            files[key] = replace(files[key], foreign=True)
+        if key in chunks:
+            chunks[key] = replace(chunks[key], foreign=True)
     return files, chunks
 
 
@@ -122,12 +135,14 @@ def _file(value: Any, packs: list[Pack]) -> File:
     return File(checks.hex_of(mark, MARK_BYTES), mtime_ns, _description(value[2:], packs))
 
 
-def _chunk(key: str, value: Any, makers: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
+def _chunk(key: str, value: Any, makers: Any, seals: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
     mark, layers, levels = checks.list_of(checks.list_of(value)[:3], 3)
     layers = checks.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
     checks.object_of(makers)
+    checks.object_of(seals)
     by_name = {
-        name: _level(name, row, layers, makers.get(name), packs) for name, row in checks.object_of(levels).items()
+        name: _level(name, row, layers, makers.get(name), seals.get(name), packs)
+        for name, row in checks.object_of(levels).items()
     }
     for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
         base = by_name[name].base
@@ -137,7 +152,7 @@ def _chunk(key: str, value: Any, makers: Any, packs: list[Pack], left_out: list[
     return Chunk(checks.hex_of(mark, MARK_BYTES), layers, by_name, _description(value[3:], packs))
 
 
-def _level(name: str, value: Any, layers: int, maker: Any, packs: list[Pack]) -> Level:
+def _level(name: str, value: Any, layers: int, maker: Any, seal: Any, packs: list[Pack]) -> Level:
     placed = checks.list_of(value)[3:]
     size, mark, base = checks.list_of(value[:3], 3)
     if name not in LEVELS:
@@ -150,6 +165,7 @@ def _level(name: str, value: Any, layers: int, maker: Any, packs: list[Pack]) ->
         base,
         None if maker is None else checks.hex_of(maker, MARK_BYTES),
         _place(placed, size, layers, packs) if placed else None,
+        None if seal is None else checks.hex_of(seal, SEAL_BYTES),
     )
 
 

@@ -107,7 +107,8 @@ class Sender:
             lost = [level for level, stored in chunk.levels.items() if (key, level) in gaps]
             trusted = [level for level in lost if _same(theirs, key, level, chunk.levels[level])]
             if not all(self._holds(key, chunk, level) for level in trusted):
-                surveyed = survey.survey_chunk(self.store, bytes.fromhex(key), None, self.report.note_damage)
+                chunk_id, sealed = bytes.fromhex(key), bool(chunk.seals)
+                surveyed = survey.survey_chunk(self.store, chunk_id, None, self.report.note_damage, sealed)
                 if surveyed is None or surveyed.mark != chunk.mark:
                     raise changed()
                 found[key] = replace(surveyed, place=chunk.place)

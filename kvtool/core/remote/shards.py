@@ -7,7 +7,6 @@ root. Their number is doubled when they have become large: then all are sent onc
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from math import log2
@@ -17,10 +16,11 @@ import zstandard
 
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.remote import checks
-from kvtool.core.remote.catalogue import Catalogue, facts_of, unreadable
+from kvtool.core.remote.catalogue import Catalogue, canonical, facts_of, proof_in, unreadable
 from kvtool.core.remote.entries import Chunk, File, Shard, digest_of
 from kvtool.core.remote.limits import most_bytes
 from kvtool.core.remote.rows import MARK_BYTES, Entries, entries_of, packed, rows_of, unpacked
+from kvtool.core.remote.signing import SigningKey
 
 FORMAT = 4
 ENTRIES = 512  # in a shard, when their number is chosen: some ten KB; a changed document of ten chunks changes twenty
@@ -47,7 +47,7 @@ def sharded(catalogue: Catalogue, before: Catalogue | None) -> tuple[Catalogue, 
         elif not any(part):
             shards.append(None)
         else:
-            data = packed(_json(rows_of(*part)))
+            data = packed(canonical(rows_of(*part)))
             shards.append(Shard(digest_of(data), len(data), len(part[0]), len(part[1])))
             values[shards[-1].name] = data  # type: ignore[union-attr]
     return replace(catalogue, shards=tuple(shards)), values
@@ -69,16 +69,12 @@ def _split(catalogue: Catalogue, count: int) -> list[Entries]:
     return parts
 
 
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
 # ---- the root ----------------------------------------------------------------------------------------------------
 
 
-def pack_root(catalogue: Catalogue) -> bytes:
-    """Of a catalogue that has its shards; canonical."""
-    return packed(_json({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}))
+def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
+    """Of a catalogue that has its shards; canonical. Signed by a key, or as it was when it was read."""
+    return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
 def open_root(value: dict[str, Any]) -> Catalogue:
@@ -92,7 +88,7 @@ def open_root(value: dict[str, Any]) -> Catalogue:
         shards = tuple(map(_shard_row, checks.list_of(value["shards"])))
         if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
             raise ValueError("shards of another number than a power of two")
-        return Catalogue(*facts_of(value), shards=shards)
+        return Catalogue(*facts_of(value), shards=shards, proof=proof_in(value))
     except (ValueError, KeyError) as error:
         raise unreadable(error) from error
 

@@ -17,6 +17,7 @@ from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import values
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, Level, digest_of
+from kvtool.core.remote.signing import seal_of
 
 Damaged = Callable[[str, str], None]  # what, why
 _Described = TypeVar("_Described", File, Chunk)
@@ -58,9 +59,16 @@ def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
         return None
 
 
-def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes]) -> None:
-    """Raises DamagedError where the records of a level are not those that a catalogue means."""
+def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes], sealed: bool = False) -> None:
+    """Raises DamagedError where the records of a level are not those that a catalogue means.
+
+    Parameters
+    ----------
+    sealed : the catalogue's signature has to cover them.
+    """
     meant = chunk.levels[level]
+    if sealed and meant.seal != seal_of(records):
+        raise DamagedError("the signature does not cover these records")
     if mark_of_records(records) != meant.mark or sum(map(len, records)) != meant.size:
         raise DamagedError("these are not the records that the catalogue names")
     if any(base_of(chunk_id, level, record) != meant.base for record in records):
@@ -75,16 +83,17 @@ def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool
         return False
 
 
-def survey(store: Store, known: Catalogue | None, damaged: Damaged) -> Catalogue:
+def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
     """What a store holds. KV is read only where `known` does not tell its mark.
 
     Parameters
     ----------
     known : of the tier: a level of the same size is taken for the same there, unless another lossy one differs.
     damaged : told what cannot be sent.
+    sealed : for a signature: a level that `known` has no seal of is read.
     """
     files = _survey_files(store, known.files if known is not None else {}, damaged)
-    chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged)
+    chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
     meta = {name: digest_of(values.meta_value(store, name)) for name in values.META}
     profiles = tuple(digest.hex() for digest in store.profile_digests())
     return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
@@ -95,19 +104,19 @@ def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> 
     named = sorted((keys.name_key(entry.path), entry) for entry in store.files())  # documents stand in that order
     for name, entry in _in_views(store, named):
         try:
-            file = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
+            file = File(digest_of(values.file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
             files[name.hex()] = _as_known(file, known.get(name.hex()))
         except DamagedError as error:
             damaged(entry.path, error.message)
     return files
 
 
-def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged) -> dict[str, Chunk]:
+def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, sealed: bool) -> dict[str, Chunk]:
     chunks = dict[str, Chunk]()
     for chunk_id in _in_views(store, store.chunk_ids()):
         key = chunk_id.hex()
         try:
-            chunk = survey_chunk(store, chunk_id, known.get(key), damaged)
+            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed)
         except DamagedError as error:
             damaged(f"chunk {key}", error.message)
         else:
@@ -124,7 +133,9 @@ def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
             yield from items[at : at + _AT_ONCE]
 
 
-def survey_chunk(store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged) -> Chunk | None:
+def survey_chunk(
+    store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged, sealed: bool = False
+) -> Chunk | None:
     """One chunk of it; None: it is described nowhere. `known_chunk` is what `known` says of it. Raises DamagedError."""
     data = store.sealed_info(chunk_id)
     if data is None:
@@ -133,29 +144,31 @@ def survey_chunk(store: Store, chunk_id: bytes, known_chunk: Chunk | None, damag
     sizes = store.level_sizes(chunk_id)
     known = known_chunk.levels if known_chunk is not None else {}
     same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
+    if sealed:
+        same = {level: stored for level, stored in same.items() if stored.seal is not None}
     if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
         same = {level: stored for level, stored in same.items() if not level_of(level).nested}
     levels = {}
     for level, size in sizes.items():
         try:
-            stored = same.get(level) or _survey_level(store, chunk_id, level, layers, size)
+            stored = same.get(level) or _survey_level(store, chunk_id, level, layers, size, sealed)
             maker = store.made_with(chunk_id, level)
             levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
-    return _as_known(Chunk(mark, layers, levels), known_chunk)
+    return _as_known(Chunk(mark, layers, levels, foreign=store.origin(chunk_id).is_foreign), known_chunk)
 
 
 def _as_known(mine: _Described, known: _Described | None) -> _Described:
     """The very entry of the tier where it is the same, so that a million of them are there once; else with the place of
-    the tier's description, where that is the same."""
+    the tier's description, where that is the same. What came from the tier is of the one who put it there."""
     if known is None or known.mark != mine.mark:
         return mine
-    placed = replace(mine, place=known.place)
+    placed = replace(mine, place=known.place, foreign=known.foreign)
     return known if placed == known else placed
 
 
-def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: int) -> Level:
+def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: int, sealed: bool) -> Level:
     records = records_of(store, chunk_id, level, layers)
     base = base_of(chunk_id, level, records[0])
     if base is not None:
@@ -163,7 +176,7 @@ def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: 
             check, other = (decode_record(chunk_id, data)[1] for data in (record, refined))
             if stated_check(check) not in (0, check_of([other])):
                 raise DamagedError(f"it refines another record of level {base} than is stored")
-    return Level(size, mark_of_records(records), base)
+    return Level(size, mark_of_records(records), base, seal=seal_of(records) if sealed else None)
 
 
 def is_complete(store: Store, mine: Catalogue) -> bool:

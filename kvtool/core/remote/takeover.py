@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvtool.core.cache.layout import atomic_write
+from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -107,7 +108,7 @@ class Front:
         while True:
             try:
                 return adopt(
-                    self._store, writer, self._blobs, now, levels=(), delete=True, timeout=self._timeout, mirror=within
+                    self._store, writer, self._blobs, now, HERE, (), True, timeout=self._timeout, mirror=within
                 )
             except NoSpaceError:
                 if not give_way(self._store, writer):

@@ -30,6 +30,10 @@ class TransferReport:
     spared : values of a tier that were to go and did not, because another push was running.
     dry_run : nothing was changed; these are the counts of what would have been.
     damaged : what could not be moved, and why; it was left out.
+    origin : what the documents that came are noted to be from; "": as if they were made here.
+    trusted : whether they may replace and serve the store's own.
+    kept : paths of files that stayed as they are, since they are of another origin.
+    made_with : the model that the store was made for, where it began with this.
     """
 
     direction: str
@@ -44,6 +48,10 @@ class TransferReport:
     dry_run: bool = False
     seconds: float = 0.0
     damaged: list[dict[str, str]] = field(default_factory=list)
+    origin: str = ""
+    trusted: bool = True
+    kept: list[str] = field(default_factory=list)
+    made_with: str = ""
 
     def note_damage(self, what: str, why: str) -> None:
         """Something was left out."""

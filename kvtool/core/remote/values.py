@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from kvtool.core.cache import keys
-from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, stated_size
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
+from kvtool.core.cache.origin import HERE, ORIGIN
 from kvtool.core.cache.record import Kind, decode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
@@ -20,11 +23,12 @@ from kvtool.core.remote.limits import MOST_TOKENS
 
 # What a store says of itself, by the name of its value.
 META: Mapping[str, Callable[[Store], dict[str, Any]]] = {
-    "manifest": Store.manifest,
+    "manifest": lambda store: {key: value for key, value in store.manifest().items() if key != ORIGIN},
     "codec": Store.codec_state,
     "lead-in": Store.lead_in_state,
 }
 _LENGTH = struct.Struct("<Q")
+_SEPARATOR = re.compile(r"[/\\]")  # of whatever system the file was ingested on
 
 
 def meta_value(store: Store, name: str) -> bytes:
@@ -56,8 +60,9 @@ _CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of, "lead-in": checks
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
-    """A file's entry and its documents, as they are stored. Raises DamagedError where one of them is lost."""
-    parts: list[bytes | memoryview] = [entry.to_bytes()]
+    """A file's entry and its documents, as they are stored but for their origin. Raises DamagedError where one of them
+    is lost."""
+    parts: list[bytes | memoryview] = [replace(entry, origin=HERE).to_bytes()]
     for source in entry.documents:
         document = store.document_bytes(source)
         if document is None:
@@ -69,7 +74,17 @@ def file_value(store: Store, entry: FileEntry) -> bytes:
 
 def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
     """Inverse of :func:`file_value`; raises DamagedError."""
-    payload, parts, at = unseal(key, Kind.FILE, value), [], 0
+    parts = _parts_of_file(key, value)
+    return _checked_file(key, FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]])
+
+
+def unpacked_size(key: bytes, value: bytes) -> int:
+    """Return the bytes that a file's entry and its documents state to have unpacked. Raises DamagedError."""
+    return sum(map(stated_size, _parts_of_file(key, value)))
+
+
+def _parts_of_file(key: bytes, value: bytes) -> list[memoryview]:
+    payload, parts, at = unseal(key, Kind.FILE, value), list[memoryview](), 0
     while at < len(payload):
         if len(payload) - at < _LENGTH.size:
             raise DamagedError("a file's value is cut off")
@@ -79,7 +94,7 @@ def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]
         at += length
     if at != len(payload) or not parts:
         raise DamagedError("a file's value is cut off")
-    return _checked_file(key, FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]])
+    return parts
 
 
 def _checked_file(
@@ -89,6 +104,10 @@ def _checked_file(
     sources = [document.source for document in documents]
     if keys.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
         raise DamagedError("another file, or other documents than it names, stand in its place")
+    if "\0" in entry.path or not {".", ".."}.isdisjoint(_SEPARATOR.split(entry.path)):
+        raise DamagedError("its path is none that an ingest gives a file")
+    if any(source != entry.path and not source.startswith(f"{entry.path}#") for source in sources):
+        raise DamagedError("one of its documents is another file's")
     if not (0 <= entry.size <= checks.INT64 and abs(entry.mtime_ns) <= checks.INT64):
         raise DamagedError("a file's size or time is out of bounds")
     for document in documents:

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtool.core.cache import keys
+from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.errors import DamagedError, UsageError
@@ -83,26 +84,79 @@ def wanted_records(
     return wanted, known
 
 
-def wanted_files(store: Store, catalogue: Catalogue, newer: bool) -> list[str]:
-    """Keys of the files that a store lacks, or has in another version."""
-    mine = {}
+class Origins:
+    """The origin that each entry of a catalogue counts as.
+
+    Parameters
+    ----------
+    own : of what the catalogue's owner made. What he has from somebody else is nobody's whom the user trusts.
+    place : where the catalogue is from, as people call it.
+    """
+
+    def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
+        self.own, self._other = own, own if mirror else Origin(place, trusted=False)
+
+    def of(self, entry: File | Chunk) -> Origin:
+        """Return the origin of a file, or of a chunk."""
+        return self._other if entry.foreign else self.own
+
+
+def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origins) -> tuple[list[str], list[str]]:
+    """Find the files that a store lacks, or has in another version.
+
+    Returns
+    -------
+    Keys of those to fetch; and paths of those that stay as they are, since they are of another origin.
+    """
+    mine, kept = dict[str, File](), dict[str, str]()
     for entry in store.files():
         key = keys.name_key(entry.path).hex()
+        if key not in catalogue.files:
+            continue
         with suppress(DamagedError):  # replaced by the tier's
-            if key in catalogue.files:
-                mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
-    return [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
+            mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
+        if not _may_replace(origins.of(catalogue.files[key]), entry.origin):
+            kept[key] = entry.path
+    wanted = [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
+    return [key for key in wanted if key not in kept], [kept[key] for key in wanted if key in kept]
 
 
-def only_here(store: Store, catalogue: Catalogue, within: Within = lambda key: True) -> list[str]:
-    """Paths of the files that the tier does not have, of those whose keys the catalogue says everything of."""
-    paths = ((entry.path, keys.name_key(entry.path).hex()) for entry in store.files())
+def _may_replace(theirs: Origin, mine: Origin) -> bool:
+    """Return True if a source may replace or remove what another put: a trusted one all, others only their own."""
+    return not theirs.is_foreign or theirs == mine
+
+
+def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
+    """List the paths of the files that the tier has no more, of those whose keys the catalogue says everything of; of
+    an untrusted one those that came from it."""
+    paths = (
+        (entry.path, keys.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
+    )
     return [path for path, key in paths if key not in catalogue.files and within(key)]
 
 
-def check_share(store: Store, catalogue: Catalogue, url: str) -> None:
+def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
+    """Return a catalogue with the chunks that a store may take: of foreign ones, those that are foreign here, too, or
+    unknown and used by no document that is not foreign."""
+    foreign = {key for key, chunk in catalogue.chunks.items() if origins.of(chunk).is_foreign}
+    if not foreign:
+        return catalogue
+    own = ({*store.chunk_ids()} - store.foreign_chunks()) | own_references(store)
+    taboo = foreign.intersection(chunk_id.hex() for chunk_id in own)
+    chunks = {key: chunk for key, chunk in catalogue.chunks.items() if key not in taboo}
+    return catalogue.with_entries(catalogue.files, chunks)
+
+
+def own_references(store: Store) -> set[bytes]:
+    """Return the ids of the chunks that documents use which are not foreign. Raises DamagedError."""
+    sources = [source for entry in store.files() if not entry.origin.is_foreign for source in entry.documents]
+    documents = (store.document(source) for source in sources)
+    return {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
+
+
+def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:
     """Raises UsageError where more than half of a store's files would be forgotten."""
-    gone, count = len(only_here(store, catalogue)), sum(1 for _ in store.files())
+    gone, count = len(only_here(store, catalogue, origin)), sum(1 for _ in store.files())
     if gone > max(1, count // 2):
         raise UsageError(
             f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",

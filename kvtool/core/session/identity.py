@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
+from kvtool.core.cache.origin import HERE, Origin
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.support import ONLY_EXACTLY
 from kvtool.core.records.wanted import WantedChunk
@@ -154,16 +156,38 @@ def store_identity(store: Store) -> StoreIdentity:
     return identity
 
 
-def model_files(identity: StoreIdentity, wanted: ModelOptions) -> ModelFiles:
+def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
     """The files of a store's model, wherever the user has it now: by default where it was.
+
+    Parameters
+    ----------
+    made_by : who named the model that the store was made with.
 
     Raises
     ------
     ModelError : they cannot be found, or are another model's.
     """
-    files = resolve(wanted.model or identity.model, offline=wanted.offline)
+    files = resolve_named(wanted.model, identity.model, made_by, wanted.offline)
     check_same_model(files, identity)
     return files
+
+
+def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool, once: Once = unnoticed) -> ModelFiles:
+    """Find the model that the user asks for, else the one that a store names.
+
+    One that somebody else has named is not fetched from anywhere without the user's word.
+
+    Raises
+    ------
+    ModelError : as `resolve`; or it would have to be fetched.
+    """
+    if asked or stored == DEFAULT_MODEL or not made_by.is_foreign:
+        return resolve(asked or stored, offline=offline, once=once)
+    try:
+        return resolve(stored, offline=True, once=once)
+    except ModelError as error:
+        what = f"the model {stored}, which {made_by.name} names, is not on this machine"
+        raise ModelError(what, f"if you want it, say so: --model {shlex.quote(stored)}") from error
 
 
 def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:

@@ -135,7 +135,7 @@ class Session:
     @cached_property
     def files(self) -> ModelFiles:
         """The model's files. Raises ModelError where they are another model's than the store's."""
-        return model_files(self.identity, self._wanted)
+        return model_files(self.identity, self._wanted, self.store.made_by())
 
     @property
     def is_loaded(self) -> bool:

@@ -81,5 +81,5 @@ def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterat
 
 def _files(identity: StoreIdentity | None, wanted: ModelOptions) -> ModelFiles:
     if identity is not None:
-        return model_files(identity, wanted)
+        return model_files(identity, wanted)  # offline, so that nothing is fetched whoever named it
     return resolve(wanted.model or DEFAULT_MODEL, offline=True)

@@ -1,0 +1,233 @@
+"""Ed25519 signatures of catalogues: who vouches for a pack or a shared store, and whom the user trusts.
+
+A signature covers the catalogue, and the catalogue names a digest of every value: of descriptions and profiles by their
+names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.cache.origin import HERE, Origin
+from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
+from kvtool.core.remote import checks
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+_CONTEXT = b"kvtool catalogue 1\0"  # no signature of anything else is one of a catalogue
+_MOST_KEY_FILE = 2**16
+_MAKE = "`ssh-keygen -t ed25519 -N '' -f KEY` makes KEY to sign with, and KEY.pub for those who trust it"
+_INSTALL = "`pip install 'kvtool[sign]'`"
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """The signature of a catalogue, as the catalogue carries it; nothing of it has been checked yet.
+
+    Parameters
+    ----------
+    key : the Ed25519 public key, 32 bytes. `name` : the comment of its file, as the signer wrote it.
+    signature : 64 bytes.
+    digest : BLAKE2b-512 of the catalogue that it is of, without the signature itself.
+    """
+
+    name: str
+    key: bytes
+    signature: bytes
+    digest: bytes
+
+    @property
+    def signer(self) -> str:
+        """Name the key for people: its comment, and how its digest begins."""
+        return f"{self.name or 'a key'} ({fingerprint(self.key)})"
+
+
+@dataclass(frozen=True, slots=True)
+class SigningKey:
+    """A private key, and the name that readers see."""
+
+    private: Ed25519PrivateKey
+    name: str
+
+    @property
+    def public(self) -> bytes:
+        """Return the public key, 32 bytes."""
+        return self.private.public_key().public_bytes_raw()
+
+    def sign(self, digest: bytes) -> Proof:
+        """Sign a catalogue by its digest."""
+        return Proof(self.name, self.public, self.private.sign(_CONTEXT + digest), digest)
+
+    def has_signed(self, proof: Proof | None) -> bool:
+        """Return True if a catalogue's signature is of this key, and fits."""
+        return proof is not None and proof.key == self.public and is_valid(proof)
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """The sources that the user trusts like this machine.
+
+    Parameters
+    ----------
+    keys : public keys, 32 bytes each.
+    required : refuse what no trusted key has signed.
+    mine : whatever is named now was made by the user.
+    """
+
+    keys: frozenset[bytes] = frozenset()
+    required: bool = False
+    mine: bool = False
+
+    @classmethod
+    def of(cls, files: Sequence[str], required: bool = False, mine: bool = False) -> Trust:
+        """Read the files of trusted keys. Raises UsageError."""
+        return cls(frozenset(key for file in files for key in public_keys(Path(file))), required, mine)
+
+    def origin(self, proof: Proof | None, place: str) -> Origin:
+        """Decide what values that a catalogue describes count as.
+
+        Parameters
+        ----------
+        place : the pack, store or shared store that they are taken from, as people call it.
+
+        Raises
+        ------
+        UntrustedError : a signature of a trusted key is required.
+        DamagedError : the signature is not of this catalogue: one of them was changed.
+        """
+        trusted = proof is not None and proof.key in self.keys
+        if proof is not None and (trusted or self.keys or self.required) and not is_valid(proof):
+            raise DamagedError(f"the signature of {place} does not fit its contents", "get it again from its signer")
+        if self.required and not trusted:
+            by = "is not signed" if proof is None else f"is signed by {proof.signer}, whom you do not trust"
+            raise UntrustedError(
+                f"{place} {by}, and require_signature is set", "name its signer's public key with --trust FILE"
+            )
+        if trusted and proof is not None:
+            return Origin(f"signed by {proof.signer}")
+        return HERE if self.mine else Origin(place, trusted=False)
+
+
+def fingerprint(key: bytes) -> str:
+    """Return the first 16 hexadecimal digits of a key's SHA-256, by which people compare keys."""
+    return hashlib.sha256(key).hexdigest()[:16]
+
+
+def is_valid(proof: Proof) -> bool:
+    """Check a signature. Raises UsageError where no library for that is installed."""
+    from_library = _library()
+    try:
+        key: Ed25519PublicKey = from_library.Ed25519PublicKey.from_public_bytes(proof.key)
+        key.verify(proof.signature, _CONTEXT + proof.digest)
+    except Exception:  # of the library's own kinds; whatever it is, it is no valid signature
+        return False
+    return True
+
+
+def catalogue_digest(canonical: bytes) -> bytes:
+    """Return the digest of a catalogue's canonical JSON without its signature that a signature is of."""
+    return hashlib.blake2b(canonical).digest()
+
+
+def seal_of(records: Sequence[bytes]) -> str:
+    """Return the digest of a level's records, 32 bytes in hex: unlike their own, one that nobody can forge."""
+    state = hashlib.blake2b(digest_size=32)
+    for record in records:
+        state.update(record)
+    return state.hexdigest()
+
+
+# ---- as JSON -----------------------------------------------------------------------------------------------------
+
+
+def proof_row(proof: Proof) -> dict[str, str]:
+    """Return a signature as a catalogue has it."""
+    return {"name": proof.name, "key": proof.key.hex(), "signature": proof.signature.hex()}
+
+
+def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
+    """Read a signature, inverse of :func:`proof_row`. Raises ValueError, KeyError."""
+    name = checks.text_of(row["name"])
+    if len(name) > 100 or not name.isprintable():
+        raise ValueError("a signer's name that nobody can print")
+    key, signature = (bytes.fromhex(checks.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64)))
+    return Proof(name, key, signature, digest)
+
+
+# ---- key files ---------------------------------------------------------------------------------------------------
+
+
+def signing_key(path: Path) -> SigningKey:
+    """Read a private key that has no passphrase. Raises UsageError."""
+    library, data = _serialization(), _key_file(path)
+    load = library.load_ssh_private_key if b"OPENSSH" in data else library.load_pem_private_key
+    try:
+        private = load(data, password=None)
+    except TypeError as error:
+        raise UsageError(f"the key {path} has a passphrase, which kvtool does not ask for", _MAKE) from error
+    except Exception as error:
+        raise UsageError(f"{path} holds no private key", _MAKE) from error
+    if not isinstance(private, _library().Ed25519PrivateKey):
+        raise UsageError(f"the key {path} is not an Ed25519 key", _MAKE)
+    return SigningKey(private, _comment(path))
+
+
+def _comment(path: Path) -> str:
+    """Return the comment of the public key beside a private one, or else the file's name."""
+    try:
+        words = path.with_name(path.name + ".pub").read_text("utf-8").split(maxsplit=2)
+        name = words[2].strip() if len(words) == 3 else path.name
+    except (OSError, ValueError):
+        name = path.name
+    return "".join(character for character in name if character.isprintable())[:100]
+
+
+def public_keys(path: Path) -> list[bytes]:
+    """Read public keys: one in PEM, or lines as of `KEY.pub` or `authorized_keys`. Raises UsageError."""
+    data, library = _key_file(path), _serialization()
+    if b"-----BEGIN" in data:
+        return [_public(path, library.load_pem_public_key, data)]
+    lines = [line for line in data.splitlines() if line.strip() and not line.lstrip().startswith(b"#")]
+    if not lines:
+        raise UsageError(f"{path} holds no public key", _MAKE)
+    return [_public(path, library.load_ssh_public_key, line) for line in lines]
+
+
+def _public(path: Path, load: Any, data: bytes) -> bytes:
+    try:
+        key = load(data)
+    except Exception as error:
+        raise UsageError(f"{path} holds something else than public keys", _MAKE) from error
+    if not isinstance(key, _library().Ed25519PublicKey):
+        raise UsageError(f"{path} holds a key that is not Ed25519", _MAKE)
+    return bytes(key.public_bytes_raw())
+
+
+def _key_file(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise UsageError(f"there is no key file at {path}", _MAKE)
+        with path.open("rb") as file:
+            return file.read(_MOST_KEY_FILE)
+    except OSError as error:
+        raise UsageError(f"the key file {path} cannot be read: {error.strerror}", "check who owns it") from error
+
+
+def _library() -> Any:
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519
+    except ImportError as error:
+        raise KvtoolError("signatures need the package cryptography, which is not installed", _INSTALL) from error
+    return ed25519
+
+
+def _serialization() -> Any:
+    _library()
+    from cryptography.hazmat.primitives import serialization
+
+    return serialization

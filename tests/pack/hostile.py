@@ -1,0 +1,114 @@
+"""A pack, a store and a shared store of somebody else, who would like to answer from another person's documents."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.entries import DocumentEntry, FileEntry
+from kvtool.core.cache.record import decode_record, encode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.pack.give import export
+from kvtool.core.remote.survey import records_of
+from tests.cli.working import kvtool
+
+TRUE, FALSE = "The harbour clock was built by Ada Lane in 1901.", "The harbour clock was built by Mallory Vane in 1666."
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The user's documents, and the stores of both.
+
+    Attributes
+    ----------
+    own : a document of the user. `mine` : the store that has it. `theirs` : one that says what it likes of it.
+    """
+
+    own: Path
+    mine: Path
+    theirs: Path
+
+    def ingest(self, *more: object, store: Path | None = None) -> dict[str, object]:
+        """Ingest the user's documents with the settings of both stores."""
+        return kvtool("ingest", self.own.parent, "--store", store or self.mine, *more, "--json").fine().json
+
+    def ask(self, *more: object, store: Path | None = None) -> dict[str, object]:
+        """Ask the user's question."""
+        path = store or self.mine
+        asked = ("query", "Who built the harbour clock?", "--max-tokens", "8", "--store", path, "--json")
+        return kvtool(*asked, *more).fine().json
+
+    def pack(self, name: str = "theirs.kvpack") -> Path:
+        """Their store as a pack."""
+        path = self.theirs.parent / name
+        with pytest.MonkeyPatch.context() as patch:  # an honest export says nothing that is not so
+            patch.setattr("kvtool.core.remote.values._checked_file", lambda key, *parts: parts)
+            assert export(self.theirs, path, force=True).damaged == []
+        return path
+
+
+def make_scene(tmp_path: Path, tiny: Path, *settings: object) -> Scene:
+    """Both have the same true document, computed by themselves."""
+    own, mine, theirs = tmp_path / "docs" / "clock.md", tmp_path / "mine", tmp_path / "theirs"
+    own.parent.mkdir()
+    own.write_text(TRUE + "\n")
+    kvtool("ingest", own.parent, "--store", mine, "--model", tiny, *settings).fine()
+    shutil.copytree(mine, theirs)
+    return Scene(own, mine, theirs)
+
+
+def of_file(store: Store, path: Path) -> tuple[FileEntry, DocumentEntry]:
+    """A file's entry and its one document."""
+    entry, document = store.file(str(path)), store.document(str(path))
+    assert entry is not None
+    assert document is not None
+    return entry, document
+
+
+def ids_of(path: Path, source: Path) -> list[bytes]:
+    """Chunks of a document."""
+    with Store.open(path) as store:
+        return [ref.chunk_id for ref in of_file(store, source)[1].chunks]
+
+
+def rewrite(
+    path: Path, source: Path, change: Callable[[FileEntry, DocumentEntry], tuple[FileEntry, DocumentEntry]]
+) -> None:
+    """Let a store say something else of a file."""
+    with Store.open(path) as store, store.writer() as writer:
+        entry, document = change(*of_file(store, source))
+        writer.commit_file(entry, [document])
+
+
+def poison(path: Path, chunk: bytes, level: str = "raw") -> list[bytes]:
+    """Replace a chunk's records by others that are sound, and of no text; returns them."""
+    with Store.open(path) as store, store.writer() as writer:
+        info = store.chunk_info(chunk)
+        assert info is not None
+        records = []
+        for record in records_of(store, chunk, level, info.layers):
+            header, payload = decode_record(chunk, record)
+            records.append(encode_record(chunk, header, [bytes(len(payload))]))
+        writer.put_chunk(chunk, info, level, records, replace=True)
+        writer.flush()
+    return records
+
+
+def with_foreign_tokens(scene: Scene, tiny: Path) -> None:
+    """Their store: the user's true text, over chunks of another text's tokens."""
+    folder = scene.theirs.parent / "false"
+    folder.mkdir()
+    (folder / "clock.md").write_text(FALSE + "\n")
+    kvtool("ingest", folder, "--store", scene.theirs).fine()
+    false = ids_of(scene.theirs, folder / "clock.md")
+
+    def change(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
+        refs = tuple(replace(ref, chunk_id=chunk) for ref, chunk in zip(document.chunks, false, strict=True))
+        return replace(entry, mtime_ns=entry.mtime_ns + 10**9), replace(document, chunks=refs)
+
+    rewrite(scene.theirs, scene.own, change)
+    kvtool("store", "forget", folder, "--store", scene.theirs, "--yes").fine()
