@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.core.common.regular import read_regular
+
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
@@ -108,10 +110,7 @@ class Rules:
 def _read(path: Path) -> GitIgnoreSpec | None:
     """An ignore file, its lines that are no patterns left aside; None where there is none, or it cannot be read."""
     try:
-        if not path.is_file():  # to open a FIFO is to wait for who writes to it
-            return None
-        with path.open("rb") as file:
-            lines = file.read(_MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
+        lines = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
     except OSError:
         return None
     from pathspec import GitIgnoreSpec
