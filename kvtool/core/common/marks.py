@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,18}+)")  # linear: digits are tried once, from the first of a run
 
 
 @dataclass(frozen=True, slots=True)

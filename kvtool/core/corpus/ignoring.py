@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 FILES = (".gitignore", ".kvtoolignore")  # in each folder; of two that speak of a name the later one counts
 _MOST_BYTES = 1 << 20  # of an ignore file
+_STAR, _FOLDERS, _FOLDERS_FIRST = "[^/]*", "(?:/.+)?", "^(?:.+/)?"  # what pathspec makes of `*`, `/**/` and `**/`
 _OWN = frozenset((".git", *FILES))  # hidden names that nobody has to be told of
 
 _SECRETS = (
@@ -115,7 +117,35 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         return None
     from pathspec import GitIgnoreSpec
 
-    return GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
+    spec = GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
+    for pattern in spec.patterns:
+        if pattern.regex is not None:
+            pattern.regex = re.compile(_linear(pattern.regex.pattern))
+    return spec
+
+
+def _linear(regex: str) -> str:
+    """Rewrite the regular expression of a pattern so that it takes time linear in a path.
+
+    As it comes, `*a*a*a*b` tries every way to share a name among its stars, and `a/**/a/**/b` every way to share its
+    folders. Without loss each but the last may take the shortest way there is, and keep to it: that leaves most to the
+    others.
+    """
+    first, *others = (_with_short_stars(part) for part in regex.split(_FOLDERS))
+    if not others:
+        return first
+    *middle, last = others
+    if first.startswith(_FOLDERS_FIRST):
+        first = f"^(?>(?:.+?/)??{first.removeprefix(_FOLDERS_FIRST)}(?=/))"
+    return first + "".join(f"(?>(?:/.+?)??{part}(?=/))" for part in middle) + _FOLDERS + last
+
+
+def _with_short_stars(part: str) -> str:
+    first, *others = part.split(_STAR)
+    if not others:
+        return first
+    *middle, last = others
+    return first + "".join(f"(?>[^/]*?{piece})" for piece in middle) + _STAR + last
 
 
 @cache
