@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,16 @@ HOSTILE = {
     ".srt": ("1\n00:00:00,000 --> 00:00:01,000\n<v", [" ", "\t<", "a"]),
     ".tex": ("", ["\\'", "\\'{ ", "\\section[", "\\section{a", "\\H ", "{\\l", " "]),
     ".jsonl": ("", ['{"text":"a"}\n', '{"id":"line 1","text":"a"}\n', "[", '{"', "\\"]),
-    ".html": ("<p>a", ["<a \"'", "<a \"<a '", "<!--", "<![", "<!doctype ", "<?", "</", "&#9", "<ul><li>a", "<td>a", "<"]),
+    ".html": (
+        "<p>a",
+        ["<a \"'", "<a \"<a '", "<!--", "<![", "<!doctype ", "<?", "</", "&#9", "<ul><li>a", "<td>a", "<"],
+    ),
     ".txt": ("a", ["\ud7ff", "\n", " "]),
 }
 
 
 def in_time(program: str) -> None:
-    """Run a program of Python within the guard: a regular expression can be interrupted only by the end of its process."""
+    """Run a program of Python within the guard: only the end of its process interrupts a regular expression."""
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=GUARD)
 
 
@@ -50,10 +53,8 @@ def test_readers(ending: str) -> None:
 def read_hostile(ending: str) -> None:
     begin, units = HOSTILE[ending]
     for unit in units:
-        try:
+        with suppress(KvtoolError):
             read_documents(Path("/in/a" + ending), (begin + unit * (LENGTH // len(unit))).encode())
-        except KvtoolError as error:
-            assert error.message
 
 
 def test_a_number_of_any_length() -> None:
@@ -81,7 +82,9 @@ def test_patterns_of_ignore_files_mean_what_they_meant() -> None:
     made, matched = random.Random(1), 0
     segments = ["**", "*", "a", "b", "a*", "*b", "*a*", "*a*b", "a?b", "[ab]", "*[ab]*", "?", "*a*a*b", "ab", "a**b"]
     for _ in range(1500):
-        pattern = made.choice(["", "/"]) + "/".join(made.choices(segments, k=made.randint(1, 6))) + made.choice(["", "/"])
+        pattern = (
+            made.choice(["", "/"]) + "/".join(made.choices(segments, k=made.randint(1, 6))) + made.choice(["", "/"])
+        )
         parts = ("".join(made.choices("ab", k=made.randint(1, 4))) for _ in range(made.randint(1, 7)))
         path = "/".join(parts) + made.choice(["", "/"])
         for each in GitIgnoreSpec.from_lines([pattern]).patterns:
@@ -134,7 +137,13 @@ def test_large_texts_and_pages_are_read_apart(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(reading_module, "Child", Recorded)
     large = b"All of it is text.\n" * 60_000
     with Reading() as reading:
-        for name, data in (("a.txt", b"text"), ("b.html", b"<p>text"), ("c.vtt", large), ("d.md", large), ("e.x", large)):
+        for name, data in (
+            ("a.txt", b"text"),
+            ("b.html", b"<p>text"),
+            ("c.vtt", large),
+            ("d.md", large),
+            ("e.x", large),
+        ):
             with pytest.raises(KvtoolError) if name == "c.vtt" else nullcontext():
                 (document,) = reading.documents(Path("/in") / name, data)
                 assert document.text.strip()

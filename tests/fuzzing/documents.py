@@ -64,8 +64,10 @@ def _check(documents: Sequence[Document], most: int) -> None:
     assert len({document.source for document in documents}) == len(documents)
     for document in documents:
         text, starts = document.text, [mark.start for mark in document.marks]
-        assert text.strip() and text.encode() and document.source.encode()
-        assert starts == sorted(starts) and all(0 <= start < len(text) for start in starts)
+        assert text.strip()
+        assert text.encode(), document.source.encode()
+        assert starts == sorted(starts)
+        assert all(0 <= start < len(text) for start in starts)
         assert document.kind in _KINDS
         place_of(text, document.marks, 0, len(text))
         start_of(text, document.marks, 2)
@@ -113,7 +115,8 @@ def _encoding(data: bytes) -> None:
     declared, _, body = data.partition(b"\n")
     with contextlib.suppress(UnreadableFile):
         text, notes = decode(body, declared.decode("ascii", "replace"))
-        assert "\0" not in text and text.encode() and len(text) <= 2 * len(body)
+        assert "\0" not in text
+        assert len(text.encode()) <= 8 * len(body)
         assert all(note.isprintable() for note in notes)
 
 
@@ -136,7 +139,8 @@ def _split(data: bytes) -> None:
     assert not spans or (edges[-1] == len(text) and edges[:-1] == [span.start for span in spans])
     for start, end in itertools.pairwise(edges):
         piece = text[start:end].strip()
-        assert piece and (len(piece) == 1 or -(-len(piece) // per) <= most)
+        assert piece
+        assert len(piece) == 1 or -(-len(piece) // per) <= most
     words = terms(text)
     assert sum(map(len, words)) <= 40 * len(text)  # NFKC makes 18 characters of one
     assert len(title_of(text)) <= 120
@@ -180,14 +184,19 @@ def _member(ending: str) -> list[bytes]:
 def _texts() -> list[bytes]:
     korean = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
     texts = [b"A mill. It stands!\n\n1.1 Scope\n\nOne, two: three", korean.encode(), korean.encode("cp949")]
-    return [*texts, "Le café est très bon".encode("utf-16"), "Włochy żółć".encode("cp1250"), "Привет, мир".encode("koi8-r")]
+    return [
+        *texts,
+        "Le café est très bon".encode("utf-16"),
+        "Włochy żółć".encode("cp1250"),
+        "Привет, мир".encode("koi8-r"),
+    ]
 
 
 _SEEDS: dict[str, list[bytes]] = {
     "html": [
         b"<!doctype html><html><head><meta charset=utf-8><title>T</title></head><body><h1>A</h1><p>b &amp; &#65;<br>c"
         b"<ul><li>one<ol><li>two</ol></ul><table><tr><td>x<th>y</table><pre> z</pre><nav>n</nav><script>s</script>",
-        b"<![if x]><!-- c --><a title=\"b'\" hidden>q</a><svg>u</svg><?php ?>&#x41;&nGt;",
+        b'<![if x]><!-- c --><a title="b\'" hidden>q</a><svg>u</svg><?php ?>&#x41;&nGt;',
     ],
     "latex": [b"\\section*[s]{A \\'{e} \\v{c} \\ss{} \\o}\n\\\"u \\H{o} {\\ae}\n  \\paragraph{x} text"],
     "jsonl": [
@@ -214,12 +223,16 @@ _SEEDS: dict[str, list[bytes]] = {
     "split": [
         bytes((method, 20, kind)) + text
         for method in range(4)
-        for kind, text in enumerate((*_texts()[:2], b"# A\n\n| a | b |\n|--|--|\n```\nx = 1\n```\n- one\n- two", b"if a:\n b\n"))
+        for kind, text in enumerate(
+            (*_texts()[:2], b"# A\n\n| a | b |\n|--|--|\n```\nx = 1\n```\n- one\n- two", b"if a:\n b\n")
+        )
     ],
     "ignore": [b"# made\n*.log\n!keep.log\n/build/\na/**/b\n**/x?[a-c]*y\n\\#z\n", b"*a*a*b\n**/a/**/b/**\n"],
     "questions": [
         b'{"question": "Who?", "id": 1, "answers": ["a"], "chunks": ["00"], "documents": ["d"], "sources": ["s"]}\n',
-        b'\xef\xbb\xbf{"question": "Who?", "made_by": "m"}\r\n\r\n{"chunks": [{"id": "' + b"ab" * 20 + b'"}], "time": 1e3}\n',
+        b'\xef\xbb\xbf{"question": "Who?", "made_by": "m"}\r\n\r\n{"chunks": [{"id": "'
+        + b"ab" * 20
+        + b'"}], "time": 1e3}\n',
     ],
 }
 
@@ -235,7 +248,7 @@ TARGETS: dict[str, Target] = {
 
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
     **{name: functools.partial(list, seeds) for name, seeds in _SEEDS.items()},
-    **{name: _texts for name in ("text", "markdown")},
+    **dict.fromkeys(("text", "markdown"), _texts),
     **{ending: functools.partial(_member, ending) for ending in _PACKED},
     "pdf": lambda: [_sound("pdf")],
 }

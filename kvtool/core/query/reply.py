@@ -219,7 +219,7 @@ def read_batch(path: Path) -> list[Request]:
     from kvtool.core.errors import UsageError
 
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         why = str(getattr(error, "strerror", None) or error)
         raise UsageError(
@@ -231,7 +231,7 @@ def read_batch(path: Path) -> list[Request]:
             continue
         try:
             requests.append(request_of(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise UsageError(
                 f"{path}, line {number}: {_wrong(error)}",
                 'one object a line: {"question"[, "id"][, "answers"][, "documents"][, "sources"]}',
@@ -243,6 +243,8 @@ def read_batch(path: Path) -> list[Request]:
 
 def _wrong(error: Exception) -> str:
     """What is wrong with a line, without the parser's own count of lines."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     return f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 

@@ -130,7 +130,7 @@ def _blocks(text: str, unseen: frozenset[str]) -> list[_Block]:
 
 
 def _defused(text: str) -> str:
-    """Escape each `<` that begins no tag, and bound numbers: html.parser raises or becomes quadratic on some of them."""
+    """Escape each `<` that begins no tag, and shorten numbers: html.parser raises or becomes quadratic on some."""
     text = shortened_references(text)
     text = _LOOSE.sub("&lt;", _SECTION.sub(lambda found: "\n" * found[0].count("\n"), text))
     last = text.rfind("-->") + 1  # behind it no comment closes
