@@ -154,6 +154,6 @@ def _is_pattern(line: str) -> bool:
 
     try:
         GitIgnoreSpec.from_lines([line])
-    except ValueError:
+    except (ValueError, re.error):  # a range that runs backwards is compiled as it stands
         return False
     return True

@@ -231,7 +231,7 @@ def read_batch(path: Path) -> list[Request]:
             continue
         try:
             requests.append(request_of(json.loads(line)))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{path}, line {number}: {_wrong(error)}",
                 'one object a line: {"question"[, "id"][, "answers"][, "documents"][, "sources"]}',
@@ -243,8 +243,6 @@ def read_batch(path: Path) -> list[Request]:
 
 def _wrong(error: Exception) -> str:
     """What is wrong with a line, without the parser's own count of lines."""
-    if isinstance(error, RecursionError):
-        return "nested too deeply"
     return f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 

@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -41,13 +41,20 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
     A store of somebody else may name any path of this machine. So only regular files are read, no more of each than was
     noted, and from threads of their own: a mount whose server is down never answers.
     """
+    states = changes(store, [chunk.source for chunk in chunks])
+    return [replace(chunk, since_ingest=states[chunk.source]) for chunk in chunks]
+
+
+def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
+    """Return by document whether its file has changed since ingest, as `with_changes` says it."""
+    files = {source: file_of(source) for source in sources}
     known: dict[str, FileEntry] = {}
-    for path in {file_of(chunk.source) for chunk in chunks}:
+    for path in set(files.values()):
         with suppress(Closed, DamagedError, OSError, ValueError):
             if (entry := store.file(path)) is not None:
                 known[path] = entry
     states = _looked_at(known)
-    return [replace(chunk, since_ingest=states.get(file_of(chunk.source), "")) for chunk in chunks]
+    return {source: states.get(path, "") for source, path in files.items()}
 
 
 def _looked_at(known: dict[str, FileEntry]) -> dict[str, str]:

@@ -91,8 +91,8 @@ def cleaned(text: str) -> str:
 
 
 def shortened_references(text: str) -> str:
-    """Shorten the numbers of HTML's character references (`&#65;`): the standard library fails at 4,300 digits. A number of
-    more than seven digits names no character."""
+    """Shorten the numbers of HTML's character references (`&#65;`): the standard library fails at 4,300 digits. A
+    number of more than seven digits names no character."""
     return _REFERENCE.sub(lambda found: "\ufffd" if found[2] else f"&#{found[1][:1]}", text)
 
 
