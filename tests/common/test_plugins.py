@@ -101,7 +101,7 @@ def test_a_reader_that_cannot_be_imported_fails_its_files_alone(
     install("gone", "readers", "abc", "no_such_module:read")
     monkeypatch.setattr(readers, "_PLUGINS", found("readers"))
     assert readers.is_known(Path("x.ABC"))
-    assert readers.is_bounded(Path("x.abc"))
+    assert readers.is_bounded(Path("x.abc"), 0)
     with pytest.raises(UnreadableFile, match=r"gone 1\.0"):
         read_documents(tmp_path / "x.abc", b"text")
     assert read_documents(tmp_path / "x.txt", b"text")

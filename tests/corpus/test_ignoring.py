@@ -93,3 +93,9 @@ def test_an_ignore_file_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -
     walk.start()
     walk.join(120)
     assert found == ["a.md"]
+
+
+def test_a_range_that_runs_backwards_is_no_pattern(root: Path) -> None:
+    put(root, "a.md", "b.md")
+    (root / ".gitignore").write_text("[z-a].md\nb.md\n")
+    assert names(root, find_files([root])) == ["a.md"]

@@ -10,6 +10,7 @@ import pytest
 
 from kvtool.core.corpus import walk
 from kvtool.core.corpus.walk import Skip
+from kvtool.core.ingest import survey
 from tests.cli.working import (
     CHUNKS,
     PREFIX,
@@ -142,14 +143,14 @@ def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_
 def test_an_unreadable_file(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: permissions mean nothing to root."""
     folder = write_corpus(tmp_path / "in", documents=2)
-    read = Path.read_bytes
+    read = survey.read_regular
 
-    def refuse(path: Path) -> bytes:
-        if path.name == "mill0.md":
-            raise PermissionError(13, "Permission denied", str(path))
-        return read(path)
+    def refuse(path: str, most: int) -> bytes:
+        if path.endswith("mill0.md"):
+            raise PermissionError(13, "Permission denied", path)
+        return read(path, most)
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(survey, "read_regular", refuse)
     done = fresh(folder).fine(3)
     assert done.json["failures"] == [{"path": str(folder / "mill0.md"), "error": "Permission denied"}]
     fresh(folder / "mill0.md", store=tmp_path / "other").failed(2, "Permission denied")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.corpus import readers
-from kvtool.core.ingest import stream
+from kvtool.core.ingest import stream, survey
 from tests.cli.working import listing
 
 
@@ -63,14 +63,14 @@ def test_a_file_too_large_to_read(folder: Path, fresh: Any) -> None:
 
 
 def test_a_file_that_goes_while_it_is_looked_for(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = Path.read_bytes
+    real = survey.read_regular
 
-    def gone(path: Path) -> bytes:
-        if path.name == "b.txt":
-            raise FileNotFoundError(2, "No such file or directory", str(path))
-        return real(path)
+    def gone(path: str, most: int) -> bytes:
+        if path.endswith("b.txt"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return real(path, most)
 
-    monkeypatch.setattr(Path, "read_bytes", gone)
+    monkeypatch.setattr(survey, "read_regular", gone)
     done = fresh(folder).fine().json
     assert done["documents"]["added"] == 2
     assert done["skipped"]["gone"] == 1

@@ -12,7 +12,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.reading import Document, Reading
-from kvtool.core.ingest import seen
+from kvtool.core.ingest import seen, survey
 from tests.cli.working import kvtool
 from tests.remote.serving import wreck
 
@@ -21,13 +21,13 @@ from tests.remote.serving import wreck
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often each file was read, by name."""
     counted: Counter[str] = Counter()
-    real = Path.read_bytes
+    real = survey.read_regular
 
-    def counting(path: Path) -> bytes:
-        counted[path.name] += 1
-        return real(path)
+    def counting(path: str, most: int) -> bytes:
+        counted[Path(path).name] += 1
+        return real(path, most)
 
-    monkeypatch.setattr(Path, "read_bytes", counting)
+    monkeypatch.setattr(survey, "read_regular", counting)
     return counted
 
 
@@ -105,14 +105,15 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else an answer would call it changed although it is what was ingested."""
-    real = Path.read_bytes
+    real = survey.read_regular
 
-    def growing(path: Path) -> bytes:
+    def growing(name: str, most: int) -> bytes:
+        path = Path(name)
         if path.name == "one.txt" and path.stat().st_size < 100:
             path.write_text(path.read_text() + " It was built by the baker, and by nobody else in the whole valley.")
-        return real(path)
+        return real(name, most)
 
-    monkeypatch.setattr(Path, "read_bytes", growing)
+    monkeypatch.setattr(survey, "read_regular", growing)
     fresh(folder).fine()
     with Store.open(tmp_path / "fresh") as store:
         entry = store.file(str(folder / "one.txt"))

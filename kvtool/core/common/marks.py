@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_NUMBERED = re.compile(r"(.*?)(\d+)")
+_NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,18}+)")  # linear: digits are tried once, from the first of a run
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +54,16 @@ def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
     start += len(inside) - len(inside.lstrip())
     if not marks:
         return Place(text.count("\n", 0, start) + 1)
-    starts = [mark.start for mark in marks]
-    first = marks[max(0, bisect_right(starts, start) - 1)].place
+    first = _mark_at(marks, start).place
     if isinstance(first, int):
         return Place(first)
-    last = marks[max(0, bisect_right(starts, max(start, start + len(inside.strip()) - 1)) - 1)].place
+    last = _mark_at(marks, max(start, start + len(inside.strip()) - 1)).place
     return Place(None, _joined(first, str(last)))
+
+
+def _mark_at(marks: Sequence[Mark], position: int) -> Mark:
+    """Find the mark that holds at a character; the first one where it stands before all."""
+    return marks[max(0, bisect_right(marks, position, key=lambda mark: mark.start) - 1)]
 
 
 def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:

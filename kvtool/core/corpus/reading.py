@@ -81,7 +81,7 @@ class Reading:
             return read_by(command, path, self.bounds.seconds, MOST_TEXT)
         if not data:
             raise EmptyFile("empty")
-        if not readers.is_bounded(path):
+        if not readers.is_bounded(path, len(data)):
             return readers.read_documents(path, data)
         return _documents(self._ask(path, data))
 

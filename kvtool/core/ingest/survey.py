@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.common.regular import read_regular
 from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingPackage, UnreadableFile
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
@@ -88,10 +89,10 @@ def _look(
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
         return _unreadable(file, known, failure, reading, before=True)
-    if file.size > _LARGEST:
-        raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
     before = os.stat(file.name)
-    data = file.path.read_bytes()
+    data = read_regular(file.name, _LARGEST + 1) if before.st_size <= _LARGEST else b""
+    if max(before.st_size, len(data)) > _LARGEST:
+        raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
     digest = hashlib.sha256(data).hexdigest()
     seen.note(file.name, before, digest)
     if known and stands and known.digest == digest:

@@ -219,7 +219,7 @@ def read_batch(path: Path) -> list[Request]:
     from kvtool.core.errors import UsageError
 
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines
     except (OSError, UnicodeDecodeError) as error:
         why = str(getattr(error, "strerror", None) or error)
         raise UsageError(

@@ -1,7 +1,8 @@
 """Files → documents: a registry from file ending to reader, one module per reader.
 
 A new reader is a module with `ENDINGS` and `read`, which makes documents of a file's bytes (`@of_text()` where they are
-text), and its name in `_MODULES`; in `_BOUNDED`, if a file can make what reads it slow, large or end.
+text), and its name in `_MODULES`; in `_BOUNDED`, if a file can make what reads it slow, large or end. The others take
+time linear in the file's length, which `tests/corpus/test_linear.py` checks.
 """
 
 from __future__ import annotations
@@ -52,14 +53,15 @@ __all__ = [
     "source_of",
 ]
 
-_BOUNDED = (pdf, word, slides, sheets, opendocument, epub, mail, notebook)
-_MODULES = (text, markdown, html, code, jsonl, latex, subtitles, *_BOUNDED)
+_BOUNDED = (pdf, word, slides, sheets, opendocument, epub, mail, notebook, html)
+_MODULES = (text, markdown, code, jsonl, latex, subtitles, *_BOUNDED)
 
 READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for ending in module.ENDINGS}
 """Lower-case file ending, or whole lower-case name of a file without one → reader."""
 _SEVERAL = (*jsonl.ENDINGS, *mail.ENDINGS)  # of files that may hold several documents
 _BOUNDED_ENDINGS = frozenset(ending for module in _BOUNDED for ending in module.ENDINGS)
 _LIBRARIES = {ending: getattr(module, "LIBRARY", "") for module in _BOUNDED for ending in module.ENDINGS}
+_MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
 
@@ -84,9 +86,10 @@ def library_of(path: PurePath) -> str:
         return f"no {library}"
 
 
-def is_bounded(path: PurePath) -> bool:
-    """Whether files of this name are read in a process of their own, within bounds (`corpus/reading.py`)."""
-    return ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None
+def is_bounded(path: PurePath, size: int) -> bool:
+    """Whether a file is read in a process of its own, within bounds (`corpus/reading.py`): by its name, or its size in
+    bytes."""
+    return ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None or size > _MOST_HERE
 
 
 def is_foreign(path: PurePath) -> bool:

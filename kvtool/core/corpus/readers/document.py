@@ -12,6 +12,7 @@ from kvtool.core.common.marks import Mark
 from kvtool.core.errors import KvtoolError
 
 EXTRA = extra_line("documents")
+_REFERENCE = re.compile("&#(0*+)([0-9]{8,}+;?)?")
 _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 
@@ -87,6 +88,12 @@ def opened(what: str, library: str) -> Iterator[None]:
 def cleaned(text: str) -> str:
     """A text out of a container: one kind of newline, no control characters, no half of a surrogate pair."""
     return _UNWANTED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def shortened_references(text: str) -> str:
+    """Shorten the numbers of HTML's character references (`&#65;`): the standard library fails at 4,300 digits. A
+    number of more than seven digits names no character."""
+    return _REFERENCE.sub(lambda found: "\ufffd" if found[2] else f"&#{found[1][:1]}", text)
 
 
 class Parts:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 
 from kvtool.core.common.marks import Mark
-from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile
+from kvtool.core.corpus.readers.document import Document, EmptyFile, UnreadableFile, shortened_references
 from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (".html", ".htm", ".xhtml", ".shtml")
 
-_CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*=\s*["']?\s*([\w.:-]+)""", re.I)
+_CHARSET = re.compile(rb"""<(?:meta|\?xml)[^>]*?(?:charset|encoding)\s*+=\s*+["']?\s*+([\w.:-]++)""", re.I)
 
 _UNSEEN = frozenset(("script", "style", "template", "noscript", "svg", "iframe", "canvas", "object"))
 _SECTION = re.compile(r"<!\[[^<>]*+>")  # <![if …]> and the like, which a browser drops
@@ -130,7 +130,8 @@ def _blocks(text: str, unseen: frozenset[str]) -> list[_Block]:
 
 
 def _defused(text: str) -> str:
-    """Escape each `<` that begins no tag: html.parser raises or becomes quadratic on some of them."""
+    """Escape each `<` that begins no tag, and shorten numbers: html.parser raises or becomes quadratic on some."""
+    text = shortened_references(text)
     text = _LOOSE.sub("&lt;", _SECTION.sub(lambda found: "\n" * found[0].count("\n"), text))
     last = text.rfind("-->") + 1  # behind it no comment closes
     return text[:last] + text[last:].replace("<!--", "&lt;!--")

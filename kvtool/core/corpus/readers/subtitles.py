@@ -6,14 +6,15 @@ import html
 import re
 from collections.abc import Iterator
 
-from kvtool.core.corpus.readers.document import Document, cleaned, joined
+from kvtool.core.corpus.readers.document import Document, cleaned, joined, shortened_references
 from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (".srt", ".vtt")
 
-_TIMES = re.compile(r"\s*(?:\d+:)?\d+:\d\d[.,]\d+\s+-->\s")
-_VOICE = re.compile(r"<v(?:\.[\w.]+)?\s+([^>]*)>")
-_MARKUP = re.compile(r"</?[a-z][^<>]*>|<[\d:.]+>|\{\\[^{}]*\}", re.IGNORECASE)
+# Possessive, and no part of a mark runs over the beginning of another: so each takes linear time on any line.
+_TIMES = re.compile(r"\s*+(?:\d++:)?\d++:\d\d[.,]\d++\s++-->\s")
+_VOICE = re.compile(r"<v(?:\.[\w.]++)?\s++([^<>]*+)>")
+_MARKUP = re.compile(r"</?[a-z][^<>]*+>|<[\d:.]++>|\{\\[^{}]*+\}", re.IGNORECASE)
 
 
 @of_text()
@@ -37,4 +38,5 @@ def _said(text: str) -> Iterator[tuple[int, str]]:
         elif not line.strip():
             inside = False
         elif inside:
-            yield number, html.unescape(_MARKUP.sub("", _VOICE.sub(r"\1: ", line))).strip()
+            plain = _MARKUP.sub("", _VOICE.sub(r"\1: ", line))
+            yield number, html.unescape(shortened_references(plain)).strip()
