@@ -34,4 +34,5 @@ def cited(chunk: ReplyChunk) -> str:
     path = Path(chunk.source)
     with suppress(ValueError, OSError):
         path = path.relative_to(Path.cwd())
-    return chunk.behind(str(path).replace("\n", "\\n")) + _SINCE.get(chunk.since_ingest, "")
+    made_by = f" (from {chunk.origin})" if chunk.origin else ""
+    return chunk.behind(str(path).replace("\n", "\\n")) + made_by + _SINCE.get(chunk.since_ingest, "")

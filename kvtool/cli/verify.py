@@ -32,9 +32,9 @@ def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None,
     """Compare documents with what was computed of them: how many, None where the model's tokenizer is not here."""
     from kvtool.core.session.texts import compare_texts, stored_tokenizer
 
-    if not store.manifest():
-        return 0, []
     try:
+        if not store.manifest():
+            return 0, []
         return compare_texts(store, stored_tokenizer(store), sample or Fraction(1))
     except KvtoolError as error:
         run.out.warning(f"texts were not compared with their chunks: {error.message}", error.hint)

@@ -258,9 +258,9 @@ def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) ->
     for number, part in enumerate(parts, 1):
         ingest(family, part, *exactly, "--shard", f"{number}/2").fine()
     truth = {mode: ask(whole, FIRST, mode).json for mode in ("prefix", "reuse")}
-    kvtool("store", "merge", *parts, "--store", family / "merged").fine()
+    kvtool("store", "merge", *parts, "--store", family / "merged", "--mine").fine()
     kvtool("store", "export", family / "one.kvpack", "--store", family / "merged").fine()
-    kvtool("store", "import", family / "one.kvpack", "--store", family / "taken").fine()
+    kvtool("store", "import", family / "one.kvpack", "--store", family / "taken", "--mine").fine()
     for place in (family / "merged", family / "taken"):
         assert stretches(place)["alone"] == stretches(whole)["alone"]
         for mode, row in truth.items():

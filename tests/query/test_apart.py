@@ -213,7 +213,7 @@ def test_states_of_prompts_do_not_drive_them_out(store: Path) -> None:
 def test_a_pack_carries_them(store: Path, tmp_path: Path) -> None:
     whole = ask(store).json
     kvtool("store", "export", tmp_path / "packed.kvpack", "--store", store).fine()
-    kvtool("store", "import", tmp_path / "packed.kvpack", "--store", tmp_path / "there").fine()
+    kvtool("store", "import", tmp_path / "packed.kvpack", "--store", tmp_path / "there", "--mine").fine()
     there = ask(tmp_path / "there").json
     assert (statuses(there), there["answer"]) == (statuses(whole), whole["answer"])
 

@@ -343,18 +343,18 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
     ask(store, FIRST, "--system", instruction)
     place, taken = tmp_path / "one.kvpack", tmp_path / "taken"
     report = kvtool("store", "export", place, "--only", "mill2.md", "--store", store, "--json").fine().json
-    kvtool("store", "import", place, "--store", taken).fine()
+    kvtool("store", "import", place, "--store", taken, "--mine").fine()
     with Store.open(taken) as opened:
         assert report["stretches"] == len(opened.stretches()) == len(whole["chunks"]) + 1
         assert all(info.own for info in opened.stretches().values())
         assert verify(opened) == []
     second = ask(taken, SECOND).json
     assert {chunk["status"] for chunk in second["chunks"]} == {"exact"}
-    kvtool("store", "import", place, "--store", taken).fine()  # what is there is skipped
+    kvtool("store", "import", place, "--store", taken, "--mine").fine()  # what is there is skipped
     content = place.read_bytes()
     at = content.index(b'["keys"') + 500
     place.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-    again = kvtool("store", "import", place, "--store", tmp_path / "again", "--json")
+    again = kvtool("store", "import", place, "--store", tmp_path / "again", "--mine", "--json")
     assert again.code == 13
     assert "stretch" in again.json["damaged"][0]["what"]
     assert ask(tmp_path / "again", SECOND).json["answer"] == second["answer"]

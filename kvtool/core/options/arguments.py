@@ -119,8 +119,8 @@ class PushArguments(TypedDict, total=False):
     verify: bool
     dry_run: bool
     yes: bool
-    remote_timeout: float | str
     sign: str | Path | None
+    remote_timeout: float | str
 
 
 class PullArguments(TypedDict, total=False):
@@ -131,10 +131,10 @@ class PullArguments(TypedDict, total=False):
     dry_run: bool
     yes: bool
     max_size: int | str | None
-    lock_wait: float | str
-    remote_timeout: float | str
     trust: str | Iterable[str]
     mine: bool
+    lock_wait: float | str
+    remote_timeout: float | str
 
 
 class ExportArguments(TypedDict, total=False):
@@ -150,9 +150,9 @@ class ImportArguments(TypedDict, total=False):
     """See `ImportOptions`."""
 
     max_size: int | str | None
-    lock_wait: float | str
     trust: str | Iterable[str]
     mine: bool
+    lock_wait: float | str
 
 
 class ForgetArguments(TypedDict, total=False):

@@ -53,6 +53,7 @@ class ReplyChunk:
     start, end : characters of the document.
     line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
     since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/since.py`).
+    origin : the pack, store or signer that the document came from; "" for one that was ingested here.
     """
 
     id: str
@@ -66,6 +67,7 @@ class ReplyChunk:
     reason: str = ""
     label: str = ""
     since_ingest: str = ""
+    origin: str = ""
     text: str = field(default="", repr=False)
 
     @property
@@ -80,7 +82,7 @@ class ReplyChunk:
     def to_json(self) -> dict[str, Any]:
         names = ("id", "source", "start", "end", "line", "label", "score", "tokens", "status", "text")
         row = {name: getattr(self, name) for name in names}
-        more = {"reason": self.reason, "since_ingest": self.since_ingest}
+        more = {"reason": self.reason, "since_ingest": self.since_ingest, "origin": self.origin}
         return row | {name: value for name, value in more.items() if value}
 
 

@@ -49,14 +49,14 @@ def levels_option() -> tuple[str, ...]:
 class SignOptions(Options, settings=False, group=TRUSTED):
     """How others can tell who made what they get."""
 
-    sign: str | None = option(None, "Sign it with this Ed25519 key.", metavar="KEY", unit="path")
+    sign: Path | None = option(None, "Sign it with this Ed25519 key.", metavar="KEY")
 
     @property
     def key(self) -> SigningKey | None:
         """The key to sign with. Raises UsageError."""
         from kvtool.core.remote.signing import signing_key
 
-        return None if self.sign is None else signing_key(Path(self.sign))
+        return None if self.sign is None else signing_key(self.sign)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,9 +36,9 @@ def chunk(desk: Desk) -> Findings:
 
 
 def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
-    """Tell `id, tokens, layers, lead_in_digest`, `levels[{level, bytes}]`, `last_used` (seconds since 1970, or None),
-    `places[{source, start, end, line, label}]`, `text` of the first place, `sensitivity` by token (empty where none was
-    kept).
+    """Tell `id, tokens, layers, lead_in_digest`, `origin` ("" of KV made here), `levels[{level, bytes}]`, `last_used`
+    (seconds since 1970, or None), `places[{source, start, end, line, label}]`, `text` of the first place, `sensitivity`
+    by token (empty where none was kept).
 
     Raises
     ------
@@ -58,6 +58,7 @@ def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
 
     return {
         "id": chunk.hex(),
+        "origin": store.origin(chunk).name,
         "tokens": len(info.token_ids),
         "layers": info.layers,
         "lead_in_digest": info.lead_in.hex(),
@@ -74,6 +75,8 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     yield f"chunk    {value['id']}"
     for place in value["places"]:
         yield f"from     {_where(place)}"
+    if value["origin"]:
+        yield f"made by  {value['origin']}"
     yield f"content  {value['tokens']} tokens, {value['layers']} layers"
     for row in value["levels"]:
         yield f"level    {row['level']}: {row['bytes']:,} bytes"

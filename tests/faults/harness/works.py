@@ -174,7 +174,7 @@ _ALL = [
     Work(
         "pull",
         lambda b, f: copy(b.half, f / "store"),
-        lambda b, f: ["store", "pull", f"file://{b.subject.tier}", "--store", f / "store"],
+        lambda b, f: ["store", "pull", f"file://{b.subject.tier}", "--mine", "--store", f / "store"],
     ),
     Work(
         "ingest of states",
