@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import re
@@ -55,13 +56,12 @@ class StoreFile:
 
 def make_folder(path: Path) -> None:
     """Make a 0700 folder, parents included, and make its name durable; nothing if it is there."""
-    if path.is_dir():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        path.chmod(0o700)
-    sync_folder(path.parent)
+    missing = [*itertools.takewhile(lambda folder: not folder.is_dir(), (path, *path.parents))]
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+            folder.chmod(0o700)
+        sync_folder(folder.parent)
 
 
 def sync_folder(path: Path) -> None:
