@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -13,7 +13,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvtool.core.corpus.ignoring import is_open
+from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
@@ -47,7 +47,7 @@ class Documents:
         for name in value:
             if name not in ("documents", "paths"):
                 raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
-        named = [self._allowed(path) for path in texts(value, "paths")]
+        named = await asyncio.to_thread(self._named, texts(value, "paths"))
         sent = [self._sent(row) for row in taken(value, "documents", list, [])]
         if not named and not sent:
             raise Refusal(400, "no_documents", "there is nothing to ingest", "give documents, or paths")
@@ -94,11 +94,13 @@ class Documents:
     # ---- in another thread ----
 
     def _ingest(self, named: list[Path], sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
-        paths = tuple(dict.fromkeys([*named, *(path for path, _ in sent)]))
+        files = tuple(path for path, _ in sent)
+        paths = tuple(dict.fromkeys((*named, *files)))
         with self._held():
             if self._uploads is not None:
                 self._uploads.keep(sent)
-            return self._engine.ingest(replace(self._options, paths=paths)).to_json()
+            options = replace(self._options, paths=paths, roots=(*self._roots, *files))
+            return self._engine.ingest(options).to_json()
 
     def _forget(self, source: str, much: bool) -> tuple[str, ...]:
         with self._held():
@@ -118,13 +120,17 @@ class Documents:
 
     # ---- what may be named ----
 
-    def _allowed(self, text: str) -> Path:
+    def _named(self, paths: Sequence[str]) -> list[Path]:
+        roots = Roots(self._roots)
+        return [self._allowed(path, roots) for path in paths]
+
+    def _allowed(self, text: str, roots: Roots) -> Path:
         """A path of this machine that a client may have ingested. Others are refused alike, there or not."""
         try:
             path = Path(os.path.realpath(os.path.expanduser(text)))
         except ValueError as error:
             raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
-        if not any(is_open(path, root) for root in self._roots):
+        if not roots.show(path):
             hint = (
                 "start the server with --root FOLDER"
                 if not self._roots

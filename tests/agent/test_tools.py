@@ -179,6 +179,24 @@ def test_only_what_lies_below_a_root_is_ingested(store: Path, tmp_path: Path) ->
     talk(store, say, root)
 
 
+def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path, tmp_path: Path) -> None:
+    sub = tmp_path / "notes" / "sub"
+    sub.mkdir(parents=True)
+    (tmp_path / "notes" / ".kvtoolignore").write_text("*.draft.md\n")
+    for name in ("a.md", "b.draft.md", ".d.md"):
+        (sub / name).write_text(f"The kite is in {name}.")
+    (sub / "link.md").symlink_to(sub / ".d.md")
+
+    async def say(client: Client) -> None:
+        done = await call(client, "ingest", paths=[str(sub)])
+        assert (done["added"], done["failed"]) == (1, 0)
+        names = {Path(resource.name).name for resource in (await client.list_resources()).resources}
+        assert names & {"a.md", "b.draft.md", ".d.md", "link.md"} == {"a.md"}
+        assert "may not be ingested" in await refused(client, "ingest", paths=[str(sub / "link.md")])
+
+    talk(store, say, tmp_path / "notes")
+
+
 def test_the_store_is_followed_and_one_that_is_not_there_is_told(store: Path, tmp_path: Path, fresh: Any) -> None:
     place = tmp_path / "fresh"
     (tmp_path / "one.md").write_text("The only mill was built by baker Z.")
