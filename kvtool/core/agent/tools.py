@@ -91,7 +91,10 @@ class Tools:
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
         return Answer(
             answer=reply.answer,
-            sources=[Excerpt(each.id, each.place, each.source, each.text, each.score) for each in reply.sources],
+            sources=[
+                Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest)
+                for each in reply.sources
+            ],
             fusion=reply.fusion,
             tokens=reply.tokens,
             ttft_ms=round(reply.timing_ms["ttft"], 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -29,9 +29,15 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
     believed. Where even the folder is not there, as in a store that came from another machine, nothing is said; nor
     where the store was closed while the answer was written, since another one stands in its place.
     """
-    paths = {file_of(chunk.source) for chunk in chunks}
-    states = {path: _state(store, path) for path in paths}
-    return [replace(chunk, since_ingest=states[file_of(chunk.source)]) for chunk in chunks]
+    states = changes(store, [chunk.source for chunk in chunks])
+    return [replace(chunk, since_ingest=states[chunk.source]) for chunk in chunks]
+
+
+def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
+    """Return by document whether its file has changed since ingest, as `with_changes` says it. Each file is read once."""
+    files = {source: file_of(source) for source in sources}
+    states = {path: _state(store, path) for path in set(files.values())}
+    return {source: states[path] for source, path in files.items()}
 
 
 def _state(store: Store, path: str) -> str:
