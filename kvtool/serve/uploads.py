@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvtool.core.cache.layout import atomic_write, make_folder, read_small
+from kvtool.core.cache.layout import atomic_write, read_small
 from kvtool.core.cache.store import Store
+from kvtool.core.common.private import make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError

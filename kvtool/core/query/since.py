@@ -34,7 +34,7 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
 
 
 def changes(store: Store, sources: Iterable[str]) -> dict[str, str]:
-    """Return by document whether its file has changed since ingest, as `with_changes` says it. Each file is read once."""
+    """Return by document whether its file has changed since ingest, as `with_changes` says it."""
     files = {source: file_of(source) for source in sources}
     states = {path: _state(store, path) for path in set(files.values())}
     return {source: states[path] for source, path in files.items()}
