@@ -251,6 +251,12 @@ def test_json_escapes_what_lies_beyond_16_bits() -> None:
     assert json.loads(text) == {"text": "a\U000e0041\U0001d173\u2028b"}
 
 
+def test_a_name_with_a_line_of_its_own_forges_no_warning(make: Make) -> None:
+    out, _, err = make()
+    out.warning("/in/a\nerror: no.md: one line left out", "see\nerror: it")
+    assert err.text == "warning: /in/a\n  error: no.md: one line left out\nhint: see\n  error: it\n"
+
+
 def passage_lines(err: str) -> list[str]:
     assert err.endswith("\n")
     return err[:-1].split("\n")
