@@ -157,3 +157,17 @@ def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pyte
     put(shared, *(f"sub/deep/{number}.md" for number in range(50)))
     find_files([shared / "sub"], roots=[shared])
     assert max(map(read.count, read)) <= 2  # by the walk and by the root
+
+
+def test_another_case_passes_no_rule(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on file systems that take no notice of it: a folder is found as `Drafts`, and listed as `drafts`."""
+    from kvtool.core.corpus import ignoring
+
+    put(root, "drafts/a.md", "Drafts/a.md", "b.md")
+    (root / ".gitignore").write_text("drafts/\n")
+    assert names(root, find_files([root / "Drafts"], roots=[root])) == ["Drafts/a.md"]
+    real = os.listdir
+    monkeypatch.setattr(ignoring.os, "listdir", lambda path: [name for name in real(path) if name != "Drafts"])
+    monkeypatch.setattr(ignoring, "_is_folded", lambda folder: True)
+    assert find_files([root / "Drafts"], roots=[root]).files == []
+    assert names(root, find_files([root / "b.md"], roots=[root])) == ["b.md"]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -89,6 +91,9 @@ class Roots:
     """Folders that are open to others than the user, who may read only what these folders show: nothing hidden, no
     secret, and nothing that an ignore file leaves out. Ignore files are read once.
 
+    Where a file system takes no notice of case, a path has to be spelled as its folders list it: a rule for `drafts/`
+    would not see `Drafts/`.
+
     Parameters
     ----------
     folders : real paths; a file shows itself.
@@ -97,6 +102,8 @@ class Roots:
     def __init__(self, folders: Iterable[Path]) -> None:
         self._folders = frozenset(folders)
         self._rules: dict[tuple[Path, Path], Rules] = {}
+        self._names: dict[Path, frozenset[str]] = {}
+        self._folded = frozenset(filter(_is_folded, self._folders))
 
     def show(self, path: Path) -> bool:
         """Return True if one of the folders shows a path, which has to be a real one."""
@@ -111,14 +118,30 @@ class Roots:
                 return False
             if self._rules_in(root, folder).names(inner, is_folder):
                 return False
+            if root in self._folded and os.path.lexists(inner) and name not in self._listed(folder):
+                return False
             folder = inner
         return True
+
+    def _listed(self, folder: Path) -> frozenset[str]:
+        if folder not in self._names:
+            with suppress(OSError):  # one that cannot be listed shows nothing
+                self._names[folder] = frozenset(os.listdir(folder))
+        return self._names.get(folder, frozenset())
 
     def _rules_in(self, root: Path, folder: Path) -> Rules:
         if (root, folder) not in self._rules:
             above = Rules.above(root) if folder == root else self._rules_in(root, folder.parent)
             self._rules[root, folder] = above.below(folder)
         return self._rules[root, folder]
+
+
+def _is_folded(folder: Path) -> bool:
+    """Whether a folder is found under another case, too."""
+    try:
+        return os.path.samefile(folder, str(folder).swapcase())
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> GitIgnoreSpec | None:
