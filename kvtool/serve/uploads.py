@@ -46,15 +46,23 @@ class Uploads:
         Raises
         ------
         BusyError : another request, or another server with the same folder, holds it.
+        KvtoolError : the folder cannot be written.
         """
         import filelock
 
-        make_folder(self._notes)
+        lock = filelock.FileLock(self._notes / "lock", mode=0o600, thread_local=False)
         try:
-            with filelock.FileLock(self._notes / "lock", timeout=0, mode=0o600, thread_local=False):
-                yield
+            make_folder(self._notes)
+            lock.acquire(timeout=0)
         except filelock.Timeout as error:
             raise BusyError("documents are being written or removed", _SOON) from error
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise KvtoolError(f"{self.folder} cannot be written: {why}", "serve with another --uploads") from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def holds(self, path: Path) -> bool:
         """Return True if a path, as it is spelled, is of a document below the folder."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -256,3 +257,21 @@ def test_notes_are_the_owners_alone(store: Path, uploads: Path) -> None:
     assert not any(modes.values()), modes
     (note,) = (uploads / ".kvtool-sent").glob("*.json")
     assert json.loads(note.read_text())["name"] == "deep/er/a.md"
+
+
+def test_a_folder_that_cannot_be_written_is_told(store: Path, tmp_path: Path) -> None:
+    (tmp_path / "sent").write_text("a file")
+    with serving(store, uploads=tmp_path / "sent") as served, served.client as client:
+        for answer in (send(client, "a.md", "The kite is in Oslo."), forget(client, "a.md")):
+            assert "cannot be written" in refused(answer, 500)
+    assert (tmp_path / "sent").read_text() == "a file"
+
+
+def test_requests_at_once_agree_in_the_end(store: Path, uploads: Path) -> None:
+    """What the store has of the folder is what lies there, whoever was first; those that came second are told so."""
+    with serving(store, uploads=uploads) as served, served.client as client, ThreadPoolExecutor(6) as pool:
+        asked = [pool.submit(send, client, f"{n % 2}.md", f"The kite {n} is in Oslo.") for n in range(12)]
+        asked += [pool.submit(forget, client, uploads / f"{n % 2}.md") for n in range(12)]
+        assert {one.result().status_code for one in asked} <= {200, 400, 429}
+        stored = {Path(source) for source in sources(client) if source.startswith(str(uploads))}
+        assert stored == set(uploads.glob("*.md"))
