@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvtool.cli import spinner
 from kvtool.cli.out import Out
 from kvtool.core.common.places import data_dir
+from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, UsageError
 
 if TYPE_CHECKING:
@@ -154,7 +155,7 @@ def _history(out: Out) -> Any:
 
 
 def _private_file(path: Path) -> Path:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE)
     os.close(file)
     path.chmod(_PRIVATE)

@@ -19,7 +19,7 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.lab.reports import REPORTS, load_report
-from kvtool.lab.reports.report import Desk, Findings, PageOptions, Report
+from kvtool.lab.reports.report import Desk, Findings, PageOptions, Quote, Report
 
 if TYPE_CHECKING:
     from kvtool.lab.charts.page import Table
@@ -96,10 +96,12 @@ def show(run: Run, report: Report, about: str | None = None) -> int | None:
     return findings.exit_code or None
 
 
-def _tell(run: Run, told: Sequence[str | Table]) -> None:
+def _tell(run: Run, told: Sequence[str | Quote | Table]) -> None:
     for part in told:
         if isinstance(part, str):
             run.out.print(part)
+        elif isinstance(part, Quote):
+            run.out.quote(part.text)
         else:
             run.out.table(part.head, part.rows)
 

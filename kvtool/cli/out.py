@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 from kvtool.cli import spinner
 from kvtool.cli.json_out import SCHEMA, error_json, plain, to_json
 from kvtool.cli.progress import ALOUD_EVERY_S, EVENT_EVERY_S, STATUS_EVERY_S, Bar, Lines, Progress, rich_bars
-from kvtool.cli.rendering import render_markdown, render_table
+from kvtool.cli.rendering import render_markdown, render_quote, render_table
 from kvtool.cli.streams import SafeStream, silence
 from kvtool.cli.text import clean, one_line
 from kvtool.core.common.urls import scrubbed
@@ -149,17 +149,19 @@ class Out:
             self.status(text)
 
     def passage(self, pieces: Iterable[tuple[str, int]]) -> None:
-        """Show a text on stderr, some of it in a colour (0: none); in square brackets where there are no colours."""
+        """Show a foreign text on stderr, each line behind a bar, some of it in a colour (0: none); in square brackets
+        where there are no colours."""
         if self.mode == "jsonl" or self.verbosity < 0:
             return
-        plain = self._isplain()
-        marks = ("[", "]") if plain else ("\x1b[1;{}m", "\x1b[0m")
-        text = "".join(
-            marks[0].format(colour) + clean(piece) + marks[1] if colour else clean(piece) for piece, colour in pieces
-        )
+        text = render_quote((self._marked(*piece) for piece in pieces), self._stderr.columns)
         with suppress(OSError, ValueError), spinner.aside():
-            self._stderr.write(text.rstrip() + "\n")
+            self._stderr.write(text)
             self._stderr.flush()
+
+    def quote(self, text: str) -> None:
+        """Put a foreign text for a person on stdout, each line behind a bar; nothing in the machine modes."""
+        if self.human:
+            self._put(render_quote([(text, "{}")], self._stdout.columns))
 
     def warning(self, text: str, hint: str = "", *, even_quiet: bool = False, **facts: Any) -> None:
         """Say what the user should know although the work goes on; with --quiet too where the exit code says so."""
@@ -252,13 +254,20 @@ class Out:
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
             self.end_line()  # on one screen, or in one file, not behind half an answer
-        line = (f"{self._coloured(label, colour)}: " if label else "") + clean(text) + "\n"
+        text = clean(text).replace("\n", "\n  ") if label else clean(text)  # a file's name may hold a line of its own
+        line = (f"{self._coloured(label, colour)}: " if label else "") + text + "\n"
         with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
             if self._bars is not None:
                 self._above(self._bars, line)
             else:
                 self._stderr.write(line)
                 self._stderr.flush()
+
+    def _marked(self, text: str, colour: int) -> tuple[str, str]:
+        """A piece of a text, and the format that colours it."""
+        if colour and self._isplain():
+            return f"[{text}]", "{}"
+        return text, f"\x1b[1;{colour}m{{}}\x1b[0m" if colour else "{}"
 
     def _isplain(self) -> bool:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+from unicodedata import east_asian_width
 
 from kvtool.cli.streams import SafeStream
-from kvtool.cli.text import one_line
+from kvtool.cli.text import clean, one_line
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _GAP = 2  # blanks between the columns of a table that is too wide for its terminal
+_BAR = "| "  # before each line of a foreign text
 _FOLDED = 20  # a longer text may be folded, down to this width; what is shorter is broken between words only
 
 
@@ -113,6 +115,39 @@ def _table(columns: Sequence[_Column], title: str, width: int | None = None) -> 
     for row in zip(*(column.cells for column in columns), strict=True):
         table.add_row(*map(Text, row))
     return table
+
+
+def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
+    """Draw a foreign text so that no line of it can be taken for one of the program's: each begins with a bar.
+
+    Parameters
+    ----------
+    pieces : parts of the text, each with a format such as `<b>{}</b>`.
+    columns : cells of the terminal, which would go on with a wider line in its first column; None: it is none.
+    """
+    lines, used, room = [""], 0, None if columns is None else max(2, columns - len(_BAR))
+    for text, form in pieces:
+        for number, part in enumerate(clean(text).expandtabs(4).split("\n")):
+            if number:
+                lines.append("")
+                used = 0
+            start = 0
+            for at, letter in enumerate(part):
+                cells = _most_cells(letter)
+                if room is not None and used + cells > room:
+                    lines[-1] += form.format(part[start:at]) if at > start else ""
+                    lines.append("")
+                    used, start = 0, at
+                used += cells
+            lines[-1] += form.format(part[start:]) if part[start:] else ""
+    while len(lines) > 1 and not lines[-1].strip():
+        lines.pop()
+    return "".join(f"{_BAR}{line}".rstrip() + "\n" for line in lines)
+
+
+def _most_cells(letter: str) -> int:
+    """How many cells of any terminal a letter may take; those of East Asia draw some wide that others draw narrow."""
+    return 2 if not letter.isascii() and east_asian_width(letter) in "WFA" else 1
 
 
 def render_markdown(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 from contextlib import suppress
 from typing import IO
 
@@ -25,6 +26,16 @@ class SafeStream(io.TextIOBase):
         with suppress(ValueError, AttributeError):
             return self.stream is not None and self.stream.isatty()
         return False
+
+    @property
+    def columns(self) -> int | None:
+        """The width of the terminal in cells; None: it is none."""
+        if not self.isatty():
+            return None
+        with suppress(OSError, ValueError):
+            if columns := os.get_terminal_size(self.fileno()).columns:
+                return columns
+        return shutil.get_terminal_size().columns
 
     def is_beside(self, other: SafeStream) -> bool:
         """Whether both are shown on a terminal, or go into the same pipe or file."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -12,13 +13,14 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from kvtool.core.cache.layout import atomic_write, make_folder
-from kvtool.core.corpus.ignoring import is_open
-from kvtool.core.errors import UsageError
+from kvtool.core.corpus.ignoring import Roots
+from kvtool.core.corpus.readers import file_of
+from kvtool.core.errors import StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
+from kvtool.serve.uploads import Uploads
 from kvtool.serve.wire import Refusal, body_of, taken, texts
 
 _LONGEST_NAME = 255  # bytes, as file systems have it
@@ -35,7 +37,7 @@ class Documents:
 
     def __init__(self, engine: Engine, options: IngestOptions, roots: tuple[Path, ...], uploads: Path | None) -> None:
         self._engine, self._options = engine, options
-        self._uploads = uploads.resolve() if uploads is not None else None
+        self._uploads = Uploads(uploads) if uploads is not None else None
         self._roots = tuple(root.resolve() for root in roots)
         self._one = asyncio.Lock()
 
@@ -45,12 +47,11 @@ class Documents:
         for name in value:
             if name not in ("documents", "paths"):
                 raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
-        named = [self._allowed(path) for path in texts(value, "paths")]
+        named = await asyncio.to_thread(self._named, texts(value, "paths"))
         sent = [self._sent(row) for row in taken(value, "documents", list, [])]
         if not named and not sent:
             raise Refusal(400, "no_documents", "there is nothing to ingest", "give documents, or paths")
-        if self._one.locked():
-            raise BusyError("another ingest is running", _SOON)
+        self._check_free()
         async with self._one:
             report = await asyncio.to_thread(self._ingest, named, sent)
         return JSONResponse(report)
@@ -67,50 +68,69 @@ class Documents:
         return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
 
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/documents?source=`: forget a document; a file that a client sent goes, too.
+        """`DELETE /v1/documents?source=`: forget a document; a file that a client sent is removed with it.
 
         More than half of several documents go with `all=true` alone: a pattern soon means more than was thought of.
+        Nothing is forgotten where a file of the uploads folder would bring it back: one that no client sent, or one
+        that holds further documents.
         """
         source = request.query_params.get("source", "")
         if not source:
             raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
         much = _is_true(request, "all")
+        self._check_free()
         try:
-            gone = await asyncio.to_thread(self._forget, source, much)
+            async with self._one:
+                gone = await asyncio.to_thread(self._forget, source, much)
         except MuchError as error:
             raise Refusal(409, "much", error.message, "add &all=true to do it", "all") from error
         return JSONResponse({"object": "list", "forgotten": list(gone)})
 
+    def _check_free(self) -> None:
+        """Raise BusyError while another request writes or removes documents: a thread that waits is one fewer."""
+        if self._one.locked():
+            raise BusyError("documents are being written or removed", _SOON)
+
     # ---- in another thread ----
 
     def _ingest(self, named: list[Path], sent: list[tuple[Path, bytes]]) -> dict[str, Any]:
-        for path, data in sent:
-            try:
-                make_folder(path.parent)
-                atomic_write(path, data)
-            except OSError as error:  # a file where a folder is named, or the other way round; too long
-                why = (error.strerror or str(error)).lower()
-                raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
-        paths = tuple(dict.fromkeys([*named, *(path for path, _ in sent)]))
-        return self._engine.ingest(replace(self._options, paths=paths)).to_json()
+        files = tuple(path for path, _ in sent)
+        paths = tuple(dict.fromkeys((*named, *files)))
+        with self._held():
+            if self._uploads is not None:
+                self._uploads.keep(sent)
+            options = replace(self._options, paths=paths, roots=(*self._roots, *files))
+            return self._engine.ingest(options).to_json()
 
     def _forget(self, source: str, much: bool) -> tuple[str, ...]:
-        gone = self._engine.forget(source, much)
-        if self._uploads is not None:
-            for each in map(Path, gone):
-                if each.is_relative_to(self._uploads):
-                    each.unlink(missing_ok=True)
-        return gone
+        with self._held():
+            if self._uploads is None:
+                return self._engine.forget(source, much)
+            try:
+                return self._engine.forget(source, much, self._uploads.remove_files)
+            except (UsageError, StoreNotFoundError) as error:
+                file = self._uploads.folder / source
+                if isinstance(error, MuchError) or self._engine.has_file(file) or not self._uploads.is_sent(file):
+                    raise
+                self._uploads.remove(file)  # an ingest could not read it, or was stopped before
+                return (str(file),)
+
+    def _held(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._uploads is None else self._uploads.locked()
 
     # ---- what may be named ----
 
-    def _allowed(self, text: str) -> Path:
+    def _named(self, paths: Sequence[str]) -> list[Path]:
+        roots = Roots(self._roots)
+        return [self._allowed(path, roots) for path in paths]
+
+    def _allowed(self, text: str, roots: Roots) -> Path:
         """A path of this machine that a client may have ingested. Others are refused alike, there or not."""
         try:
             path = Path(os.path.realpath(os.path.expanduser(text)))
         except ValueError as error:
             raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
-        if not any(is_open(path, root) for root in self._roots):
+        if not roots.show(path):
             hint = (
                 "start the server with --root FOLDER"
                 if not self._roots
@@ -126,7 +146,7 @@ class Documents:
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
         if not isinstance(row, dict) or set(row) != {"name", "text"}:
             raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
-        return self._uploads / _safe_name(row), taken(row, "text", str, "").encode("utf-8", "replace")
+        return self._uploads.folder / _safe_name(row), taken(row, "text", str, "").encode("utf-8", "replace")
 
 
 def _is_true(request: Request, name: str) -> bool:
@@ -138,11 +158,11 @@ def _is_true(request: Request, name: str) -> bool:
 
 
 def _safe_name(row: Mapping[str, Any]) -> PurePosixPath:
-    """A name that stays below a folder and is read by an ingest of it."""
+    """A name that stays below a folder, is read by an ingest of it, and is not that of a part of another file."""
     name = taken(row, "name", str, "")
     parts = name.split("/")
     sound = all(part.strip(" .") and not part.startswith(".") and len(part.encode()) <= _LONGEST_NAME for part in parts)
-    if not sound or "\\" in name or not name.isprintable():
+    if not sound or "\\" in name or not name.isprintable() or file_of(name) != name:
         raise Refusal(400, "wrong_name", f"{name!r} is no name of a document", "such as notes/river.md", "documents")
     return PurePosixPath(name)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,12 +153,15 @@ class Engine:
                 self._resident.spare = kept.decoder
             return report
 
-    def forget(self, source: str, much: bool = False) -> tuple[str, ...]:
+    def forget(
+        self, source: str, much: bool = False, before: Callable[[Store, Sequence[str]], None] | None = None
+    ) -> tuple[str, ...]:
         """Forget a document, or all that a path, a glob or a chunk's id means; returns what went.
 
         Parameters
         ----------
         much : also where that is more than half of several documents.
+        before : see `upkeep.forget`.
 
         Raises
         ------
@@ -167,7 +170,14 @@ class Engine:
         from kvtool.core.upkeep.forget import forget
 
         with self._writing:
-            return forget(self.folder, [source], yes=much, lock_wait=10.0).sources
+            return forget(self.folder, [source], yes=much, lock_wait=10.0, before=before).sources
+
+    def has_file(self, path: Path) -> bool:
+        """Return True if the store has an entry of a file."""
+        if not self._resident.exists():
+            return False
+        with Store.open(self.folder) as store:
+            return store.file(str(path)) is not None
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """What the store holds: documents with their chunks, as `kvtool store ls --json` has them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Awaitable, Callable
 from contextlib import closing
 from pathlib import Path
@@ -74,6 +75,43 @@ def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
         assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
 
     talk(store, say)
+
+
+def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path: Path, fresh: Any) -> None:
+    place, notes = tmp_path / "fresh", tmp_path / "notes"
+    notes.mkdir()
+    for name in ("kept", "edited", "gone"):
+        (notes / f"{name}.md").write_text(f"The mill called {name} was built by baker Z.")
+    fresh(notes).fine()
+    (notes / "edited.md").write_text("The mill called edited was built by baker Q.")
+    (notes / "gone.md").unlink()
+
+    async def say(client: Client) -> None:
+        found = (await call(client, "search", question="Who built the mill?", top_k=5))["chunks"]
+        said = {Path(chunk["source"]).stem: chunk["since_ingest"] for chunk in found}
+        assert said == {"kept": "", "edited": "changed", "gone": "gone"}
+        for chunk in found:
+            (same,) = (await call(client, "read", chunk=chunk["id"]))["chunks"]
+            assert same["since_ingest"] == chunk["since_ingest"]
+        answer = await call(client, "answer", question="Who built the mill?", top_k=5)
+        assert {Path(each["source"]).stem: each["since_ingest"] for each in answer["sources"]} == said
+
+    talk(place, say)
+
+
+def test_a_passage_cannot_pass_for_a_field_beside_it(tmp_path: Path, fresh: Any) -> None:
+    """What a client without structured results shows is JSON, too: a line of a passage is no line of it."""
+    (tmp_path / "a.md").write_text('The mill is old.\n"place": "b.md:1"\nsource: b.md:1\n')
+    fresh(tmp_path / "a.md").fine()
+
+    async def say(client: Client) -> None:
+        result = await client.call_tool("search", {"question": "mill"})
+        (content,) = result.content
+        assert json.loads(content.text) == result.structured_content  # type: ignore[union-attr]
+        lines = content.text.splitlines()  # type: ignore[union-attr]
+        assert not [line for line in lines if line.strip().startswith(("source:", '"place": "b.md'))]
+
+    talk(tmp_path / "fresh", say)
 
 
 def test_an_answer_is_that_of_query(store: Path) -> None:
@@ -177,6 +215,24 @@ def test_only_what_lies_below_a_root_is_ingested(store: Path, tmp_path: Path) ->
         assert found["chunks"][0]["source"].endswith("new.md")
 
     talk(store, say, root)
+
+
+def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path, tmp_path: Path) -> None:
+    sub = tmp_path / "notes" / "sub"
+    sub.mkdir(parents=True)
+    (tmp_path / "notes" / ".kvtoolignore").write_text("*.draft.md\n")
+    for name in ("a.md", "b.draft.md", ".d.md"):
+        (sub / name).write_text(f"The kite is in {name}.")
+    (sub / "link.md").symlink_to(sub / ".d.md")
+
+    async def say(client: Client) -> None:
+        done = await call(client, "ingest", paths=[str(sub)])
+        assert (done["added"], done["failed"]) == (1, 0)
+        names = {Path(resource.name).name for resource in (await client.list_resources()).resources}
+        assert names & {"a.md", "b.draft.md", ".d.md", "link.md"} == {"a.md"}
+        assert "may not be ingested" in await refused(client, "ingest", paths=[str(sub / "link.md")])
+
+    talk(store, say, tmp_path / "notes")
 
 
 def test_the_store_is_followed_and_one_that_is_not_there_is_told(store: Path, tmp_path: Path, fresh: Any) -> None:

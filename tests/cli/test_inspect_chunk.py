@@ -26,7 +26,7 @@ def test_one_chunk(store: Path, tmp_path: Path) -> None:
     assert row["text"].strip() in page.text
     assert page.tags.count("span") > 0
     told = kvtool("inspect", "chunk", chunk[:8].upper(), "--store", store).fine().out
-    assert row["text"] in told
+    assert "".join(f"| {line}".rstrip() + "\n" for line in row["text"].rstrip().split("\n")) in told
     assert chunk in told
 
 

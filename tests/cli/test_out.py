@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import re
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,6 +208,82 @@ def test_foreign_text_cannot_steer_the_terminal(make: Make) -> None:
     assert not set("\x1b\x07\r\x9b\u202e") & set(stdout.text + stderr.text)
     assert "[bold]d[/bold]" in stdout.text
     assert stdout.text.splitlines()[-1].endswith("tab next")
+
+
+_SEEN = {0x600, 0x601, 0x602, 0x603, 0x604, 0x605, 0x6DD, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD}  # drawn with numbers
+
+
+def test_no_character_that_is_not_seen_reaches_the_terminal() -> None:
+    """Marks of direction and all other format characters, by Unicode's own table; what has a shape stays."""
+    unseen = {code for code in range(0x110000) if unicodedata.category(chr(code)) in ("Cf", "Zl", "Zp")}
+    assert len(unseen) > 160
+    for code in [*sorted(unseen - _SEEN), 0x2065, 0xFFF0, 0xE0000, 0xE0080, 0xE0FFF]:
+        assert clean(f"a{chr(code)}b").replace(" ", "") == "ab", hex(code)
+        assert chr(code) not in to_json({"text": f"a{chr(code)}b"}) or code in (0x200C, 0x200D), hex(code)
+    assert all(clean(f"a{chr(code)}1") == f"a{chr(code)}1" for code in _SEEN)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\u05e9\u05dc\u05d5\u05dd \u05e2\u05d5\u05dc\u05dd",
+        "\u0645\u0631\u062d\u0628\u0627",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",  # Persian, with a joiner that parts
+        "\u0915\u094d\u200d\u0937",  # Devanagari, with one that joins
+        "\U0001f469\u200d\U0001f680 \u2764\ufe0f\u200d\U0001f525 1\ufe0f\u20e3",  # emoji of several
+        "\u845b\U000e0100",  # a form of a character in a name
+        "\u200c\u062e\u0648\u0627\u0647\u0645",  # an answer's next piece
+    ],
+)
+def test_scripts_and_emoji_stay_readable(text: str) -> None:
+    assert clean(text) == text
+
+
+def test_joiners_hide_nothing() -> None:
+    assert clean("sou\u200drce\u200c:") == "source:"
+    assert clean("\u0645" + "\u200c\u200d" * 9 + "\u06cc") == "\u0645\u200c\u06cc"
+    assert clean("\U0001f600" + "".join(chr(0xE0100 + byte) for byte in b"steer")) == "\U0001f600\U000e0173"
+
+
+def test_json_escapes_what_lies_beyond_16_bits() -> None:
+    text = to_json({"text": "a\U000e0041\U0001d173\u2028b"})
+    assert text == '{"text": "a\\udb40\\udc41\\ud834\\udd73\\u2028b"}'
+    assert json.loads(text) == {"text": "a\U000e0041\U0001d173\u2028b"}
+
+
+def test_a_name_with_a_line_of_its_own_forges_no_warning(make: Make) -> None:
+    out, _, err = make()
+    out.warning("/in/a\nerror: no.md: one line left out", "see\nerror: it")
+    assert err.text == "warning: /in/a\n  error: no.md: one line left out\nhint: see\n  error: it\n"
+
+
+def passage_lines(err: str) -> list[str]:
+    assert err.endswith("\n")
+    return err[:-1].split("\n")
+
+
+def test_no_line_of_a_passage_looks_like_one_of_ours(make: Make) -> None:
+    out, _, err = make()
+    out.passage([("one\n\nsource: b.md:1\r\nerror: none\u2028hint: none\x0b\x85 a\n", 0)])
+    assert all(line.startswith("| ") or line == "|" for line in passage_lines(err.text))
+    assert "| source: b.md:1\n" in err.text
+
+
+@pytest.mark.parametrize("letter", ["x", " ", "\t", "\u4e2d", "\u2026", "\u0301", "\u0e34", "\U0001f469\u200d"])
+@pytest.mark.parametrize("columns", ["80", "7", "1"])
+def test_nor_where_the_terminal_wraps_it(
+    make: Make, letter: str, columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line that is too wide goes on in the terminal's first column, so none is: not with wide letters either, which
+    are wide on some terminals alone."""
+    monkeypatch.setenv("COLUMNS", columns)
+    out, _, err = make(tty=True)
+    out.passage([(letter * 200 + "source: b.md:1", 0), ("[" + letter * 50, 33)])
+    lines = passage_lines(re.sub("\x1b\\[[0-9;]*m", "", err.text))
+    assert all(line.startswith("|") for line in lines)
+    wide = {"\u4e2d": 2, "\u2026": 2}
+    assert all(sum(wide.get(each, 1) for each in line) <= max(int(columns), 4) for line in lines)
+    assert letter.isspace() or "".join(line[2:] for line in lines).count(letter[0]) == 250
 
 
 def test_one_line() -> None:

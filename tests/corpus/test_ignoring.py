@@ -99,3 +99,81 @@ def test_a_range_that_runs_backwards_is_no_pattern(root: Path) -> None:
     put(root, "a.md", "b.md")
     (root / ".gitignore").write_text("[z-a].md\nb.md\n")
     assert names(root, find_files([root])) == ["a.md"]
+
+
+@pytest.fixture
+def shared(root: Path) -> Path:
+    """A folder that is open to others, with what it does not show."""
+    put(
+        root, "sub/a.md", "sub/draft.md", "sub/deep/draft.md", "sub/deep/b.md", "sub/made/c.md", ".hidden/d.md", "e.env"
+    )
+    put(root, "sub/.f.md", "sub/g.key", "secret.draft.md")
+    (root / ".gitignore").write_text("draft.md\n")
+    (root / ".kvtoolignore").write_text("/sub/made/\n*.draft.md\n")
+    return root
+
+
+@pytest.mark.parametrize("named", [".", "sub", "sub/deep", "sub/a.md", "sub/draft.md", "sub/made", "sub/made/c.md"])
+def test_a_root_speaks_for_each_folder_and_file_in_it(shared: Path, named: str) -> None:
+    """Also outside of a repository, and against one that is named."""
+    shown = {"sub/a.md", "sub/deep/b.md"}
+    found = find_files([shared / named], roots=[shared])
+    below = {name for name in shown if (shared / name).is_relative_to((shared / named).resolve())}
+    assert set(names(shared, found)) == below
+    if not below:
+        assert [Path(one.path) for one in found.skipped] == [shared / named]
+
+
+@pytest.mark.parametrize("target", [".hidden/d.md", "sub/.f.md", "sub/draft.md", "secret.draft.md", "sub/made/c.md"])
+def test_a_link_shows_nothing_that_its_root_does_not(shared: Path, target: str) -> None:
+    (shared / "sub" / "link.md").symlink_to(shared / target)
+    for named in (".", "sub", "sub/link.md"):
+        found = find_files([shared / named], roots=[shared])
+        assert "sub/link.md" not in names(shared, found)
+        assert "sub/link.md" in skipped(shared, found)
+
+
+def test_a_link_to_what_is_shown_is_read(shared: Path) -> None:
+    (shared / "sub" / "link.md").symlink_to(shared / "sub" / "a.md")
+    (shared / "sub" / "a.md").rename(shared / "sub" / "x.md")
+    (shared / "sub" / "link.md").unlink()
+    (shared / "sub" / "link.md").symlink_to(shared / "sub" / "x.md")
+    assert names(shared, find_files([shared / "sub" / "link.md"], roots=[shared])) == ["sub/link.md"]
+
+
+def test_a_root_in_a_root_shows_what_it_has(shared: Path) -> None:
+    """Who opens a hidden folder by its name means it."""
+    inner = shared / ".hidden"
+    assert names(shared, find_files([inner], roots=[shared, inner])) == [".hidden/d.md"]
+    assert ".hidden/d.md" not in names(shared, find_files([shared], roots=[shared, inner]))
+
+
+def test_a_path_outside_of_every_root_is_not_read(shared: Path, tmp_path: Path) -> None:
+    put(tmp_path, "outside.md")
+    (found,) = find_files([tmp_path / "outside.md"], roots=[shared]).skipped
+    assert found.path == str(tmp_path / "outside.md")
+
+
+def test_each_ignore_file_of_a_root_is_read_once(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvtool.core.corpus import ignoring
+
+    read: list[Path] = []
+    plain = ignoring._read
+    monkeypatch.setattr(ignoring, "_read", lambda path: read.append(path) or plain(path))
+    put(shared, *(f"sub/deep/{number}.md" for number in range(50)))
+    find_files([shared / "sub"], roots=[shared])
+    assert max(map(read.count, read)) <= 2  # by the walk and by the root
+
+
+def test_another_case_passes_no_rule(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on file systems that take no notice of it: a folder is found as `Drafts`, and listed as `drafts`."""
+    from kvtool.core.corpus import ignoring
+
+    put(root, "drafts/a.md", "Drafts/a.md", "b.md")
+    (root / ".gitignore").write_text("drafts/\n")
+    assert names(root, find_files([root / "Drafts"], roots=[root])) == ["Drafts/a.md"]
+    real = os.listdir
+    monkeypatch.setattr(ignoring.os, "listdir", lambda path: [name for name in real(path) if name != "Drafts"])
+    monkeypatch.setattr(ignoring, "_is_folded", lambda folder: True)
+    assert find_files([root / "Drafts"], roots=[root]).files == []
+    assert names(root, find_files([root / "b.md"], roots=[root])) == ["b.md"]

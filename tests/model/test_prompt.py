@@ -152,6 +152,40 @@ def test_unusable_template(template: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+        "{% endfor %}",
+        "{{ 9 ** 9 ** 9 ** 9 }}",
+        "{% macro f(n) %}{{ f(n) }}{{ f(n) }}{% endmacro %}{% for a in range(99999) %}{{ f(a) }}{% endfor %}",
+        "{{ 'a' * 10 ** 11 }}",
+        "{{ '%999999999999d' % 1 }}",
+        "{% set a = namespace(x='aaaaaaaaaaaaaaaa') %}{% for i in range(99) %}{% set a.x = a.x + a.x %}{% endfor %}",
+        "{% for a in range(99999) %}{{ '-' * 99999 }}{% endfor %}",
+        "{{ 'a' * 2000000 }}",
+    ],
+    ids=["loops", "powers", "recursion", "repeated", "padded", "doubled", "written", "long"],
+)
+def test_a_template_that_takes_too_much(template: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.model.template.SECONDS", 1)
+    with pytest.raises(ModelError, match="chat template cannot be used") as caught:
+        prompt_parts(with_template(template))
+    assert caught.value.exit_code == 12
+
+
+def test_a_template_is_rendered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is started for it: a server that is sent instructions must not start one for each."""
+    from kvtool.core.model import template
+
+    begun: list[object] = []
+    start = template.started
+    monkeypatch.setattr(template, "started", lambda *words, **pipes: begun.append(words) or start(*words, **pipes))
+    tokenizer = with_template(CHATML + "{# of this test alone #}")
+    assert len({prompt_parts(tokenizer, f"Be {word}.").prefix for word in ("brief", "kind", "exact")}) == 3
+    assert len(begun) == 1
+
+
 def test_segments_do_not_depend_on_each_other() -> None:
     tokenizer = tiny_tokenizer()
     texts = ["  One. \n", "", "조수는 하루에", "Three"]

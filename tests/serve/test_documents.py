@@ -99,6 +99,22 @@ def test_only_what_is_allowed_is_read(store: Path, built: Path, tmp_path: Path) 
             assert answer.status_code == status, (path, answer.text)
 
 
+def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path, tmp_path: Path) -> None:
+    root = tmp_path / "open"
+    (root / "sub" / "drafts").mkdir(parents=True)
+    (root / ".gitignore").write_text("drafts/\n*.draft.md\n")
+    for name in ("a.md", "b.draft.md", "drafts/c.md", ".d.md"):
+        (root / "sub" / name).write_text(f"The kite is in {name}.")
+    (root / "sub" / "link.md").symlink_to(root / "sub" / ".d.md")
+    (root / "sub" / "other.md").symlink_to(root / "sub" / "drafts" / "c.md")
+    with serving(store, root=(root,)) as served, served.client as client:
+        assert client.post(DOCUMENTS, json={"paths": [str(root / "sub")]}).json()["documents"]["added"] == 1
+        listed = {row["source"] for row in client.get(DOCUMENTS).json()["data"]}
+        assert {source for source in listed if source.startswith(str(root))} == {str(root / "sub" / "a.md")}
+        for name in ("sub/link.md", "sub/other.md", "sub/drafts", "sub/b.draft.md"):
+            assert client.post(DOCUMENTS, json={"paths": [str(root / name)]}).status_code == 403
+
+
 def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -> None:
     """A file is no folder, a folder no file, and a path has an end."""
     uploads = tmp_path / "sent"

@@ -17,6 +17,7 @@ class Excerpt:
     id : of the chunk, in hex; `read` and `answer` take it.
     place : `file:line` where the chunk begins.
     score : how well it matches, the best match of words alone is 1; None where nothing was searched for.
+    since_ingest : `changed` or `gone` where the file is no longer what was ingested, so the text may be out of date.
     """
 
     id: str
@@ -24,6 +25,7 @@ class Excerpt:
     source: str
     text: str
     score: float | None = None
+    since_ingest: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from heapq import nsmallest
 from pathlib import Path
@@ -13,6 +13,7 @@ from kvtool.core.agent.results import Excerpt, Found, Status, Stretch
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.since import changes
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
@@ -44,7 +45,9 @@ class Shelf:
         options = self._options
         how = Retrieval(options.retriever, options.embedder, tuple(only) or options.only, options.offline)
         with self._reading() as (store, finder):
-            return Found([_excerpt(store, hit.passage, hit) for hit in finder.find(question, top_k, how)])
+            hits = finder.find(question, top_k, how)
+            since = changes(store, [hit.passage.source for hit in hits])
+            return Found([_excerpt(store, hit.passage, since, hit) for hit in hits])
 
     def read(self, chunk: str, before: int, after: int) -> Stretch:
         """A chunk and its neighbours. Raises UsageError where there is no such chunk."""
@@ -54,7 +57,9 @@ class Shelf:
             passages = passages_in(document) if document is not None else [passage]
             first = max(0, passage.index - before)
             chosen = passages[first : passage.index + after + 1]
-            return Stretch(passage.source, first + 1, len(passages), [_excerpt(store, each) for each in chosen])
+            since = changes(store, [passage.source])
+            excerpts = [_excerpt(store, each, since) for each in chosen]
+            return Stretch(passage.source, first + 1, len(passages), excerpts)
 
     def sources(self, after: str, count: int) -> list[str]:
         """The first names of documents behind a name, sorted; at most so many."""
@@ -104,7 +109,8 @@ class Shelf:
         return self._open
 
 
-def _excerpt(store: Store, passage: Passage, hit: Hit | None = None) -> Excerpt:
+def _excerpt(store: Store, passage: Passage, since: Mapping[str, str], hit: Hit | None = None) -> Excerpt:
     place, text = place_and_text(store, passage)
     score = None if hit is None else round(hit.score, 4)
-    return Excerpt(passage.chunk_id.hex(), place.behind(passage.source), passage.source, text, score)
+    source = passage.source
+    return Excerpt(passage.chunk_id.hex(), place.behind(source), source, text, score, since[source])

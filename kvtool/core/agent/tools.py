@@ -11,7 +11,7 @@ from kvtool.core.agent.results import Answer, Excerpt, Found, Ingested, Status, 
 from kvtool.core.agent.shelf import Shelf
 from kvtool.core.api import Cache
 from kvtool.core.common.types import Warn
-from kvtool.core.corpus.ignoring import is_open
+from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
@@ -91,7 +91,10 @@ class Tools:
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
         return Answer(
             answer=reply.answer,
-            sources=[Excerpt(each.id, each.place, each.source, each.text, each.score) for each in reply.sources],
+            sources=[
+                Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest)
+                for each in reply.sources
+            ],
             fusion=reply.fusion,
             tokens=reply.tokens,
             ttft_ms=round(reply.timing_ms["ttft"], 1),
@@ -108,7 +111,8 @@ class Tools:
         ----------
         paths : absolute paths below one of the roots that status tells.
         """
-        report = self._cache.ingest([self._below_a_root(path) for path in paths])
+        roots = Roots(self.roots)
+        report = self._cache.ingest([self._below_a_root(path, roots) for path in paths], roots=self.roots)
         counts = report.documents
         return Ingested(
             added=counts.added,
@@ -119,13 +123,13 @@ class Tools:
             problems=[f"{each['path']}: {each['error']}" for each in report.failures] + report.warnings,
         )
 
-    def _below_a_root(self, path: str) -> Path:
+    def _below_a_root(self, path: str, roots: Roots) -> Path:
         """The real path of what is to be read. Raises UsageError where it is not below a root."""
         try:
             real = Path(os.path.realpath(path))
         except ValueError as error:
             raise UsageError(f"not a path: {path!r}", "a path cannot contain NUL") from error
-        if not os.path.isabs(path) or not any(is_open(real, root) for root in self.roots):
+        if not os.path.isabs(path) or not roots.show(real):
             raise UsageError(
                 f"{path} may not be ingested",
                 f"allowed is what lies below {', '.join(map(str, self.roots))}, but nothing hidden, no secret and "

@@ -28,6 +28,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.cache.space import check_file
+from kvtool.core.common.private import make_folder as make_folder
+from kvtool.core.common.private import new_file
+from kvtool.core.common.private import sync_folder as sync_folder
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError
 
 FORMAT = 1
@@ -53,29 +56,6 @@ class StoreFile:
 # ---- small files -------------------------------------------------------------------------------------------------
 
 
-def make_folder(path: Path) -> None:
-    """Make a 0700 folder, parents included, and make its name durable; nothing if it is there."""
-    if path.is_dir():
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-        path.chmod(0o700)
-    sync_folder(path.parent)
-
-
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder durable."""
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
-    try:
-        os.fsync(handle)
-    except OSError as error:  # some file systems cannot sync a folder, and then have nothing to lose
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EROFS):
-            raise
-    finally:
-        os.close(handle)
-
-
 def atomic_write(path: Path, data: bytes) -> None:
     """Replace a file: write beside it, fsync, rename. A reader sees the old bytes or the new, never a mix.
 
@@ -98,12 +78,10 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(handle, "wb") as file:
-        os.fchmod(handle, 0o600)
+    with new_file(path) as file:
         file.write(data)
         file.flush()
-        os.fsync(handle)
+        os.fsync(file.fileno())
 
 
 def read_small(path: Path) -> bytes:

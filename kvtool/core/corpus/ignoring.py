@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,26 +47,6 @@ def is_lock(name: str) -> bool:
 def is_hidden(name: str) -> bool:
     """Whether a name is hidden."""
     return name.startswith(".")
-
-
-def is_open(path: Path, root: Path) -> bool:
-    """Whether others than the user may name a path of a folder that is open to them: nothing hidden, no secret, and
-    nothing that ignore files leave out. Both are real paths."""
-    if not path.is_relative_to(root):
-        return False
-    if any(map(is_hidden, path.relative_to(root).parts)) or (is_secret(path.name) and not path.is_dir()):
-        return False
-    return not _is_left_out(path, root)
-
-
-def _is_left_out(path: Path, root: Path) -> bool:
-    """Whether an ignore file names a path below a folder, or a folder on the way to it."""
-    rules, steps = Rules.above(root), [path, *path.parents]
-    for folder, each in pairwise(reversed(steps[: steps.index(root) + 1])):
-        rules = rules.below(folder)
-        if rules.names(each, each.is_dir()):
-            return True
-    return False
 
 
 def is_own(name: str) -> bool:
@@ -106,6 +88,63 @@ class Rules:
             verdict = spec.check_file(name.removeprefix(base) + "/" * is_folder).include
             if verdict is not None:
                 return verdict
+        return False
+
+
+class Roots:
+    """Folders that are open to others than the user, who may read only what these folders show: nothing hidden, no
+    secret, and nothing that an ignore file leaves out. Ignore files are read once.
+
+    Where a file system takes no notice of case, a path has to be spelled as its folders list it: a rule for `drafts/`
+    would not see `Drafts/`.
+
+    Parameters
+    ----------
+    folders : real paths; a file shows itself.
+    """
+
+    def __init__(self, folders: Iterable[Path]) -> None:
+        self._folders = frozenset(folders)
+        self._rules: dict[tuple[Path, Path], Rules] = {}
+        self._names: dict[Path, frozenset[str]] = {}
+        self._folded = frozenset(filter(_is_folded, self._folders))
+
+    def show(self, path: Path) -> bool:
+        """Return True if one of the folders shows a path, which has to be a real one."""
+        return any(self._shows(root, path) for root in (path, *path.parents) if root in self._folders)
+
+    def _shows(self, root: Path, path: Path) -> bool:
+        folder = root
+        for name in path.relative_to(root).parts:
+            inner = folder / name
+            is_folder = inner.is_dir()
+            if is_hidden(name) or (is_secret(name) and not is_folder):
+                return False
+            if self._rules_in(root, folder).names(inner, is_folder):
+                return False
+            if root in self._folded and os.path.lexists(inner) and name not in self._listed(folder):
+                return False
+            folder = inner
+        return True
+
+    def _listed(self, folder: Path) -> frozenset[str]:
+        if folder not in self._names:
+            with suppress(OSError):  # one that cannot be listed shows nothing
+                self._names[folder] = frozenset(os.listdir(folder))
+        return self._names.get(folder, frozenset())
+
+    def _rules_in(self, root: Path, folder: Path) -> Rules:
+        if (root, folder) not in self._rules:
+            above = Rules.above(root) if folder == root else self._rules_in(root, folder.parent)
+            self._rules[root, folder] = above.below(folder)
+        return self._rules[root, folder]
+
+
+def _is_folded(folder: Path) -> bool:
+    """Whether a folder is found under another case, too."""
+    try:
+        return os.path.samefile(folder, str(folder).swapcase())
+    except OSError:
         return False
 
 

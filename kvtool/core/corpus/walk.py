@@ -12,10 +12,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.common.spelling import as_on_disk
-from kvtool.core.corpus.ignoring import Rules, is_hidden, is_lock, is_own, is_secret
+from kvtool.core.corpus.ignoring import Roots, Rules, is_hidden, is_lock, is_own, is_secret
 from kvtool.core.corpus.readers import is_archive, is_image
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
+
+_NOT_SHOWN = "not open to clients: hidden, a secret, or named by an ignore file"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ def find_files(
     leave_out: Sequence[Path] = (),
     reading: Reading | None = None,
     ignore: bool = True,
+    roots: Sequence[Path] = (),
 ) -> Walked:
     """Find the files below `paths`, sorted, each real file once.
 
@@ -119,6 +122,7 @@ def find_files(
     leave_out : files that are not taken, wherever they are found.
     reading : knows what is read; None: kvtool's own readers.
     ignore : heed ignore files, and pass over lock files.
+    roots : where there are any, only what they show to others is read, also of what `paths` name (`ignoring.Roots`).
 
     Raises
     ------
@@ -129,6 +133,7 @@ def find_files(
         raise UsageError("no files or folders given", "name at least one file or folder to read")
     left_out = {os.path.realpath(path) for path in leave_out}
     search = _Search(tuple(include), tuple(exclude), remembered, left_out, reading or Reading(), ignore)
+    search.roots = Roots(Path(os.path.realpath(root)) for root in roots) if roots else None
     for path in paths:
         search.take(path)
     return search.result()
@@ -148,6 +153,7 @@ class _Search:
     left_out: set[str]  # real paths
     reading: Reading
     ignore: bool
+    roots: Roots | None = None
     # real path → the way it was reached; a file that is no link wins over a link to it
     found: dict[str, FoundFile] = field(default_factory=dict)
     failures: dict[str, Failure] = field(default_factory=dict)
@@ -168,7 +174,9 @@ class _Search:
             raise _missing(given, error) from error
         except ValueError as error:
             raise UsageError(f"not a path: {given!r}", "a path cannot contain NUL") from error
-        if stat.S_ISDIR(status.st_mode):
+        if not self._is_shown(path):
+            self._skip(path, Skip.IGNORED, _NOT_SHOWN)
+        elif stat.S_ISDIR(status.st_mode):
             self._take_folder(path)
         else:
             self._take_file(path, status)
@@ -245,9 +253,15 @@ class _Search:
             self._skip(path, Skip.IGNORED, "named by an ignore file (--no-ignore takes it)")
         elif self.ignore and not is_folder and is_lock(name):
             self._skip(path, Skip.LOCK, "a lock file (--no-ignore takes it)")
+        elif not self._is_shown(path):
+            self._skip(path, Skip.IGNORED, _NOT_SHOWN)
         else:
             return False
         return True
+
+    def _is_shown(self, path: Path) -> bool:
+        """Whether who named the paths may read what is at a path, or what a link there leads to."""
+        return self.roots is None or self.roots.show(Path(os.path.realpath(path)))
 
     def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:
         if entry.is_symlink():

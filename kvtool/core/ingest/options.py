@@ -51,6 +51,9 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     """
 
     paths: tuple[Path, ...] = option((), "Files and folders.", flag=None, setting=False)
+    roots: tuple[Path, ...] = option(
+        (), "Read only what these folders show to others than the user.", flag=None, setting=False
+    )
     include: tuple[str, ...] = option((), "Take only these files.", group=FILES, setting=False, metavar="GLOB")
     exclude: tuple[str, ...] = option((), "Leave these files out.", group=FILES, setting=False, metavar="GLOB")
     ignore: bool = option(

@@ -26,7 +26,14 @@ def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
     """Find the files that an ingest with these options reads; `remembers` says whether a path may be missing."""
     leave_out = [options.log] if options.log is not None else []
     walked = find_files(
-        options.paths, options.include, options.exclude, remembers, leave_out, options.reading, options.ignore
+        options.paths,
+        options.include,
+        options.exclude,
+        remembers,
+        leave_out,
+        options.reading,
+        options.ignore,
+        options.roots,
     )
     return walked if options.shard is None else Shard.read(options.shard).of(walked)
 

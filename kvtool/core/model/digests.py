@@ -16,6 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from kvtool.core.common.places import cache_dir
+from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError
 
 _REMEMBERED = 4096  # entries kept, the newest
@@ -121,8 +122,8 @@ def _remember(path: str, entry: _Known) -> None:
 
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
-    _table().parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS):
+    make_folder(_table().parent)
+    with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS, mode=0o600):
         yield
 
 

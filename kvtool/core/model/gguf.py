@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from kvtool.core.common.installing import install_line
 from kvtool.core.common.places import cache_dir
+from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 from kvtool.core.model.digests import file_digest
 from kvtool.core.model.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
@@ -68,8 +69,8 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
     _check_header(gguf, header)
     _check_installed()
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with once(UNPACK), FileLock(f"{folder}.lock"):
+        make_folder(folder.parent)
+        with once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
             if not (folder / SOURCE).is_file():
                 _convert_into(gguf, header, folder)
     except OSError as error:
@@ -86,7 +87,7 @@ def _complete(gguf: Path, folder: Path, once: Once) -> None:
         return
     from safetensors import SafetensorError
 
-    with contextlib.suppress(OSError, SafetensorError), once(UNPACK), FileLock(f"{folder}.lock"):
+    with contextlib.suppress(OSError, SafetensorError), once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
         if not (folder / PACKED).is_file():
             _pack(gguf, folder)
         complete_origin(folder)
@@ -103,7 +104,7 @@ def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
     """Convert beside the final place, rename, then mark the folder as whole."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
-    part.mkdir()
+    make_folder(part)
     try:
         with _guarded(gguf), _alone(gguf, part) as alone:
             _convert(gguf, alone, header, part)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.model.template import TemplateFailed, render
 from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
 # Measured beside other wordings: the same request in two sentences more gave Qwen2.5-Coder-0.5B an F1 of .32 instead of
@@ -111,15 +112,10 @@ def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[s
     user = _PASSAGES + _QUESTION
     apart = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
     folded = [{"role": "user", "content": _SYSTEM + _SEPARATOR + user}]  # for templates that know no system role
-    for messages in (apart, folded):
-        try:
-            text = tokenizer.apply_chat_template(
-                [*messages, *turns], tokenize=False, add_generation_prompt=True, enable_thinking=False
-            )
-        except Exception as error:  # a template is a program that came with the model: it can fail in any way
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            continue
-        if (pieces := cut(text)) is not None:
+    for text in render(tokenizer, [[*messages, *turns] for messages in (apart, folded)]):
+        if isinstance(text, TemplateFailed):
+            reason = str(text)
+        elif (pieces := cut(text)) is not None:
             return pieces
     raise ModelError(
         f"the model's chat template cannot be used: {reason}", "use another model, or repair its chat template"

@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 from kvtool.core.common.places import cache_dir
+from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError
 
 _MOST_BYTES = 2**22  # of one piece of code
@@ -70,7 +71,7 @@ def _folder(make: bool) -> Path | None:
     try:
         folder = cache_dir() / "native"
         if make:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder)
         found = os.lstat(folder)
     except (OSError, KvtoolError):
         return None

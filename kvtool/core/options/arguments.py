@@ -18,6 +18,7 @@ class OpenArguments(TypedDict, total=False):
 class IngestArguments(TypedDict, total=False):
     """See `IngestOptions`."""
 
+    roots: str | Path | Iterable[str | Path]
     include: str | Iterable[str]
     exclude: str | Iterable[str]
     ignore: bool

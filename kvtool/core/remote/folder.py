@@ -76,7 +76,7 @@ class FolderBlobs:
         with self._explained("written"):
             make_folder(self._root)
             try:
-                with FileLock(self._root / _LOCK, timeout=_LOCK_WAIT):
+                with FileLock(self._root / _LOCK, timeout=_LOCK_WAIT, mode=0o600):
                     if self._read(name) != before:
                         return False
                     atomic_write(self._path(name), after)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.side import TABLES
+from kvtool.core.common.private import make_folder
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
@@ -186,7 +187,7 @@ class Index:
 
     def save(self, folder: Path) -> None:
         """Write new segments and then, in one step, the list of those that belong together. Raises OSError."""
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(folder)
         for part in self.parts:
             if not part.name:
                 part.name = f"segment-{secrets.token_hex(8)}{TABLES}"
@@ -280,5 +281,5 @@ def _kept(folder: Path, warn: Warn) -> Index:
         warn(f"the retrieval index is damaged and was made anew: {error.message}", "")
         with suppress(OSError):  # read-only: then it is made anew every time
             shutil.rmtree(folder)
-            folder.mkdir(mode=0o700)
+            make_folder(folder)
         return Index.empty()

@@ -17,6 +17,7 @@ from safetensors.numpy import save
 
 from kvtool.core.cache.side import check_table, tail_of
 from kvtool.core.cache.space import check_file
+from kvtool.core.common.private import new_file
 from kvtool.core.errors import DamagedError
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -41,7 +42,7 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         check_file(path.parent, len(data))
-        with temporary.open("xb") as file:
+        with new_file(temporary) as file:
             file.write(data)
             file.write(tail_of(data))
         temporary.replace(path)

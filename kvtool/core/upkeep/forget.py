@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,13 @@ def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
 
 
 def forget(
-    path: Path, targets: Sequence[str], *, dry_run: bool = False, yes: bool = False, lock_wait: float = 0.0
+    path: Path,
+    targets: Sequence[str],
+    *,
+    dry_run: bool = False,
+    yes: bool = False,
+    lock_wait: float = 0.0,
+    before: Callable[[Store, Sequence[str]], None] | None = None,
 ) -> Plan:
     """Forget the documents that these words mean (see :mod:`naming`), bring the index up to date; returns what went.
 
@@ -38,6 +44,7 @@ def forget(
     ----------
     yes : also where more than half of several documents would go.
     dry_run : change nothing; the plan's `refusal` says why this would not be done, where it would not.
+    before : called under the writer's lock with the sources that are about to go; nothing goes if it raises.
 
     Raises
     ------
@@ -52,6 +59,8 @@ def forget(
             inventory, plan = _planned(store, targets)
             if refusal := _refusal(inventory, plan, yes):
                 raise refusal
+            if before is not None:
+                before(store, plan.sources)
             apply(store, writer, plan)
         bring_index_up_to_date(store)
         return plan

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvtool.core.common.places import cache_dir
+from kvtool.core.common.private import make_folder
 
 
 @contextmanager
@@ -16,6 +17,6 @@ def scratch_folder() -> Iterator[Path]:
     """A folder that is gone afterwards, in $TMPDIR where that is set, else in kvtool's cache: /tmp may be no disk."""
     parent = None if os.environ.get("TMPDIR") else cache_dir()
     if parent is not None:
-        parent.mkdir(parents=True, exist_ok=True)
+        make_folder(parent)
     with tempfile.TemporaryDirectory(prefix="kvtool-bench-", dir=parent) as folder:
         yield Path(folder)

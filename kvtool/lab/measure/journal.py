@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from kvtool.core.common.json_text import escaped
+from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
 
@@ -51,7 +53,7 @@ class Journal:
             return
         import filelock
 
-        lock = filelock.FileLock(f"{self._path}.lock", thread_local=False)
+        lock = filelock.FileLock(f"{self._path}.lock", mode=0o600, thread_local=False)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout as error:
@@ -81,8 +83,8 @@ class Journal:
 
     def _repair(self, path: Path) -> None:
         """Cut a torn line off; begin a new file."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
+        make_folder(path.parent)
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
             file.truncate(self._sound)
         if not self._sound:
             self._append(path, {"type": self._kind, "facts": self._facts})

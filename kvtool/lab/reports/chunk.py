@@ -12,7 +12,7 @@ from kvtool.core.common.marks import Place
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.lab.charts.page import HeatMap, Passage, Section, Table
-from kvtool.lab.reports.report import Desk, Findings, Report
+from kvtool.lab.reports.report import Desk, Findings, Quote, Report
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -70,7 +70,7 @@ def chunk_facts(store: Store, chunk: bytes) -> dict[str, Any]:
     }
 
 
-def _told(value: Mapping[str, Any]) -> Iterator[str]:
+def _told(value: Mapping[str, Any]) -> Iterator[str | Quote]:
     used = value["last_used"]
     yield f"chunk    {value['id']}"
     for place in value["places"]:
@@ -83,7 +83,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     yield f"used     {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(used)) if used else 'not yet'}"
     for other in value["same_place"]:
         yield f"also     chunk {other} holds something of that place"
-    yield value["text"]
+    yield Quote(value["text"])
 
 
 def _where(place: Mapping[str, Any]) -> str:

@@ -67,6 +67,13 @@ class Desk:
 
 
 @dataclass(frozen=True, slots=True)
+class Quote:
+    """A text of a document, which is shown so that none of its lines looks like the report's."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Findings:
     """What a report has found.
 
@@ -74,14 +81,14 @@ class Findings:
     ----------
     title : of the page; `subtitle` stands behind it, and in no figure's file name.
     value : the JSON; what was measured, on what, stands in `resolved` and in values that are no lists.
-    told : lines and tables for a terminal.
+    told : lines, quotes and tables for a terminal.
     sections : the page, made when it is asked for; nothing: the tables that are told.
     told_elsewhere : names in `value` that a section of the page shows, too.
     """
 
     title: str
     value: Mapping[str, Any]
-    told: Sequence[str | Table]
+    told: Sequence[str | Quote | Table]
     sections: Iterable[Section] = ()
     subtitle: str = ""
     exit_code: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,6 +11,7 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.marks import Mark
 from kvtool.core.errors import KvtoolError
 
+_MOST_NAMES, _LONGEST_NAME = 10, 60
 EXTRA = extra_line("documents")
 _REFERENCE = re.compile("&#(0*+)([0-9]{8,}+;?)?")
 _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
@@ -60,6 +61,21 @@ class BinaryFile(UnreadableFile):
 
 class MissingPackage(UnreadableFile):
     """What reads it is not installed."""
+
+
+def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
+    """The note that parts of a file are read although its own program does not show them; nothing where there are none.
+
+    Parameters
+    ----------
+    kind : what the parts are: `sheet`.
+    names : what they are called in the file; long ones, and all but the first ten, are cut off.
+    """
+    if not names:
+        return ()
+    shown = ", ".join(repr(name)[:_LONGEST_NAME] for name in names[:_MOST_NAMES])
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return (f"hidden {kind}{'s' if len(names) > 1 else ''} {shown}{more}: read like those that are shown",)
 
 
 @contextmanager
@@ -129,14 +145,21 @@ class Parts:
         return Document(source, "".join(self._texts) + "\n", kind, notes, tuple(self._marks))
 
 
-def joined(source: str, kind: str, parts: Iterable[tuple[int | str, str]], gap: str = "\n\n") -> Document:
+def joined(
+    source: str,
+    kind: str,
+    parts: Iterable[tuple[int | str, str]],
+    gap: str = "\n\n",
+    notes: tuple[str, ...] = (),
+) -> Document:
     """Make a document of parts, each with its place in the file. Raises EmptyFile where none has any text."""
     made = Parts(gap)
     for place, text in parts:
         made.add(place, text)
-    return made.document(source, kind)
+    return made.document(source, kind, notes)
 
 
-def numbered(source: str, kind: str, label: str, texts: Iterable[str]) -> Document:
+def numbered(source: str, kind: str, label: str, texts: Iterable[str], notes: tuple[str, ...] = ()) -> Document:
     """Make a document of parts that are called `label 1`, `label 2`, …; those without text count, too."""
-    return joined(source, kind, ((f"{label} {number}", text) for number, text in enumerate(texts, 1)))
+    parts = ((f"{label} {number}", text) for number, text in enumerate(texts, 1))
+    return joined(source, kind, parts, notes=notes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from xml.etree.ElementTree import Element
 
-from kvtool.core.corpus.readers.document import Document, numbered
+from kvtool.core.corpus.readers.document import Document, hidden_note, numbered
 from kvtool.core.corpus.readers.zipped import checked, parsed
 
 ENDINGS = (".odt", ".ott")
@@ -18,7 +18,7 @@ _SPACES = {f"{_TEXT}tab": "\t", f"{_TEXT}line-break": "\n"}
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its paragraphs and the rows of its tables numbered.
+    """One document, its paragraphs and the rows of its tables numbered. A note names sections that are hidden.
 
     Raises
     ------
@@ -29,7 +29,9 @@ def read(source: str, data: bytes) -> list[Document]:
         content = parsed(archive, "content.xml")
     body = content.find(f"{_OFFICE}body")
     blocks = () if body is None else _blocks(body, "")
-    return [numbered(source, "markdown", "¶", blocks)]
+    sections = content.iter(f"{_TEXT}section")
+    hidden = [each.get(f"{_TEXT}name", "") for each in sections if each.get(f"{_TEXT}display", "true") != "true"]
+    return [numbered(source, "markdown", "¶", blocks, hidden_note("section", hidden))]
 
 
 def _blocks(element: Element, bullet: str) -> Iterator[str]:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 from typing import Any
 
-from kvtool.core.corpus.readers.document import Document, joined, opened
+from kvtool.core.corpus.readers.document import Document, hidden_note, joined, opened
 from kvtool.core.corpus.readers.zipped import checked
 
 ENDINGS = (".xlsx", ".xlsm", ".xltx")
@@ -14,7 +14,8 @@ LIBRARY = "openpyxl"
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document of all sheets, their rows marked; formulas by the values that were saved with them.
+    """One document of all sheets, their rows marked; formulas by the values that were saved with them. A note names
+    sheets that are hidden.
 
     Raises
     ------
@@ -26,9 +27,11 @@ def read(source: str, data: bytes) -> list[Document]:
         from openpyxl import load_workbook
 
         book = load_workbook(io.BytesIO(data), read_only=True, data_only=True)
-        rows = [row for sheet in book.worksheets for row in _rows(sheet)]
+        sheets = [(sheet, [*_rows(sheet)]) for sheet in book.worksheets]
         book.close()
-    return [joined(source, "markdown", rows, gap="\n")]
+    hidden = [sheet.title for sheet, rows in sheets if rows and sheet.sheet_state != "visible"]
+    parts = [row for _, rows in sheets for row in rows]
+    return [joined(source, "markdown", parts, gap="\n", notes=hidden_note("sheet", hidden))]
 
 
 def _rows(sheet: Any) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from kvtool.core.corpus.readers.document import Document, numbered, opened
+from kvtool.core.corpus.readers.document import Document, hidden_note, numbered, opened
 from kvtool.core.corpus.readers.zipped import checked
 
 ENDINGS = (".pptx", ".pptm", ".ppsx", ".potx")
@@ -14,7 +14,7 @@ LIBRARY = "python-pptx"
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its slides marked.
+    """One document, its slides marked. A note names slides that are hidden.
 
     Raises
     ------
@@ -25,8 +25,11 @@ def read(source: str, data: bytes) -> list[Document]:
     with opened("presentation", LIBRARY):
         from pptx import Presentation
 
-        texts = ["\n".join(_lines(slide)) for slide in Presentation(io.BytesIO(data)).slides]
-    return [numbered(source, "markdown", "slide", texts)]
+        slides = [*Presentation(io.BytesIO(data)).slides]
+        texts = ["\n".join(_lines(slide)) for slide in slides]
+        hidden = [number for number, slide in enumerate(slides, 1) if slide.element.get("show") in ("0", "false")]
+    notes = hidden_note("slide", [number for number in hidden if texts[number - 1].strip()])
+    return [numbered(source, "markdown", "slide", texts, notes)]
 
 
 def _lines(slide: Any) -> Iterator[str]:

@@ -1,0 +1,82 @@
+"""Rendering of chat templates: programs that come with a model, run in a process whose time and memory are bounded.
+
+The sandbox of Jinja keeps a template from reaching anything but its own values. It does not bound what a template may
+take: nested loops, powers and repeated strings run for as long, and grow as large, as they are written to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from datetime import date
+from functools import lru_cache
+from typing import Any
+
+from kvtool.core.common.children import python, started
+
+Conversation = Sequence[dict[str, str]]
+SECONDS = 10  # of a processor; a template takes milliseconds
+_MEMORY = 2 * 10**9  # bytes of address space
+_PATIENCE = 120.0  # seconds for a busy machine to start the process and to end it
+_PROGRAM = "from kvtool.core.model.template_child import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
+_OWN = "transformers.tokenization_utils_base"
+_HOW = {"add_generation_prompt": True, "enable_thinking": False}
+
+
+class TemplateFailed(Exception):
+    """A template that raised an error, or took too much; its text is the reason."""
+
+
+def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | TemplateFailed]:
+    """Render conversations by the tokenizer's chat template, each with the header of the next answer.
+
+    Whatever a template does is an element of the result: nothing is raised for it. What was rendered today is not
+    rendered again in this process; templates may tell the date.
+    """
+    method = tokenizer.apply_chat_template
+    if getattr(method, "__module__", "") != _OWN:  # a tokenizer with code in the place of a template
+        return [_in_place(method, each) for each in conversations]
+    try:
+        template = tokenizer.get_chat_template()
+        job = {"template": template, "names": {**tokenizer.special_tokens_map, **_HOW}, "conversations": conversations}
+        asked = json.dumps(job, default=str)  # some tokens are objects
+    except (ValueError, TypeError) as error:
+        return [TemplateFailed(reason_of(error))] * len(conversations)
+    said = _answer(asked, date.today().isoformat(), SECONDS)
+    return [TemplateFailed(one["error"]) if "error" in one else one["text"] for one in said]
+
+
+def reason_of(error: Exception) -> str:
+    """The first line of what an error says, or its name."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _in_place(method: Any, conversation: Conversation) -> str | TemplateFailed:
+    try:
+        return str(method([*conversation], tokenize=False, **_HOW))
+    except Exception as error:
+        return TemplateFailed(reason_of(error))
+
+
+@lru_cache(maxsize=32)
+def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
+    """What the process answers to one request."""
+    process = started(
+        python(_PROGRAM, str(seconds), str(_MEMORY)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        said, _ = process.communicate(asked.encode("ascii"), timeout=seconds + _PATIENCE)
+    except subprocess.TimeoutExpired:
+        said = b""
+    finally:
+        process.kill()
+        process.communicate()
+    rows = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+    lost = {"error": f"it takes over {seconds} s, or {_MEMORY / 1e9:.0f} GB of memory"}
+    return rows + [lost] * (len(json.loads(asked)["conversations"]) - len(rows))
