@@ -251,6 +251,29 @@ def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) 
         assert not store.has_chunk(chunk)  # not own KV all of a sudden
 
 
+def test_a_profile_is_fitted_on_own_records_alone(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtool.core.compress import job
+
+    for number in range(3):
+        other = scene.theirs.parent / "more" / f"{number}.md"
+        other.parent.mkdir(exist_ok=True)
+        other.write_text(f"{FALSE} {number}\n")
+    kvtool("ingest", scene.theirs.parent / "more", "--store", scene.theirs).fine()
+    bring(scene, "import")
+    fitted: list[bytes] = []
+    fit = job.fit
+
+    def spy(session: object, sample: list[tuple[bytes, str]], *more: object) -> object:
+        fitted.extend(chunk for chunk, _ in sample)
+        return fit(session, sample, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(job, "fit", spy)
+    kvtool("compress", "--fit", "--level", "2", "--store", scene.mine).fine()
+    assert fitted == ids_of(scene.mine, scene.own)
+
+
 # ---- what a store is made with -----------------------------------------------------------------------------------
 
 

@@ -124,6 +124,12 @@ class _Job:
             return known
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
+    def _own(self, chunks: Sequence[bytes]) -> Sequence[bytes]:
+        """Return the chunks that were made here, if there are any: what records of own documents are made with, and
+        what is said of their loss, is not learned from somebody else's."""
+        foreign = self.store.foreign_chunks()
+        return [chunk for chunk in chunks if chunk not in foreign] or chunks
+
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
         """Find the chunks that are stored exactly, each with the level that holds it so."""
         for chunk in chunks:
@@ -165,7 +171,7 @@ class _Job:
         return profile
 
     def _fitted(self, chunks: Sequence[bytes]) -> Profile:
-        exact = list(self._exact(chunks))
+        exact = list(self._exact(self._own(chunks)))
         if not exact:
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         self._load()
@@ -194,6 +200,7 @@ class _Job:
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
+        chunks = self._own(chunks)
         sample = random.Random(_SEED + 1).sample(list(chunks), min(FIT_CHUNKS, len(chunks)))
         self._load()
         prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)

@@ -201,6 +201,8 @@ class _Job:
     def _keep_identity(self, writer: Writer) -> None:
         if self._is_other and not self._kept:
             writer.set_manifest(self.choices.identity.to_manifest())
+            if self.choices.made_by.is_foreign:  # a profile and losses of foreign records alone, if there are any
+                writer.set_codec_state({})
         self._kept = True
 
     def _say_lead_in_change(self, store: Store) -> None:
