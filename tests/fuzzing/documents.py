@@ -43,6 +43,7 @@ _PACKED = {  # ending → the member that holds the text
     "epub": "META-INF/container.xml",
 }
 _KINDS = ("text", "markdown", "html", "code")
+_GROWN = 60_000  # bytes
 _WIDEST = 16  # characters of text for a byte of a file that is not packed: numbered items of a deep list are widest
 
 
@@ -168,6 +169,21 @@ def _questions(data: bytes) -> None:
             _named(row)
 
 
+def _grown(data: bytes) -> None:
+    """A short piece, many times: what takes more than linear time shows at a length that a fuzzer does not reach. The
+    first byte chooses the reader; NUL parts what stands before the piece and behind it."""
+    name = [*_HERE.values(), _APART["html"]][data[0] % 6] if data else "a.txt"
+    before, piece, behind, *_ = [*data[1:].split(b"\0"), b"", b"", b""]
+    begin = b"WEBVTT\n\n00:00.000 --> 00:01.000\n" if name == "a.vtt" else b""
+    grown = begin + before[:64] + piece[:64] * (_GROWN // max(1, len(piece[:64]))) + behind[:64]
+    with contextlib.suppress(UnreadableFile):
+        documents = read_documents(Path("/in") / name, grown)
+        for document in documents[:1]:
+            split(
+                document.text, SplitSettings(), lambda pieces: [len(piece) // 3 + 1 for piece in pieces], document.kind
+            )
+
+
 @functools.cache
 def _sound(ending: str) -> bytes:
     with tempfile.TemporaryDirectory() as made:
@@ -228,7 +244,13 @@ _SEEDS: dict[str, list[bytes]] = {
         )
     ],
     "ignore": [b"# made\n*.log\n!keep.log\n/build/\na/**/b\n**/x?[a-c]*y\n\\#z\n", b"*a*a*b\n**/a/**/b/**\n"],
-    "questions": [
+    "grown": [
+        bytes((reader,)) + begin + b"\0" + piece + b"\0" + end
+        for reader, (begin, piece, end) in itertools.product(
+            range(6), [(b"<v", b" ", b""), (b"", b"\\'{ ", b"x"), (b'{"id":', b"[", b"}"), (b"<p>", b"<li>a", b"-->")]
+        )
+    ],
+    "question_file": [
         b'{"question": "Who?", "id": 1, "answers": ["a"], "chunks": ["00"], "documents": ["d"], "sources": ["s"]}\n',
         b'\xef\xbb\xbf{"question": "Who?", "made_by": "m"}\r\n\r\n{"chunks": [{"id": "'
         + b"ab" * 20
@@ -242,8 +264,9 @@ TARGETS: dict[str, Target] = {
     **{ending: _read_apart(f"a.{ending}", _packed(ending)) for ending in _PACKED},
     "encoding": _timed(_encoding),
     "split": _timed(_split),
+    "grown": _timed(_grown),
     "ignore": _timed(_ignore),
-    "questions": _timed(_questions),
+    "question_file": _timed(_questions),
 }
 
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
