@@ -107,7 +107,7 @@ class Roots:
         self._folders = frozenset(folders)
         self._rules: dict[tuple[Path, Path], Rules] = {}
         self._names: dict[Path, frozenset[str]] = {}
-        self._folded = frozenset(filter(_is_folded, self._folders))
+        self._folded: dict[Path, bool] = {}
 
     def show(self, path: Path) -> bool:
         """Return True if one of the folders shows a path, which has to be a real one."""
@@ -122,10 +122,15 @@ class Roots:
                 return False
             if self._rules_in(root, folder).names(inner, is_folder):
                 return False
-            if root in self._folded and os.path.lexists(inner) and name not in self._listed(folder):
+            if self._ignores_case(root) and os.path.lexists(inner) and name not in self._listed(folder):
                 return False
             folder = inner
         return True
+
+    def _ignores_case(self, root: Path) -> bool:
+        if root not in self._folded:
+            self._folded[root] = _is_folded(root)
+        return self._folded[root]
 
     def _listed(self, folder: Path) -> frozenset[str]:
         if folder not in self._names:

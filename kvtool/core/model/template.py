@@ -49,7 +49,7 @@ def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | 
 
 
 def reason_of(error: Exception) -> str:
-    """The first line of what an error says, or its name."""
+    """Return the first line of what an error says, or its name."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
@@ -62,7 +62,7 @@ def _in_place(method: Any, conversation: Conversation) -> str | TemplateFailed:
 
 @lru_cache(maxsize=32)
 def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
-    """What the process answers to one request."""
+    """Return what the process answers to one request, an object for each conversation."""
     process = started(
         python(_PROGRAM, str(seconds), str(_MEMORY)),
         stdin=subprocess.PIPE,

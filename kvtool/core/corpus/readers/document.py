@@ -64,7 +64,7 @@ class MissingPackage(UnreadableFile):
 
 
 def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:
-    """The note that parts of a file are read although its own program does not show them; nothing where there are none.
+    """Word the note that parts of a file are read although its own program does not show them; nothing without any.
 
     Parameters
     ----------
