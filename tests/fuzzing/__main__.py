@@ -7,6 +7,8 @@ has learned stays in the corpus folder, and the next run goes on from there. Exi
 from __future__ import annotations
 
 import argparse
+import math
+import os
 import re
 import subprocess
 import sys
@@ -65,11 +67,16 @@ def fuzz(target: str, module: str, seconds: float, folder: Path) -> Row:
 
 
 def _child(target: str, module: str, folder: Path, left: int, *more: str) -> subprocess.CompletedProcess[str]:
-    options = [f"-max_total_time={left}", f"-timeout={INPUT_SECONDS}", f"-rss_limit_mb={RSS_MB}", "-print_final_stats=1"]
+    options = [f"-max_total_time={left}", f"-timeout={_patience()}", f"-rss_limit_mb={RSS_MB}", "-print_final_stats=1"]
     command = [sys.executable, "-m", "tests.fuzzing.child", target, module, str(folder), *options, *more]
     return subprocess.run(
         command, capture_output=True, text=True, errors="replace", timeout=left + 300, check=False, cwd=Path.cwd()
     )
+
+
+def _patience() -> int:
+    """Seconds on the clock in which an input surely has had its seconds of a processor."""
+    return math.ceil(INPUT_SECONDS * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def _kept(target: str, module: str, folder: Path) -> list[Path]:
@@ -112,7 +119,8 @@ def main() -> int:
     names = list(known) if said.target == "all" else said.target.split(",")
     if unknown := [name for name in names if name not in known]:
         parser.error(f"there is no target {unknown[0]!r}: {', '.join(known)}")
-    sys.stdout.write("| target | seconds | runs | covered edges | corpus | findings |\n| --- | --- | --- | --- | --- | --- |\n")
+    sys.stdout.write("| target | seconds | runs | covered edges | corpus | findings |\n")
+    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
     found = list[Path]()
     for name in names:
         row = fuzz(name, known[name], said.seconds, said.corpus / name)

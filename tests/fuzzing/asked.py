@@ -188,11 +188,12 @@ def _json(*values: Any) -> list[bytes]:
 
 
 def _bodies() -> list[bytes]:
-    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Who?"}]}]
+    user = {"role": "user", "content": [{"type": "text", "text": "Who?"}]}
+    messages = [{"role": "system", "content": "Be brief."}, user]
     return _json(
         {"messages": messages, "temperature": 0, "seed": 1, "stream": True, "stop": ["x"], "kvtool": {"top_k": 2}},
         {"messages": [*messages, {"role": "assistant", "content": "A."}, messages[1]], "max_tokens": 4, "user": "u"},
-        {"prompt": "Who?", "model": "kvtool", "stream_options": {"include_usage": True}, "n": 1, "kvtool": {"chunks": []}},
+        {"prompt": "Who?", "model": "kvtool", "stream_options": {"include_usage": True}, "n": 1},
         {"input": ["a", "b"], "model": "some/embedder", "encoding_format": "base64"},
         {"documents": [{"name": "notes/a.md", "text": "A mill."}], "paths": []},
     )
@@ -206,11 +207,11 @@ def _tools() -> list[bytes]:
 def _lines() -> list[bytes]:
     chunk = id_of("f0.0").hex()
     rows = ({"question": "f0.0?", "time": 1.7e9}, {"chunks": [{"id": chunk}], "time": "2026-01-01T00:00:00Z"})
-    return [b"\n".join(_json(*rows)), *_json({"question": "Who?", "id": 1, "answers": ["a"], "sources": [], "chunks": []})]
+    return [b"\n".join(_json(*rows)), *_json({"question": "Who?", "id": 1, "answers": ["a"], "chunks": []})]
 
 
 def _toml() -> list[bytes]:
-    return [b'store = "x"\ntop_k = 3\n[ingest]\nchunk_tokens = 128\nexclude = ["*.log", "!a"]\n[query]\nlevel = "auto"\n']
+    return [b'store = "x"\ntop_k = 3\n[ingest]\nchunk_tokens = 128\nexclude = ["*.log"]\n[query]\nlevel = "auto"\n']
 
 
 SEEDS: dict[str, Callable[[], list[bytes]]] = {

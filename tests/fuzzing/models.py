@@ -69,7 +69,8 @@ def _refused_as_a_model() -> Iterator[None]:
     try:
         yield
     except KvtoolError as error:
-        assert error.exit_code == EXIT_MISFIT, error.message
+        if error.exit_code != EXIT_MISFIT:
+            raise AssertionError(f"exit {error.exit_code}: {error.message}") from error
 
 
 def _with(name: str, data: bytes, folder: Path) -> Path:

@@ -1,7 +1,7 @@
 """The targets of all modules in this folder: what is fed with bytes, and the sound bytes that changes begin with.
 
-A module has ``TARGETS``, functions of bytes by name, and ``SEEDS``, which make the sound bytes of each. A target returns
-where the bytes are read or politely refused, and raises for a bug.
+A module has ``TARGETS``, functions of bytes by name, and ``SEEDS``, which make the sound bytes of each. A target
+returns where the bytes are read or politely refused, and raises for a bug.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ def _enveloped(data: bytes) -> bytes:
 @functools.cache
 def _items() -> dict[str, Encoded]:
     """A sound record of each level, a chain of them where one refines the other."""
-    found = {level: item for level, item in reversed(list(records.sources().values()))}
+    found = dict(reversed(list(records.sources().values())))
     keys, values = records.MODEL.kv(1, records.TOKENS, dtype=torch.bfloat16)
     found |= encoded(keys, values, ["4"], records.PROFILE, 1)
     for level in (one for one in _LEVELS if one not in found):

@@ -13,6 +13,7 @@ from typing import Any
 import zstandard
 
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Mark, Place, place_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
@@ -200,7 +201,7 @@ def dump_json(value: Any) -> bytes:
 
 def load_json(data: bytes | memoryview) -> Any:
     """Inverse of :func:`dump_json`; raises ValueError."""
-    return json.loads(bytes(data).decode("utf-8", "surrogatepass"))
+    return parsed(bytes(data).decode("utf-8", "surrogatepass"))
 
 
 def _pack(value: dict[str, Any]) -> bytes:

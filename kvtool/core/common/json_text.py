@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +15,19 @@ _STEERING = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\u
 def escaped(text: str) -> str:
     r"""JSON text in which every such character stands as ``\uXXXX``, which any parser reads as itself."""
     return _STEERING.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON that somebody else may have written.
+
+    Raises
+    ------
+    ValueError : it is none, or nested deeper than the parser goes.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
 
 
 def level_rows(levels: Mapping[str, int | Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -125,6 +126,6 @@ def _is_pattern(line: str) -> bool:
 
     try:
         GitIgnoreSpec.from_lines([line])
-    except ValueError:
+    except (ValueError, re.error):  # a range that runs backwards is compiled as it stands
         return False
     return True
