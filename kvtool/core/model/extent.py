@@ -37,13 +37,20 @@ def check_extent(folder: Path, config: Any) -> None:
 
 
 def check_laid_out(folder: Path, part: Part) -> None:
-    """Refuse a model that has more weights than the files hold. It is laid out without memory. Raises ModelError."""
+    """Refuse a model far larger than its files, which would be filled with random numbers before anybody is told.
+
+    It is laid out without memory. One that lacks some weights is left to the loader, which names them.
+
+    Raises
+    ------
+    ModelError
+    """
     import torch
 
     with torch.device("meta"):
         empty = part.empty(torch.bfloat16)
     wanted = sum(weights.numel() for weights in {id(one): one for one in empty.parameters()}.values())
-    if wanted > _elements(_tables(folder)):
+    if wanted > 2 * _elements(_tables(folder)):
         raise _too_large(folder, f"{wanted:,} weights")
 
 

@@ -259,7 +259,8 @@ def _whole_config(files: ModelFiles) -> Any:
     with quiet(), _explained(files):
         config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
         check_supported(config)
-        check_extent(files.folder, config)
+        if not _mended(files):  # of a folder that was converted here that was checked before
+            check_extent(files.folder, config)
     return config
 
 
@@ -281,7 +282,8 @@ def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
     from kvtool.core.model.text import wanted_part
 
     part = wanted_part(files.folder, _whole_config(files))
-    check_laid_out(files.folder, part)
+    if not _mended(files):
+        check_laid_out(files.folder, part)
     model, report = part.kind.from_pretrained(
         str(files.folder),
         config=part.config,
