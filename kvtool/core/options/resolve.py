@@ -214,7 +214,7 @@ def _read_toml(path: Path) -> Mapping[str, Any]:
 
 
 def _read_file(path: Path) -> bytes:
-    """Read a regular file of settings. In a folder of others a FIFO would hang whoever opens it, and a device never end.
+    """Read a regular file of settings: in a folder of others a FIFO would hang who opens it, and a device never end.
 
     Raises
     ------

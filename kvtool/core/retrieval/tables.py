@@ -41,7 +41,8 @@ def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, st
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         check_file(path.parent, len(data))
-        with temporary.open("xb") as file:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # as secret as the documents
+        with open(handle, "wb") as file:
             file.write(data)
             file.write(tail_of(data))
         temporary.replace(path)
