@@ -168,8 +168,11 @@ def test_nothing_of_a_store_or_a_cache_is_open_to_others(users: tuple[User, User
     first, second = users
     assert _others(kept / "store", first.uid) == []
     assert [one for one in _others(first.home / "kvtool", first.uid) if not one.startswith("0o55 ")] == []
-    for path in (kept / "store", kept / "store" / "store.json", *(kept / "store").rglob("data.mdb")):
-        for ask in (os.listdir, Path.read_bytes, Path.touch, os.unlink):
+    (data,) = (kept / "store").rglob("data.mdb")
+    with pytest.raises(PermissionError):
+        second.does(lambda: os.listdir(kept / "store"))
+    for path in (kept / "store" / "store.json", data):
+        for ask in (Path.read_bytes, Path.touch, os.unlink):
             with pytest.raises(PermissionError):
                 second.does(lambda ask=ask, path=path: ask(path))  # type: ignore[misc]
     done = second.runs("store", "ls", "--store", kept / "store")

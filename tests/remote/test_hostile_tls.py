@@ -76,7 +76,7 @@ def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tupl
     made.get(request.param, lambda: authority.issue_cert("127.0.0.1"))().configure_cert(context)
     if request.param == "old protocol":
         context.set_ciphers("ALL:@SECLEVEL=0")
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="TLSv1"):
             context.minimum_version, context.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
     plain = b"-ERR no TLS here\r\nHTTP/1.1 200 OK\r\n\r\n" if request.param == "plain text" else b""
     with closing(Peer(None if request.param in ("plain text", "silence") else context, plain)) as opened:

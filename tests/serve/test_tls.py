@@ -176,7 +176,7 @@ def test_a_handshake_that_never_ends_holds_nobody_up(ready: Path, place: Place) 
 def test_an_old_protocol_is_not_spoken(ready: Path, place: Place) -> None:
     old = place.client
     old.set_ciphers("ALL:@SECLEVEL=0")
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns(DeprecationWarning, match="TLSv1"):
         old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
     with serving(ready, tls_cert=place.chain, tls_key=place.key) as served:
         host, port = served.url.removeprefix("https://").split(":")

@@ -122,7 +122,7 @@ def _remember(path: str, entry: _Known) -> None:
 @contextlib.contextmanager
 def _locked() -> Iterator[None]:
     _table().parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS):
+    with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS, mode=0o600):
         yield
 
 

@@ -69,7 +69,7 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
     _check_installed()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with once(UNPACK), FileLock(f"{folder}.lock"):
+        with once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
             if not (folder / SOURCE).is_file():
                 _convert_into(gguf, header, folder)
     except OSError as error:
@@ -86,7 +86,7 @@ def _complete(gguf: Path, folder: Path, once: Once) -> None:
         return
     from safetensors import SafetensorError
 
-    with contextlib.suppress(OSError, SafetensorError), once(UNPACK), FileLock(f"{folder}.lock"):
+    with contextlib.suppress(OSError, SafetensorError), once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
         if not (folder / PACKED).is_file():
             _pack(gguf, folder)
         complete_origin(folder)

@@ -39,7 +39,7 @@ class Bounds(threading.local):
             self.most = before
 
 
-class BoundedParser(_HiredisParser):  # type: ignore[misc]
+class BoundedParser(_HiredisParser):
     """hiredis' parser, which gives up an answer that is longer or slower than may be."""
 
     def __init__(self, socket_read_size: int, bounds: Bounds) -> None:

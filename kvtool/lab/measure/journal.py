@@ -51,7 +51,7 @@ class Journal:
             return
         import filelock
 
-        lock = filelock.FileLock(f"{self._path}.lock", thread_local=False)
+        lock = filelock.FileLock(f"{self._path}.lock", thread_local=False, mode=0o600)
         try:
             lock.acquire(timeout=0)
         except filelock.Timeout as error:
