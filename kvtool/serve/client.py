@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
+from kvtool.core.common.json_text import parsed
 from kvtool.core.errors import (
     DamagedError,
     GateError,
@@ -68,7 +69,7 @@ def ask(connected: socket.socket, question: Mapping[str, Any]) -> Iterator[str |
         if response.status != 200:
             raise Declined(f"the server said {response.status}")
         for line in response:
-            row = json.loads(line)
+            row = parsed(line)
             if "error" in row:
                 raise _error(row["error"])
             if "text" in row:

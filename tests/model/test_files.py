@@ -102,7 +102,9 @@ def test_missing_shards(folder: Path) -> None:
     assert len(weight_files(resolve(str(folder)).folder)) == 2
 
 
-@pytest.mark.parametrize("table", [{}, None, {"a": 3}, {"a": "../../etc/passwd"}, {"a": "/etc/passwd"}, []])
+@pytest.mark.parametrize(
+    "table", [{}, None, {"a": 3}, {"a": "../../etc/passwd"}, {"a": "/etc/passwd"}, [], {"a": "x" * 300}, {"a": "x\0"}]
+)
 def test_hostile_index(folder: Path, table: object) -> None:
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
@@ -117,7 +119,17 @@ def test_half_downloaded_weights(folder: Path, keep: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [b"[]", b"{}", b'{"a":{}}', b'{"a":{"data_offsets":[0]}}', b'{"a":1}', b"[" * 9000, b"\xff"]
+    "header",
+    [
+        b"[]",
+        b"{}",
+        b'{"a":{}}',
+        b'{"a":{"data_offsets":[0]}}',
+        b'{"a":1}',
+        b'{"a":{"data_offsets":[0,0]}}',
+        b"[" * 9000,
+        b"\xff",
+    ],
 )
 def test_hostile_weights(folder: Path, header: bytes) -> None:
     (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)

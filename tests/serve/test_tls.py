@@ -7,6 +7,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx2
@@ -159,3 +160,26 @@ def test_certificates_that_cannot_be_used_are_refused_before_a_model_is_loaded(
     place.chain.unlink()
     refused("cannot be read: no such file", str(place.chain))
     kvtool(*serve, *place.flags[:2]).failed(2, "belong together")
+
+
+def test_a_handshake_that_never_ends_holds_nobody_up(ready: Path, place: Place) -> None:
+    """Clients that connect and say nothing, or half of a greeting, beside one that asks."""
+    with serving(ready, tls_cert=place.chain, tls_key=place.key) as served, ExitStack() as held:
+        host, port = served.url.removeprefix("https://").split(":")
+        for number in range(40):
+            half = held.enter_context(socket.create_connection((host, int(port)), timeout=PATIENCE))
+            half.sendall(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"[: number % 12])
+        with httpx2.Client(verify=place.client, timeout=PATIENCE) as http:
+            assert http.get(f"{served.url}/health").status_code == 200
+
+
+def test_an_old_protocol_is_not_spoken(ready: Path, place: Place) -> None:
+    old = place.client
+    old.set_ciphers("ALL:@SECLEVEL=0")
+    with pytest.warns(DeprecationWarning, match="TLSv1"):
+        old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
+    with serving(ready, tls_cert=place.chain, tls_key=place.key) as served:
+        host, port = served.url.removeprefix("https://").split(":")
+        made = socket.create_connection((host, int(port)), timeout=PATIENCE)
+        with made, pytest.raises((ssl.SSLError, ConnectionError)):
+            old.wrap_socket(made, server_hostname="localhost").close()

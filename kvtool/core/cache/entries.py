@@ -14,6 +14,7 @@ import zstandard
 
 from kvtool.core.cache.origin import HERE, Origin, origin_of
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Mark, Place, place_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
@@ -205,7 +206,7 @@ def dump_json(value: Any) -> bytes:
 
 def load_json(data: bytes | memoryview) -> Any:
     """Inverse of :func:`dump_json`; raises ValueError."""
-    return json.loads(bytes(data).decode("utf-8", "surrogatepass"))
+    return parsed(bytes(data).decode("utf-8", "surrogatepass"))
 
 
 def _pack(value: dict[str, Any]) -> bytes:

@@ -162,7 +162,12 @@ def _revision_of(snapshot: Snapshot) -> int:
 
 def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:
     payload = snapshot.payload(tables.META, key, Kind.MANIFEST, what)
-    value: dict[str, Any] = {} if payload is None else load_json(payload)
+    try:
+        value = {} if payload is None else load_json(payload)
+    except ValueError as error:
+        raise DamagedError(f"{what} cannot be read") from error
+    if not isinstance(value, dict):
+        raise DamagedError(f"{what} cannot be read")
     return value
 
 

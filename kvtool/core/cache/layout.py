@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.cache.space import check_file
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.private import make_folder as make_folder
 from kvtool.core.common.private import new_file
 from kvtool.core.common.private import sync_folder as sync_folder
@@ -134,18 +135,18 @@ def read_store_file(root: Path) -> StoreFile:
 
 def _parse_store_file(root: Path, text: bytes) -> StoreFile:
     try:
-        value = json.loads(text)
+        value = parsed(text)
         uuid.UUID(value["uuid"])
-        parsed = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        made = StoreFile(value["uuid"], int(value["format"]))  # as it is written: a letter's case is a flipped bit
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{root / STORE_FILE} cannot be read", REBUILD) from error
-    if parsed.format > FORMAT:
+    if made.format > FORMAT:
         raise StoreFormatError(
-            f"the store at {root} has format {parsed.format}, this kvtool reads up to {FORMAT}", "update kvtool"
+            f"the store at {root} has format {made.format}, this kvtool reads up to {FORMAT}", "update kvtool"
         )
-    if parsed.format < 1:
-        raise DamagedError(f"{root / STORE_FILE} states format {parsed.format}", REBUILD)
-    return parsed
+    if made.format < 1:
+        raise DamagedError(f"{root / STORE_FILE} states format {made.format}", REBUILD)
+    return made
 
 
 def write_store_file(root: Path) -> StoreFile:

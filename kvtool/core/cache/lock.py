@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvtool.core.cache import layout
+from kvtool.core.common.json_text import parsed
 from kvtool.core.errors import KvtoolError, StoreLockedError
 
 
@@ -59,7 +60,7 @@ def _command() -> str:
 
 def _holder(root: Path) -> str:
     try:
-        value = json.loads(layout.read_small(root / layout.HOLDER_FILE))
+        value = parsed(layout.read_small(root / layout.HOLDER_FILE))
         return f"process {int(value['pid'])} ({str(value['command'])[:80]})"
-    except (OSError, ValueError, KeyError, TypeError, KvtoolError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, KvtoolError):
         return "another process"

@@ -24,6 +24,7 @@ class Raw(SelfContained):
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Keys and values of one layer; they share `payload`'s memory and must not be written to."""
         of_keys, of_values = side_shapes(shape)
-        flat = torch.frombuffer(payload, dtype=DTYPES[dtype])
+        kind = DTYPES[dtype]
+        flat = torch.frombuffer(payload, dtype=kind) if len(payload) else torch.empty(0, dtype=kind)
         keys, values = flat.split([math.prod(of_keys), math.prod(of_values)])
         return keys.view(of_keys), values.view(of_values)

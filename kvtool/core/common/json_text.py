@@ -32,6 +32,19 @@ def escaped(text: str) -> str:
     return _STEERING.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
+def parsed(text: str | bytes) -> Any:
+    """Parse JSON that somebody else may have written.
+
+    Raises
+    ------
+    ValueError : it is none, or nested deeper than the parser goes.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
 def level_rows(levels: Mapping[str, int | Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What is known by level, as rows `{level, bytes}` or `{level, ...}`: the one shape of `levels` in any object."""
     return [{"level": level} | ({"bytes": of} if isinstance(of, int) else dict(of)) for level, of in levels.items()]

@@ -124,10 +124,11 @@ def weight_files(folder: Path) -> list[Path]:
     if not isinstance(table, dict) or not table or not all(isinstance(name, str) for name in table.values()):
         raise ModelError(f"{folder / _INDEX} lists no weight files", "download the model again")
     shards = sorted(set(table.values()))
-    strange = [name for name in shards if Path(name).name != name]
+    strange = [name for name in shards if Path(name).name != name or "\0" in name]
     if strange:
         raise ModelError(f"{folder / _INDEX} names a file outside its folder: {strange[0]!r}", WAYS_OUT)
-    missing = [name for name in shards if not (folder / name).is_file()]
+    with reading(folder / _INDEX):  # a name may be longer than the system takes
+        missing = [name for name in shards if not (folder / name).is_file()]
     if missing:
         raise ModelError(
             f"{folder} is incomplete: {len(missing)} of {len(shards)} weight files are missing, first {missing[0]}",
@@ -196,11 +197,18 @@ def tensor_table(path: Path) -> dict[str, Any]:
                 raise ValueError("its header runs past its end")
             table = json.loads(file.read(length))
         end = max((entry["data_offsets"][1] for name, entry in table.items() if name != "__metadata__"), default=0)
+        if not all(_is_tensor(entry) for name, entry in table.items() if name != "__metadata__"):
+            raise ValueError("a tensor without a dtype, a shape or a place")
         if 8 + length + end > size:
             raise ValueError(f"{8 + length + end} bytes are announced, {size} are there")
     except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
         raise ModelError(f"{path} is not a whole safetensors file: {error}", "download it again") from error
     return {name: entry for name, entry in table.items() if name != "__metadata__"}
+
+
+def _is_tensor(entry: dict[str, Any]) -> bool:
+    numbers = [*entry["shape"], *entry["data_offsets"]]
+    return isinstance(entry["dtype"], str) and all(type(number) is int and number >= 0 for number in numbers)
 
 
 def _check_safetensors(path: Path) -> None:

@@ -253,11 +253,14 @@ def _whole_config(files: ModelFiles) -> Any:
     """A model's configuration, checked: a wrapper's own, if it is one."""
     from transformers.models.auto.configuration_auto import AutoConfig
 
+    from kvtool.core.model.extent import check_extent
     from kvtool.core.model.support import check_supported
 
     with quiet(), _explained(files):
         config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
         check_supported(config)
+        if not _mended(files):  # of a folder that was converted here that was checked before
+            check_extent(files.folder, config)
     return config
 
 
@@ -275,9 +278,12 @@ def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
     import torch
 
     from kvtool.core.model.attention import plain_attention
+    from kvtool.core.model.extent import check_laid_out
     from kvtool.core.model.text import wanted_part
 
     part = wanted_part(files.folder, _whole_config(files))
+    if not _mended(files):
+        check_laid_out(files.folder, part)
     model, report = part.kind.from_pretrained(
         str(files.folder),
         config=part.config,

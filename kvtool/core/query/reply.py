@@ -8,6 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
 from kvtool.core.fusion.selectors import AUTO
 
@@ -232,7 +233,7 @@ def read_batch(path: Path) -> list[Request]:
         if not line.strip():
             continue
         try:
-            requests.append(request_of(json.loads(line)))
+            requests.append(request_of(parsed(line)))
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(
                 f"{path}, line {number}: {_wrong(error)}",

@@ -6,6 +6,8 @@ Far above what is ever written, and far below what a machine has to run out of.
 from __future__ import annotations
 
 MOST_BYTES = 2**30  # of any value
+MOST_NAMES = 10**7  # that a place lists; one that goes on lists without an end
+LEAST_RATE = 1024  # bytes a second, on average, of an answer that takes longer than the timeout
 MOST_LAYERS = 1000
 MOST_TOKENS = 2**22  # of a chunk
 MOST_LEVEL_BYTES = 2**32  # a chunk's records of one level

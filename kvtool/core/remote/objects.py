@@ -6,16 +6,17 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import RemoteError
 from kvtool.core.remote.blobs import TIMEOUT, seconds_held, stands
-from kvtool.core.remote.limits import most_bytes
+from kvtool.core.remote.limits import LEAST_RATE, MOST_NAMES, most_bytes
 from kvtool.core.remote.object_access import Address, address_of, open_objects
 from kvtool.core.remote.object_errors import explained, status_of
 from kvtool.core.remote.object_reader import Span, SpanReader
@@ -60,8 +61,9 @@ class ObjectBlobs:
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """See Blobs. Of many in one folder a list tells, a thousand in a request; what it lacks is asked for."""
-        folders = Counter(name.partition("/")[0] for name in names)
-        listed = {name: size for folder, count in folders.items() if count > _MANY for name, size in self._list(folder)}
+        folders, wanted = Counter(name.partition("/")[0] for name in names), {*names}
+        many = [folder for folder, count in folders.items() if count > _MANY]
+        listed = {name: size for folder in many for name, size in self._list(folder) if name in wanted}
         lacking = [name for name in names if name not in listed]
         listed |= dict(zip(lacking, self._sizes(lacking), strict=True))
         return [listed[name] for name in names]
@@ -106,8 +108,12 @@ class ObjectBlobs:
         import obstore
 
         with self._changing():
+            listed = 0
             for page in obstore.list(self._store, prefix=folder or None):
                 yield from ((str(found["path"]), int(found["size"])) for found in page)
+                listed += len(page)
+                if listed > MOST_NAMES:
+                    raise RemoteError(f"{self.url} lists names without an end", "check the address of the service")
 
     def delete(self, names: Sequence[str]) -> None:
         """See Blobs."""
@@ -157,8 +163,22 @@ class ObjectBlobs:
             found = obstore.get(self._store, name)
             if found.meta["size"] > most_bytes(name):
                 return b"", found.meta
-            return bytes(found.bytes()), found.meta
+            # what a head states and what follows it are two things
+            return b"".join(self._bounded(found.stream(min_chunk_size=1), found.meta["size"])), found.meta
         return None, None
+
+    def _bounded(self, pieces: Iterable[Any], most: int) -> Iterator[bytes]:
+        """The pieces of an answer, as long as it is neither longer nor slower than it may be. Raises RemoteError."""
+        begun, came = time.monotonic(), 0
+        for piece in pieces:
+            data = bytes(piece)
+            came += len(data)
+            if came > most:
+                raise RemoteError(f"{self.url} sends more than was asked for", "check the address of the service")
+            yield data
+            seconds = time.monotonic() - begun
+            if seconds > self._timeout and came < seconds * LEAST_RATE:
+                raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
     def _pieces(self, span: Span) -> Iterator[bytes]:
         """The bytes of a request, as they come."""
@@ -176,7 +196,7 @@ class ObjectBlobs:
                 if not span.is_part and found.meta["size"] > min(span.stop, most_bytes(span.name)):
                     span.too_large = True
                     return
-                yield from found.stream(min_chunk_size=_PIECE)
+                yield from self._bounded(found.stream(min_chunk_size=_PIECE), span.stop - span.start)
         except FileNotFoundError:
             span.missing = True
 
@@ -245,7 +265,7 @@ def _leases(value: bytes | None, at: float) -> dict[str, float]:
     """What is held, with the time of its last renewal: that of the object where none is given."""
     found: dict[str, float] = {}
     with suppress(ValueError, AttributeError, KeyError, TypeError):
-        for name, held in json.loads(value or b"{}").items():
+        for name, held in parsed(value or b"{}").items():
             seconds_held(name)  # one of ours
             found[name] = at if held is None else float(held)
     return found

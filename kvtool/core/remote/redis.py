@@ -6,6 +6,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
@@ -14,10 +15,17 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
-from kvtool.core.remote.limits import most_bytes
+from kvtool.core.remote.limits import MOST_NAMES, most_bytes
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
+_ANSWERS = {"getrange": bytes, "strlen": int, "unlink": int}  # the type of a command's answer
+# What redis-py and hiredis raise of answers that nobody expects.
+_STRANGE = (
+    *(TypeError, ValueError, LookupError, AttributeError),
+    *(RecursionError, MemoryError, OverflowError, AssertionError),
+)
+_SCANNED = 1000  # keys that a scan goes over in a round
 _AT_ONCE = {"getrange": 128}  # commands in one round trip
 _SMALL_AT_ONCE = 1024  # of those that carry no values
 _BYTES_AT_ONCE = 16 * 2**20
@@ -47,29 +55,41 @@ class RedisBlobs:
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
         try:
+            import hiredis  # noqa: F401 (the parser that is bounded)
             import redis
+
+            from kvtool.core.remote.redis_bounds import BoundedParser, Bounds
         except ImportError as error:
-            raise KvtoolError("redis:// needs the package redis", extra_line("redis")) from error
+            raise KvtoolError("redis:// needs the packages redis and hiredis", extra_line("redis")) from error
         server_url, self._prefix = _split_prefix(url)
         self.url = for_people(url)
         self._secrets = _secrets_of(url)
         self._timeout = timeout
+        self._bounds = Bounds(timeout)
         try:
             self._client: Any = redis.Redis.from_url(
-                server_url, socket_timeout=timeout, socket_connect_timeout=timeout, retry=None, decode_responses=False
+                server_url,
+                socket_timeout=timeout,
+                socket_connect_timeout=timeout,
+                retry=None,
+                decode_responses=False,
+                parser_class=partial(BoundedParser, bounds=self._bounds),
             )
+            pool = self._client.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # what the URL asks of a connection is checked here
         except (ValueError, TypeError):  # what it says repeats parts of the URL
             raise UsageError(f"{self.url} is no Redis URL", _OPTIONS) from None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         """See Blobs."""
         limits = [most_bytes(name) for name in names]
-        values = self._all("getrange", names, [(0, most) for most in limits])
+        with self._bounds.of(max(limits, default=0)):
+            values = self._all("getrange", names, [(0, most) for most in limits])
         return [_bounded(value, most) for value, most in zip(values, limits, strict=True)]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         """See Blobs."""
-        return [int(size) for size in self._all("strlen", names)]
+        return self._all("strlen", names)
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """See Blobs."""
@@ -106,11 +126,15 @@ class RedisBlobs:
     def names(self, below: str = "") -> Iterator[str]:
         """See Blobs."""
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self._key(below)) + "*"
-        with self._explained():
-            for key in self._client.scan_iter(match=pattern, count=1000):
-                name = key.decode(errors="backslashreplace")[len(self._prefix) + 1 :]
-                if name != _LEASES:
-                    yield name
+        cursor, rounds = 0, 0
+        while rounds == 0 or cursor:
+            rounds += 1
+            with self._explained():
+                cursor, found = self._client.scan(cursor, match=pattern, count=_SCANNED)
+                names = [key.decode(errors="backslashreplace")[len(self._prefix) + 1 :] for key in found]
+            yield from (name for name in names if name != _LEASES)
+            if rounds * _SCANNED > MOST_NAMES:
+                raise RemoteError(f"{self.url} lists names without an end", _CHECK)
 
     def delete(self, names: Sequence[str]) -> None:
         """See Blobs."""
@@ -156,6 +180,8 @@ class RedisBlobs:
                 for name, more_of_it in zip(names[at : at + step], arguments[at:], strict=False):
                     getattr(waiting, command)(self._key(name), *more_of_it)
                 answers += waiting.execute()
+        if not all(type(answer) is _ANSWERS[command] for answer in answers):
+            raise RemoteError(f"{self.url} answers as no Redis does", _CHECK)
         return answers
 
     def _now(self) -> float:
@@ -172,7 +198,9 @@ class RedisBlobs:
 
         try:
             yield
-        except (errors.RedisError, TypeError) as error:
+        except _STRANGE as error:
+            raise RemoteError(f"{self.url} answers as no Redis does: {type(error).__name__}", _CHECK) from error
+        except errors.RedisError as error:
             text = str(error).rstrip(".")  # a sentence, which goes on behind it
             for secret in self._secrets:
                 text = text.replace(secret, HIDDEN)
@@ -195,8 +223,6 @@ class RedisBlobs:
         if isinstance(error, errors.ResponseError):
             said = text.rpartition("caused error: ")[2]  # a pipeline's error holds the whole command, values too
             return RemoteError(f"{self.url} refuses: {said}", _CHECK)
-        if isinstance(error, TypeError):  # what the URL asks of the connection is checked when one is made
-            return UsageError(f"{self.url} is no Redis URL", _OPTIONS)
         return RemoteError(f"{self.url} failed: {text}", _CHECK)
 
 
@@ -225,9 +251,12 @@ class RedisReader:
 
     def take(self) -> bytes | None:
         """See Reader."""
-        with self._blobs._explained():
-            value: bytes = self._connection.read_response()
-        return _bounded(value, self._asked.popleft())
+        most = self._asked.popleft()
+        with self._blobs._explained(), self._blobs._bounds.of(most):
+            value = self._connection.read_response()
+        if type(value) is not bytes:
+            raise RemoteError(f"{self._blobs.url} answers as no Redis does", _CHECK)
+        return _bounded(value, most)
 
     def close(self) -> None:
         """See Reader."""

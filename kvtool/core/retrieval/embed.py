@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvtool.core.common.installing import extra_line
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.errors import ModelError
 from kvtool.core.model.digests import file_digest
@@ -196,9 +196,9 @@ def _folder_of(ref: str, offline: bool) -> Path:
 def _is_static(folder: Path, ref: str) -> bool:
     """Whether the model is a table of vectors, for which the package model2vec is enough."""
     try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = parsed((folder / "config.json").read_text(encoding="utf-8"))
         modules = folder / "modules.json"
-        parts = json.loads(modules.read_text(encoding="utf-8")) if modules.is_file() else []
+        parts = parsed(modules.read_text(encoding="utf-8")) if modules.is_file() else []
         kinds = [str(part.get("type", "")) for part in parts]
         return config.get("model_type") == "model2vec" or any(kind.endswith(".StaticEmbedding") for kind in kinds)
     except (OSError, ValueError, AttributeError) as error:

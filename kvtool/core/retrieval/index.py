@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.side import TABLES
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.private import make_folder
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
@@ -216,7 +217,7 @@ class Index:
     def _open(cls, folder: Path) -> Index:
         try:
             state = open_tables(folder / _STATE)
-            names = json.loads(state.texts["segments"])
+            names = parsed(state.texts["segments"])
             parts = [Part(IndexSegment(open_tables(folder / name)), name) for name in names]
             for at, part in enumerate(parts):
                 part.segment.bury(state[f"dead_{at}"])

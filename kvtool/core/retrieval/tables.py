@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -17,6 +16,7 @@ from safetensors.numpy import save
 
 from kvtool.core.cache.side import check_table, tail_of
 from kvtool.core.cache.space import check_file
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.private import new_file
 from kvtool.core.errors import DamagedError
 
@@ -78,7 +78,7 @@ def _mapped(path: Path) -> tuple[memoryview, os.stat_result]:
 def _tables(path: Path, view: memoryview) -> Tables:
     try:
         (length,) = _HEAD.unpack_from(view)
-        head: dict[str, Any] = json.loads(bytes(view[_HEAD.size : _HEAD.size + length]))
+        head: dict[str, Any] = parsed(bytes(view[_HEAD.size : _HEAD.size + length]))
         texts = head.pop("__metadata__", {})
         data = view[_HEAD.size + length :]
         return Tables({name: _array(data, row) for name, row in head.items()}, texts)

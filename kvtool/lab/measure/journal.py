@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.common.json_text import escaped
+from kvtool.core.common.json_text import escaped, parsed
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
@@ -103,7 +103,7 @@ class Journal:
         *lines, _ = data.split(b"\n")
         for number, line in enumerate(lines):
             try:
-                value = json.loads(line)
+                value = parsed(line)
                 if number:
                     self._merge(int(value["index"]), dict(value["runs"]))
             except (ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,136 @@
+"""Coverage-guided fuzzing: ``python -m tests.fuzzing TARGET|all --seconds N --corpus FOLDER``, or ``list``.
+
+Each target runs in a process of its own, under libFuzzer (atheris), with two seconds and 3 GB for each input. What it
+has learned stays in the corpus folder, and the next run goes on from there. Exit 1: something was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.fuzzing import registry
+
+INPUT_SECONDS = 2
+RSS_MB = 3000
+_MOST_STARTS = 40  # of one target: each ends with a finding
+_UNITS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
+_COVERED = re.compile(r"#\d+\s+\w+\s+cov: (\d+) ft: \d+ corp: (\d+)")
+
+
+@dataclass
+class Row:
+    """What came of a target."""
+
+    target: str
+    seconds: float = 0.0
+    runs: int = 0
+    covered: list[int] = field(default_factory=list)
+    corpus: int = 0
+    findings: list[Path] = field(default_factory=list)
+
+    def line(self) -> str:
+        """Its line of the table."""
+        first, last = (self.covered[0], self.covered[-1]) if self.covered else (0, 0)
+        cells = [self.target, f"{self.seconds:.0f}", f"{self.runs:,}", f"{first:,} → {last:,}", f"{self.corpus:,}"]
+        return f"| {' | '.join([*cells, str(len(self.findings))])} |"
+
+
+def fuzz(target: str, module: str, seconds: float, folder: Path) -> Row:
+    """Run a target for so many seconds, again where a finding has ended its process."""
+    row, findings = Row(target), folder / "findings"
+    started = time.monotonic()
+    for _ in range(_MOST_STARTS):
+        left = int(seconds - (time.monotonic() - started))
+        if left < 1:
+            break
+        ended = _child(target, module, folder, left)
+        row.runs += sum(map(int, _UNITS.findall(ended.stderr)))
+        row.covered += [int(covered) for covered, _ in _COVERED.findall(ended.stderr)]
+        if ended.returncode == 0:
+            break
+        if not _kept(target, module, folder):
+            sys.stderr.write(ended.stderr[-2000:])
+            (findings / f"ended-{int(time.time())}.txt").write_text(ended.stderr[-20_000:])
+            break
+    row.seconds = time.monotonic() - started
+    row.corpus = len(list((folder / "corpus").iterdir()))
+    row.findings = sorted(path for path in findings.iterdir() if path.name.startswith("ended-") or path.suffix == "")
+    return row
+
+
+def _child(target: str, module: str, folder: Path, left: int, *more: str) -> subprocess.CompletedProcess[str]:
+    options = [f"-max_total_time={left}", f"-timeout={_patience()}", f"-rss_limit_mb={RSS_MB}", "-print_final_stats=1"]
+    command = [sys.executable, "-m", "tests.fuzzing.child", target, module, str(folder), *options, *more]
+    return subprocess.run(
+        command, capture_output=True, text=True, errors="replace", timeout=left + 300, check=False, cwd=Path.cwd()
+    )
+
+
+def _patience() -> int:
+    """Seconds on the clock in which an input surely has had its seconds of a processor."""
+    return math.ceil(INPUT_SECONDS * max(1.0, 2 * os.getloadavg()[0] / (os.cpu_count() or 1)))
+
+
+def _kept(target: str, module: str, folder: Path) -> list[Path]:
+    """What ended a process, but for a slow input that is quick when it runs alone: the machine was busy."""
+    kept = []
+    for path in (folder / "findings").iterdir():
+        kind = path.name.partition("-")[0]
+        if kind == "timeout" and not _is_slow(target, module, path):
+            path.rename(path.with_name(path.name.replace("timeout", "passed"))).unlink()
+            continue
+        kept += [path] * (kind in ("crash", "timeout", "oom", "leak"))
+    return kept or [folder]
+
+
+def _is_slow(target: str, module: str, path: Path) -> bool:
+    code = (
+        "import resource, sys; from tests.fuzzing import registry as r; f, _ = r.loaded(*sys.argv[1:3]);"
+        f"resource.setrlimit(resource.RLIMIT_CPU, (int(resource.getrusage(0).ru_utime) + {INPUT_SECONDS + 60},) * 2);"
+        "import time; d = open(sys.argv[3], 'rb').read(); t = time.process_time();"
+        f"exec('try: f(d)\\nexcept BaseException: pass'); sys.exit(9 * (time.process_time() - t > {INPUT_SECONDS}))"
+    )
+    try:
+        done = subprocess.run([sys.executable, "-c", code, target, module, str(path)], timeout=300, check=False)
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def main() -> int:
+    """Run what the command line names, and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzzing", description=__doc__)
+    parser.add_argument("target", help="a target's name, several with commas, `all` or `list`")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="for each target")
+    parser.add_argument("--corpus", type=Path, default=Path(".fuzzing"), help="folder for what was learned and found")
+    said = parser.parse_args()
+    known = registry.targets()
+    if said.target == "list":
+        sys.stdout.write("\n".join(known) + "\n")
+        return 0
+    names = list(known) if said.target == "all" else said.target.split(",")
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"there is no target {unknown[0]!r}: {', '.join(known)}")
+    sys.stdout.write("| target | seconds | runs | covered edges | corpus | findings |\n")
+    sys.stdout.write("| --- | --- | --- | --- | --- | --- |\n")
+    found = list[Path]()
+    for name in names:
+        row = fuzz(name, known[name], said.seconds, said.corpus / name)
+        found += row.findings
+        sys.stdout.write(row.line() + "\n")
+        sys.stdout.flush()
+    for path in found:
+        sys.stdout.write(f"found: {path}\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""One target in a process of its own: ``python -m tests.fuzzing.child TARGET MODULE FOLDER [options of libFuzzer]``.
+
+What Python raises is noted once for each place, and the run goes on; a signal, two seconds without an end, or too much
+memory ends the process, and libFuzzer leaves the bytes in ``findings``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import atheris  # type: ignore[import-not-found]
+
+from tests.fuzzing import registry
+
+
+class Noting:
+    """A target that goes on where Python raises; the bytes and the trace of each new place are kept in a folder."""
+
+    def __init__(self, target: registry.Target, folder: Path) -> None:
+        self._target, self._folder = target, folder
+
+    def __call__(self, data: bytes) -> None:
+        try:
+            self._target(data)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a panic of Rust is no Exception
+            self._note(data, error)
+
+    def _note(self, data: bytes, error: BaseException) -> None:
+        frames = traceback.extract_tb(error.__traceback__)
+        ours = [frame for frame in frames if "/kvtool/" in frame.filename] or frames
+        place = f"{type(error).__name__} {ours[-1].filename} {ours[-1].name} {ours[-1].lineno}"
+        path = self._folder / f"raised-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
+        if not path.exists():
+            path.write_bytes(data)
+            path.with_suffix(".txt").write_text("".join(traceback.format_exception(error)), errors="backslashreplace")
+
+
+def main(target: str, module: str, folder: Path, options: list[str]) -> None:
+    """Fuzz until libFuzzer's own bounds end it."""
+    findings, corpus, seeds = (folder / name for name in ("findings", "corpus", "seeds"))
+    for each in (findings, corpus, seeds):
+        each.mkdir(parents=True, exist_ok=True)
+    with atheris.instrument_imports(include=["kvtool"]):
+        function, sound = registry.loaded(target, module)
+        run: Callable[[bytes], None] = Noting(function, findings)
+        for seed in sound:  # what functions import is imported, and instrumented, now
+            (seeds / hashlib.sha256(seed).hexdigest()[:16]).write_bytes(seed)
+            run(seed)
+    atheris.Setup([sys.argv[0], f"-artifact_prefix={findings}/", *options, str(corpus), str(seeds)], run)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    with contextlib.ExitStack() as stack:
+        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtool-fuzz-"))
+        os.environ |= {"KVTOOL_HOME": home, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

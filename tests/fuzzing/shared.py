@@ -1,0 +1,213 @@
+"""What a tier, a pack or another store hands over: head, catalogue, shards, values, members of an archive, leases."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from kvtool.core.cache import keys
+from kvtool.core.cache.record import Kind, seal
+from kvtool.core.cache.store import Store
+from kvtool.core.pack.container import PackReader
+from kvtool.core.pack.give import export
+from kvtool.core.pack.names import CATALOGUE
+from kvtool.core.pack.names import HEAD as PACK_HEAD
+from kvtool.core.pack.take import take
+from kvtool.core.pack.tensors import from_safetensors, to_safetensors
+from kvtool.core.remote import objects, rows, values
+from kvtool.core.remote.catalogue import FORMAT, Catalogue
+from kvtool.core.remote.entries import digest_of
+from kvtool.core.remote.head import Head, seal_head, unseal_head
+from kvtool.core.remote.pull import pull
+from kvtool.core.remote.push import push
+from kvtool.core.remote.reading import catalogue_in, read_catalogue
+from kvtool.core.remote.shards import open_shard
+from kvtool.core.remote.urls import open_blobs
+from tests.cache.making import LAYERS, id_of, info_of, make_store, put, records_of
+from tests.fuzzing.harness import refused, scratch
+from tests.remote.test_hostile import IDENTITY
+
+_ZSTD = zstandard.ZstdCompressor()
+
+
+@functools.cache
+def _place() -> Path:
+    return scratch("shared")
+
+
+@functools.cache
+def _store() -> Path:
+    path = make_store(_place() / "store")
+    with Store.open(path) as store, store.writer() as writer:
+        writer.set_manifest({"identity": IDENTITY})
+        writer.set_codec_state({"profile": "", "losses": {"00" * 16: {"2": {"kl_answer": 0.5, "questions": 8}}}})
+        put(writer, "f0.0", "lossless")
+    return path
+
+
+@functools.cache
+def _tier() -> Path:
+    folder = _place() / "tier"
+    with Store.open(_store()) as store, closing(open_blobs(f"file://{folder}")) as blobs:
+        push(store, blobs)
+    return folder
+
+
+@functools.cache
+def _pack() -> Path:
+    path = _place() / "sound.kvpack"
+    export(_store(), path)
+    return path
+
+
+@functools.cache
+def _catalogue() -> Catalogue:
+    with closing(open_blobs(f"file://{_tier()}")) as blobs:
+        return read_catalogue(blobs)
+
+
+def head(data: bytes) -> None:
+    """The one value that names the others, with the digest that it should have."""
+    for value in (data, seal(b"remote head", Kind.MANIFEST, data)):
+        with refused():
+            unseal_head(value)
+
+
+def catalogue(data: bytes) -> None:
+    """The JSON of a catalogue in any format, or of a shard."""
+    packed = _ZSTD.compress(data)
+    for value in (data, packed):
+        with refused():
+            found = catalogue_in(value)
+            found.blobs()
+            found.packs()
+        with refused():
+            open_shard(value, 0, 1, [])
+        with refused():
+            Catalogue.unpack(value)
+
+
+def described(data: bytes) -> None:
+    """Values that a catalogue describes, with digests that are right."""
+    chunk, name = id_of("f0.0"), keys.name_key("f0")
+    for meta in values.META:
+        with refused():
+            values.open_meta(meta, seal(meta.encode(), Kind.MANIFEST, data))
+    with refused():
+        values.open_file(name, seal(name, Kind.FILE, data))
+    with refused():
+        values.open_chunk(chunk, seal(chunk, Kind.CHUNK, data), IDENTITY, LAYERS)
+    with refused():
+        values.open_profile("ab" * 16, data)
+    for kind in ("kv/" + chunk.hex() + "/raw-x/0", "profile/" + "ab" * 16, "head", "chunk/x-y"):
+        values.is_sound(kind, data)
+
+
+def tier(data: bytes) -> None:
+    """A whole tier whose catalogue is somebody's, pulled into a new store and into one that has documents."""
+    folder = _place() / "hostile-tier"
+    if not folder.is_dir():
+        shutil.copytree(_tier(), folder)
+    packed = _ZSTD.compress(data)
+    with closing(open_blobs(f"file://{folder}")) as blobs:
+        blobs.put({f"catalogue/{digest_of(packed)}": packed, "head": seal_head(Head(digest_of(packed)))})
+        for name in ("new", "own"):
+            own = _place() / f"pulled-{name}"
+            if name == "own" and not own.is_dir():
+                make_store(own, files=1)
+            with refused():
+                pull(own, blobs)
+            if name == "new":
+                shutil.rmtree(own, ignore_errors=True)
+    (folder / f"catalogue/{digest_of(packed)}").unlink(missing_ok=True)
+
+
+def pack_file(data: bytes) -> None:
+    """A file that is said to be a pack."""
+    path = _place() / "hostile.kvpack"
+    path.write_bytes(data)
+    with refused(), closing(PackReader(path)) as reader:
+        for name in reader.names[:50]:
+            assert len(reader.get(name, 2**20) or b"") <= 2**20
+    with refused():
+        take(_place() / "taken", path)
+    shutil.rmtree(_place() / "taken", ignore_errors=True)
+
+
+def pack_catalogue(data: bytes) -> None:
+    """A sound archive whose catalogue is somebody's."""
+    path, packed = _place() / "repacked.kvpack", _ZSTD.compress(data)
+    with zipfile.ZipFile(_pack()) as sound, zipfile.ZipFile(path, "w") as made:
+        for member in sound.infolist():
+            replaced = {CATALOGUE: packed, PACK_HEAD: seal_head(Head(digest_of(packed)))}
+            made.writestr(member, replaced.get(member.filename, sound.read(member)))
+    with refused():
+        take(_place() / "taken", path)
+    shutil.rmtree(_place() / "taken", ignore_errors=True)
+
+
+def pack_tensors(data: bytes) -> None:
+    """A member with KV."""
+    for level in ("raw", "lossless"):
+        with refused():
+            for record in from_safetensors(id_of("f0.0"), level, LAYERS, data):
+                assert len(record) <= len(data) + 200
+
+
+def leases(data: bytes) -> None:
+    """The object in which leases stand."""
+    objects._leases(data, 1.0)
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value).encode()
+
+
+def _unpacked(path: Path) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(path.read_bytes())
+
+
+def _catalogues() -> list[bytes]:
+    whole, packs = _catalogue(), {"format": FORMAT}
+    found = [_unpacked(path) for kind in ("catalogue", "shard") for path in sorted((_tier() / kind).iterdir())]
+    return [*found, _json(packs | whole.facts() | rows.rows_of(whole.files, whole.chunks))]
+
+
+def _descriptions() -> list[bytes]:
+    with Store.open(_store()) as store:
+        file = store.file("f0")
+        assert file is not None
+        sealed = values.file_value(store, file)
+    return [sealed[64:-16], info_of("f0.0").to_bytes(), _json({"identity": IDENTITY}), _json({"losses": {"2": {}}})]
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "head": head,
+    "catalogue": catalogue,
+    "described": described,
+    "tier": tier,
+    "pack_file": pack_file,
+    "pack_catalogue": pack_catalogue,
+    "pack_tensors": pack_tensors,
+    "leases": leases,
+}
+SEEDS: dict[str, Callable[[], list[bytes]]] = {
+    "head": lambda: [_json({"format": 1, "catalogue": "ab" * 16, "before": ["cd" * 16]}), seal_head(Head("ab" * 16))],
+    "catalogue": _catalogues,
+    "described": _descriptions,
+    "tier": lambda: _catalogues()[-1:],
+    "pack_file": lambda: [_pack().read_bytes()],
+    "pack_catalogue": lambda: _catalogues()[-1:],
+    "pack_tensors": lambda: [
+        to_safetensors(id_of("f0.0"), level, records_of("f0.0", level)) for level in ("raw", "lossless")
+    ],
+    "leases": lambda: [_json({"push-0123456789abcdef": None, "sweep-x": 1700000000.0}), b"{}"],
+}

@@ -1,0 +1,347 @@
+"""What a store's folder holds: LMDB's pages, records of every level, entries, profiles, and the files beside them.
+
+A digest that an attacker can compute is made right here, so that what stands behind it is reached.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvtool.core.cache import layout, notes, record, side, side_log, tree_check
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, layers_in
+from kvtool.core.cache.nodes import parse_page
+from kvtool.core.cache.pages import newest_meta
+from kvtool.core.cache.record import KVHeader, decode_record, encode_record
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.stretches import StretchInfo
+from kvtool.core.cache.tree import DataFile, Tree
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, shape_of
+from kvtool.core.codec.entropy import decoder, reference
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.reference import LANES, Stream
+from kvtool.core.codec.entropy.tables import TableSet, quantised
+from kvtool.core.codec.kept import rows_of
+from kvtool.core.codec.profile import Profile
+from kvtool.core.errors import DamagedError
+from kvtool.core.model.learned import LearnedRows
+from kvtool.core.records.parts import decode_part, encode_part
+from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.tables import open_unsealed, write_tables
+from tests.cache.making import id_of, make_store
+from tests.codec import test_fuzz as records
+from tests.codec.entropy.streams import TABLES, stream_of, symbols_for
+from tests.codec.synthetic import encoded
+from tests.fuzzing.harness import refused, scratch
+
+_KEY = bytes(range(20))
+_LEVELS = ("raw", "lossless", "1", "2", "3", "4", "keep50-raw", "keep50-lossless", "keep50-2")
+_SHAPE = shape_of(records.HEADS, records.TOKENS, records.DIM, records.DIM)
+
+
+@functools.cache
+def _place() -> Path:
+    return scratch("stores")
+
+
+@functools.cache
+def _store() -> Path:
+    return make_store(_place() / "store", files=4, chunks=3)
+
+
+# ---- the pages that find a value ---------------------------------------------------------------------------------
+
+
+def lmdb_file(data: bytes) -> None:
+    """A data file: its meta pages, every look-up, every walk."""
+    folder = _place() / "generation"
+    folder.mkdir(exist_ok=True)
+    path = folder / "data.mdb"
+    path.write_bytes(data)
+    with refused():
+        tree_check.check_data_file(folder)
+    with refused(), path.open("rb") as file, closing(DataFile(path)) as opened:
+        tree = Tree(opened, newest_meta(path, file))
+        if tree.meta.last_page > 2**20:  # what is counted takes a byte for each page, of a file that says so
+            return
+        for look in (_walk, _look_up, lambda tree: list(tree_check.damaged_pages(tree))):
+            with refused():
+                look(tree)
+
+
+def _walk(tree: Tree) -> None:
+    for key, value in tree.values(b""):
+        assert len(value) <= tree.meta.file_bytes, key
+
+
+def _look_up(tree: Tree) -> None:
+    for key in (b"", b"\0", b"k", id_of("f0.0"), b"\xff" * 24):
+        for ask in (tree.get, tree.has, tree.touch, lambda key: tree.last(key, 16)):
+            with refused():
+                ask(key)
+    tree.check_free_list()
+
+
+def lmdb_page(data: bytes) -> None:
+    """A page of a tree; short ones are filled up."""
+    page = data[:4096].ljust(4096, b"\0")
+    for ordered in (True, False):
+        with refused():
+            parse_page(int.from_bytes(page[:8], "little"), page, ordered)
+
+
+def _pages() -> list[bytes]:
+    data = next(iter(_store().rglob("data.mdb"))).read_bytes()
+    return [data[at : at + 4096] for at in range(8192, len(data), 4096) if data[at : at + 4096].strip(b"\0")][:12]
+
+
+def store_open(data: bytes) -> None:
+    """store.json of a store that is opened."""
+    path = _place() / "opened"
+    path.mkdir(exist_ok=True)
+    (path / layout.STORE_FILE).write_bytes(data)
+    with refused():
+        layout.read_store_file(path)
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def _enveloped(data: bytes) -> bytes:
+    """A record whose stated length and digest are right, whatever else it says."""
+    head = bytearray(data[: record.HEADER_BYTES].ljust(record.HEADER_BYTES, b"\0"))
+    body = data[record.HEADER_BYTES :]
+    at = record._HEADER.size - 16
+    head[at : at + 8] = len(body).to_bytes(8, "little")
+    whole = bytes(head) + body
+    return whole + record._digest(_KEY, [whole])
+
+
+@functools.cache
+def _items() -> dict[str, Encoded]:
+    """A sound record of each level, a chain of them where one refines the other."""
+    found = dict(reversed(list(records.sources().values())))
+    keys, values = records.MODEL.kv(1, records.TOKENS, dtype=torch.bfloat16)
+    found |= encoded(keys, values, ["4"], records.PROFILE, 1)
+    for level in (one for one in _LEVELS if one not in found):
+        payload = b"".join(bytes(part) for part in CODECS[level].encode(keys, values, 1, records.PROFILE))
+        found[level] = Encoded(payload, _SHAPE, "bfloat16")
+    return found
+
+
+def record_of(level: str) -> Callable[[bytes], None]:
+    """A record of a level: its header says what it likes, its digest is right, and kernels read what it holds."""
+
+    def target(data: bytes) -> None:
+        with refused():
+            header, payload = decode_record(_KEY, _enveloped(data))
+            if header.level != level or header.raw_bytes > 2**24:  # the description of a chunk bounds it
+                return
+            shape = shape_of(header.kv_heads, header.tokens, header.head_dim_k, header.head_dim_v)
+            item = Encoded(bytearray(payload), shape, header.dtype, _items()[level].base)
+            CODECS[level].base_of(payload)
+            CODECS[level].stated_error(payload)
+            if level.startswith("keep"):
+                rows_of(item)
+            ((keys, values),) = CODECS[level].decode([item], 1, records.SHELF)
+            assert keys.dtype == values.dtype
+
+    return target
+
+
+def _record_seeds(level: str) -> Callable[[], list[bytes]]:
+    def made() -> list[bytes]:
+        several = [item for its, item in records.sources().values() if its == level] or [_items()[level]]
+        header = KVHeader("bfloat16", records.HEADS, records.TOKENS, records.DIM, records.DIM, level, 1)
+        return [encode_record(_KEY, header, [item.payload])[: -record.DIGEST_BYTES] for item in several]
+
+    return made
+
+
+def rans(data: bytes) -> None:
+    """A stream with tables of its own: both decoders are of one mind."""
+    if len(data) < 512 + 4 * LANES + 2:
+        return
+    raw = np.frombuffer(data[:512], np.uint16)
+    states = np.frombuffer(data[512 : 512 + 4 * LANES], np.uint32)
+    rest = data[512 + 4 * LANES :]
+    rows, words = 1 + rest[0] % 8, np.frombuffer(rest[2 : 2 + len(rest[2:]) // 2 * 2], np.uint16)
+    try:
+        first = raw if rest[1] & 2 else quantised(raw[:256].astype(np.float64) + 1e-3)
+        tables = TableSet(np.concatenate([first[None], TABLES.frequencies])) if rest[1] & 1 else TABLES
+    except DamagedError:
+        return
+    ids = np.arange(64, dtype=np.uint16) % len(tables)
+    stream, out = Stream(words, states), np.zeros((rows, 64), np.int16)
+    try:
+        expected = reference.decode(stream, rows, ids, tables)
+    except DamagedError:
+        expected = None
+    try:
+        decoder.decode(decoder.Decoding([stream], in_order(ids, tables), [0], [rows], out))
+    except DamagedError:
+        assert expected is None
+        return
+    assert expected is not None
+    assert np.array_equal(out, expected.astype(np.int16) - 128)
+
+
+def _rans_seeds() -> list[bytes]:
+    ids = np.arange(64, dtype=np.uint16) % len(TABLES)
+    found = []
+    for number in range(3):
+        chance = np.random.default_rng(number)
+        symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (4, 64)), chance)
+        stream = stream_of(symbols, ids)
+        table = TABLES.frequencies[number].astype(np.uint16).tobytes()
+        found.append(table + stream.states.tobytes() + bytes([3, 0]) + stream.words.tobytes())
+    return found
+
+
+def profile(data: bytes) -> None:
+    """A codec profile, and what is made of it for a record."""
+    with refused():
+        found = Profile.from_bytes(data)
+        for level in ("1", "2", "3"):
+            with refused():
+                found.coded(level, 0)
+        found.forward(0)
+        found.backward(0, "1", torch.bfloat16)
+
+
+def learned(data: bytes) -> None:
+    """A learned lead-in."""
+    with refused():
+        LearnedRows.from_bytes(data).layers()
+
+
+def _learned_seeds() -> list[bytes]:
+    rows = torch.arange(2 * 2 * 3 * 4, dtype=torch.float32).view(2, 2, 3, 4)
+    return [LearnedRows("print", (1, 2, 3), rows.bfloat16(), rows.bfloat16()).data]
+
+
+def stretch_part(data: bytes) -> None:
+    """Tensors of a stretch."""
+    with refused():
+        decode_part(memoryview(bytearray(data)))
+
+
+# ---- entries and the files beside --------------------------------------------------------------------------------
+
+
+def entries(data: bytes) -> None:
+    """Any of the entries: of a document, a file, a chunk, a stretch."""
+    for read in (DocumentEntry.from_bytes, FileEntry.from_bytes, ChunkInfo.from_bytes, StretchInfo.from_bytes):
+        with refused():
+            made = read(data)
+            if isinstance(made, DocumentEntry):
+                for ref in made.chunks:
+                    made.place(ref.start, ref.end)
+            if isinstance(made, StretchInfo):
+                assert len(made.places) <= len(data)
+    with refused():
+        layers_in(data)
+
+
+def _entry_seeds() -> list[bytes]:
+    with Store.open(_store()) as store:
+        document, file = store.document("f0"), store.file("f0")
+        info = store.chunk_info(id_of("f0.0"))
+        assert document is not None and file is not None and info is not None  # noqa: PT018
+        stretch = StretchInfo(0, 8, (0, 1), (1,), (id_of("f0.0"),), True, 64)
+        long = DocumentEntry("f", "text", "word " * 400, document.chunks)
+        return [one.to_bytes() for one in (document, file, info, stretch, long)]
+
+
+def side_files(data: bytes) -> None:
+    """JSON and journals beside the records, with and without a digest that is right."""
+    with Store.open(_store()) as store:
+        for name in ("gate/x.json", "audit/x.jsonl"):
+            path = store.side_file(name)
+            path.write_bytes(data)
+        side.read_side(store, "gate/x.json")
+        side_log.read_side_log(store, "audit/x.jsonl")
+        list(side.damaged_files(store.path))
+        list(side_log.damaged_journals(store.path))
+        for log in (layout.ACCESS_FILE, layout.SERVED_FILE):
+            (store.path / log).write_bytes(data)
+        notes.read_log(store.path)
+        notes.ServedLog(store.path, True).total()
+    side_log.mend_journals(_store())
+
+
+def _side_seeds() -> list[bytes]:
+    value = {"format": 1, "rows": [1, 2.5, None, "x"]}
+    line = json.dumps({"digest": side.json_digest(value), **value}).encode()
+    note = notes._line(f"{id_of('f0.0').hex()} 1700000000".encode())
+    return [line, line + b"\n" + line, note * 3, notes._line(b"1 2 3")]
+
+
+def index_tables(data: bytes) -> None:
+    """A file of the retrieval index."""
+    path = _place() / "index.tables"
+    path.write_bytes(data)
+    with refused():
+        open_unsealed(path)
+    folder = _place() / "index"
+    folder.mkdir(exist_ok=True)
+    for name in _index_files():
+        (folder / name).write_bytes(side_sealed(data) if name.startswith("state") else _index_files()[name])
+    with refused():
+        Index.open(folder)
+
+
+def side_sealed(data: bytes) -> bytes:
+    """A table with its digest."""
+    return data + side.tail_of(data)
+
+
+@functools.cache
+def _index_files() -> dict[str, bytes]:
+    folder = _place() / "sound-index"
+    with Store.open(_store()) as store:
+        index = Index.empty()
+        index.update(store)
+        index.save(folder)
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+
+def _table_seeds() -> list[bytes]:
+    path = _place() / "sound.tables"
+    write_tables(path, {"rows": np.arange(12, dtype=np.uint32)}, {"segments": "[]"})
+    return [data[: -side.TAIL_BYTES] for data in (path.read_bytes(), *_index_files().values())]
+
+
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "lmdb_file": lmdb_file,
+    "lmdb_page": lmdb_page,
+    "store_json": store_open,
+    **{f"record_{level.replace('-', '_')}": record_of(level) for level in _LEVELS},
+    "rans": rans,
+    "profile": profile,
+    "learned_lead_in": learned,
+    "stretch_part": stretch_part,
+    "entries": entries,
+    "side_files": side_files,
+    "index_tables": index_tables,
+}
+SEEDS: dict[str, Callable[[], list[bytes]]] = {
+    "lmdb_file": lambda: [next(iter(_store().rglob("data.mdb"))).read_bytes()],
+    "lmdb_page": _pages,
+    "store_json": lambda: [(_store() / layout.STORE_FILE).read_bytes()],
+    **{f"record_{level.replace('-', '_')}": _record_seeds(level) for level in _LEVELS},
+    "rans": _rans_seeds,
+    "profile": lambda: [bytes(records.PROFILE.data)],
+    "learned_lead_in": _learned_seeds,
+    "stretch_part": lambda: [encode_part({"keys": torch.ones(2, 3, dtype=torch.bfloat16), "state": torch.ones(5)})],
+    "entries": _entry_seeds,
+    "side_files": _side_seeds,
+    "index_tables": _table_seeds,
+}

@@ -1,0 +1,20 @@
+"""Every target of the fuzzer over its seeds and some random changes of them, as `make test` can afford it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tests.fuzzing import registry
+
+_SLOW = {"gguf_model": 4, "config": 30, "safetensors": 30, "generation_config": 10, "tier": 20, "tools": 20}
+_TARGETS = registry.targets()
+
+
+@pytest.mark.parametrize("name", sorted(_TARGETS))
+def test_seeds_and_changes_of_them(name: str, unpacked: None) -> None:
+    target, seeds = registry.loaded(name, _TARGETS[name])
+    assert seeds
+    for data in (*seeds, *registry.mutations(seeds, _SLOW.get(name, 200), random.Random(name))):
+        target(data)
