@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.serve.engine import Engine
-from kvtool.serve.wire import Refusal, body_of, taken, texts
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, taken, texts
 
 _MOST_TEXTS = 2048
 _FORMATS = ("float", "base64")
@@ -25,7 +25,7 @@ class Embeddings:
     async def embed(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
         value = await body_of(request)
-        words, name = texts(value, "input"), taken(value, "model", str, "")
+        words, name = texts(value, "input", LONGEST_TEXT, _MOST_TEXTS), taken(value, "model", str, "")
         kind = taken(value, "encoding_format", str, "float")
         known = await asyncio.to_thread(lambda: self._engine.embedder_name)
         if known is None:

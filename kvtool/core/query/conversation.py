@@ -7,7 +7,7 @@ computes of the new passages, as `--defer` does in a later round (fusion/rounds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
@@ -17,10 +17,11 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.generate import Generated, generate
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.answer import Begun, OnText, begin_answer
-from kvtool.core.query.follow_up import search_text
+from kvtool.core.query.follow_up import searched
 from kvtool.core.query.layout import Standing, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
+from kvtool.core.query.trial import Trial, check_room
 from kvtool.core.query.turn_layout import TurnLayout
 from kvtool.core.query.turns import Stands, Turn, marked
 
@@ -134,9 +135,7 @@ class Conversation:
         options = options or self.options
         request = Request(question) if isinstance(question, str) else question
         with session.lock, session.store.view():
-            if not (request.chunks or request.documents or request.search):
-                before = [turn.question for turn in self.said]
-                request = replace(request, search=search_text(request.question, before, session.finder))
+            request = searched(session, request, [turn.question for turn in self.said])
             behind = self._behind(session, options)
             asked = lay_out(session, request, options, behind=behind, must_find=must_find)
             if self._now.stands is not None:
@@ -173,6 +172,15 @@ class Conversation:
         with session.lock, session.store.view():
             return all(laid.is_so(session, self.options, stands.standing.cache) for laid in self._now.laid)
 
+    def skip(self, turns: Sequence[tuple[str, str]]) -> None:
+        """Let go of what stands, and note further turns that will not stand either: they say what is talked about."""
+        self._now = _Now(earlier=(*self.said, *(Turn(question, answer, (), {}) for question, answer in turns)))
+
+    def trial(self, session: Session, options: QueryOptions) -> Trial:
+        """Return a trial of what would follow the turns that stand."""
+        stands = self._now.stands
+        return Trial(session, options, self.tokens, {} if stands is None else stands.standing.chunks)
+
     def _ids_of(self, begun: Begun, answer: str) -> Ids:
         return tuple(encode(begun.session.tokenizer, answer))
 
@@ -195,6 +203,7 @@ class Conversation:
         if not all(laid.still_stands(session, options) for laid in self._now.laid):
             self._go_through_anew(session)
             return self._behind(session, options)
+        check_room(session, self.tokens)
         stands = stands.whole()
         self._stand_on(replace(stands, is_whole=False))
         stands = stands.settled()
