@@ -127,7 +127,8 @@ class Documents:
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
         if not isinstance(row, dict) or set(row) != {"name", "text"}:
             raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
-        return self._uploads / _safe_name(row), taken(row, "text", str, "", _LONGEST_DOCUMENT).encode("utf-8", "replace")
+        text: str = taken(row, "text", str, "", _LONGEST_DOCUMENT)
+        return self._uploads / _safe_name(row), text.encode("utf-8", "replace")
 
 
 def _is_true(request: Request, name: str) -> bool:

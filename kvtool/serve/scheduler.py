@@ -31,9 +31,9 @@ class Scheduler:
     """Answers jobs, one of each client after another (`Line`).
 
     A turn takes one prompt to its first token, where an answer may begin, and then one step of every answer that was
-    begun. A prompt of many turns is put aside between two of them where other questions wait: the next one is begun
-    first, and the prompt goes on in the same turn of the engine. Between the layers of the prompt, too, such steps are taken, so that no answer waits for the end of another,
-    nor for a long prompt. What is stored of an answer is made when its turn is over, in the same way.
+    begun. A prompt of many turns is put aside between two of them where other questions wait, and goes on behind the
+    first of those. Between the layers of a prompt, too, steps are taken, so that no answer waits for the end of
+    another, nor for a long prompt. What is stored of an answer is made when its turn is over, in the same way.
 
     Parameters
     ----------

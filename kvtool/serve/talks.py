@@ -110,7 +110,8 @@ class Talks:
     def begin(self, session: Session, ask: Ask) -> Iterator[Talk | None]:
         """Bring a question to the first token of its answer, behind the turns before it.
 
-        Where it fails, or is closed, what stands of the turns is held all the same. Raises as `Conversation.begin` does.
+        Where it fails, or is closed, what stands of the turns is held all the same.
+        Raises as `Conversation.begin` does.
 
         Yields
         ------
@@ -202,7 +203,7 @@ def _skip_what_will_not_stand(
     """Find by their lengths which turns will not stand behind the question, and go on without them: nothing is computed
     that the conversation would let go of. Between two turns others may go on."""
     from kvtool.core.query.follow_up import searched
-    from kvtool.core.query.trial import last_start
+    from kvtool.core.query.trial import Start, last_start
 
     said = [turn.question for turn in talk.said]
     asked = [*said, *(question for question, _ in turns)]
@@ -210,13 +211,13 @@ def _skip_what_will_not_stand(
         (searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
         for number, (question, answer) in enumerate([*turns, (request.question, "")])
     )
-    skipped, full = 0, None
-    for skipped, full in last_start(talk.trial(session, options), found):
+    start = Start()
+    for start in last_start(talk.trial(session, options), found):  # noqa: B007 (the last one counts)
         yield
-    if full is not None:
+    if start.full is not None:
         hint = "the model sees none of the turns before; they still steer the search"
-        session.warn(f"{full.message}: it starts over", hint)
-        talk.skip(turns[:skipped])
+        session.warn(f"{start.full.message}: it starts over", hint)
+        talk.skip(turns[: start.skipped])
 
 
 class _Clock:

@@ -227,9 +227,7 @@ _KINDS: dict[type, str] = {
 }
 
 
-def texts(
-    value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES
-) -> tuple[str, ...]:
+def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
     """Return a field that is a text or a list of them.
 
     Parameters

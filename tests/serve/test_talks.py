@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.errors import KvtoolError, KvtoolWarning, UsageError
+from kvtool.core.errors import ContextFullError, KvtoolError, KvtoolWarning, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.conversation import Conversation
@@ -252,9 +253,7 @@ def test_a_conversation_that_is_too_long_starts_over_as_a_chat_does(client: Clie
     assert counts(on)[0] > 0
 
 
-def test_what_is_too_long_is_known_before_anything_is_computed(
-    client: Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """An assistant's turn longer than the context: its rows would be computed only to be let go of."""
     rows: list[int] = []
     for name in ("walk", "compute"):
@@ -286,6 +285,10 @@ def test_turns_that_will_not_stand_are_not_computed(
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
             _behind(session, talk, partial(talk.give, session, Request(question), said))
+        with suppress(ContextFullError):
+            talk.begin(session, QUESTIONS[0])
+            pytest.fail("the last question starts over, too")
+        talk.start_over()
         expected = talk.ask(QUESTIONS[0])
     given, give = [0], Conversation.give
 

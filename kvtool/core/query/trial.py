@@ -72,18 +72,19 @@ def check_room(session: Session, tokens: int) -> None:
         )
 
 
-def last_start(
-    trial: Trial, turns: Iterable[tuple[Request, str]]
-) -> Iterator[tuple[int, ContextFullError | None]]:
-    """Add turns, the question behind them the last, one at each step.
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The turn at which a conversation starts over for the last time: the turns skipped before it, and why."""
 
-    Yields
-    ------
-    How many of the turns will not stand behind the last one, as far as is known, and why; 0 and None: all will.
-    """
-    found: tuple[int, ContextFullError | None] = 0, None
+    skipped: int = 0
+    full: ContextFullError | None = None
+
+
+def last_start(trial: Trial, turns: Iterable[tuple[Request, str]]) -> Iterator[Start]:
+    """Add turns, the question behind them the last, and yield after each what is known so far."""
+    found = Start()
     for number, (request, answer) in enumerate(turns):
         trial.add(request, answer)
         if trial.full is not None:
-            found = number, trial.full
+            found = Start(number, trial.full)
         yield found
