@@ -11,7 +11,6 @@ import os
 import signal
 import socket
 import ssl
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -156,7 +155,7 @@ class Watchdog:
         if self._started:
             return
         self._started = True
-        faulthandler.dump_traceback_later(self._seconds + _LAST_RESORT, exit=True, file=sys.__stderr__ or 2)
+        faulthandler.dump_traceback_later(self._seconds + _LAST_RESORT, exit=True, file=2)
         threading.Thread(target=self._run, name="kvtool-watchdog", daemon=True).start()
 
     def _run(self) -> None:
