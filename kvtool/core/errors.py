@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import ClassVar
 
+_COMPARED = 64  # letters of a word that known ones are compared with: comparing is quadratic
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -114,7 +115,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint: `did you mean …?`, or nothing where no known word is near."""
     import difflib
 
-    words, typed = list(known), word.strip().lower()
+    words, typed = list(known), word[:_COMPARED].strip().lower()
     begun = [name for name in words if len(typed) > 1 and name.startswith(typed)]
     near = begun or difflib.get_close_matches(typed, words, n=1, cutoff=0.5)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -25,7 +25,7 @@ from kvtool.serve.guard import Guard, Patience
 from kvtool.serve.metrics import Metrics
 from kvtool.serve.noting import Notes
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.wire import Refusal, failed, refused
+from kvtool.serve.wire import Refusal, briefly, failed, refused
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
 
@@ -77,7 +77,7 @@ def _routes(
     documents = Documents(engine, ingesting, options.root, options.uploads)
 
     async def health(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(engine.status))
+        return JSONResponse(await briefly(engine.status))
 
     async def measured(request: Request) -> Response:
         return Response(await asyncio.to_thread(metrics.text), media_type=_TEXT_FORMAT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -11,7 +12,7 @@ from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, Turns
-from kvtool.serve.wire import Refusal, taken, texts
+from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, taken, texts, within
 
 # What of a question's options a client may set, under `kvtool`: nothing that names a file or a model of this machine.
 ALLOWED = (
@@ -48,7 +49,8 @@ _KNOWN = (
     *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "seed", "stop"),
     *_USER,
 )
-_MOST_STOPS = 16
+_MOST_STOPS, _LONGEST_STOP = 16, 1000  # characters
+_MOST_MESSAGES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
 
 def read_completion(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
     """Read a body of `/v1/completions`; see `read_chat`. Its prompt is the question."""
-    prompts = texts(value, "prompt")
+    prompts = texts(value, "prompt", LONGEST_TEXT)
     if len(prompts) != 1:
         raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
     return _wanted(value, "prompt", prompts[0], options)
@@ -99,7 +101,7 @@ def _wanted(
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
-    given = {name: own[name] for name in ALLOWED if own.get(name) is not None}
+    given = {name: _bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
     numbers = {
         "max_tokens": taken(value, "max_completion_tokens", int, taken(value, "max_tokens", int)),
         "temperature": taken(value, "temperature", (int, float)),
@@ -108,9 +110,7 @@ def _wanted(
     given |= {name: number for name, number in numbers.items() if number is not None}
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     stream = taken(value, "stream_options", dict, {})
-    stop = texts(value, "stop")
-    if len(stop) > _MOST_STOPS:
-        raise Refusal(400, "too_many", f"stop has {len(stop)} texts", f"at most {_MOST_STOPS}", "stop")
+    stop = texts(value, "stop", _LONGEST_STOP, _MOST_STOPS)
     return Wanted(
         ask=Ask(Request(question, choice.chunks, choice.documents), replace(options, **given), stop, turns),
         stream=taken(value, "stream", bool, False),
@@ -118,6 +118,13 @@ def _wanted(
         model=taken(value, "model", str, ""),
         user=next(filter(None, [taken(value, name, str, "") for name in _USER]), ""),
     )
+
+
+def _bounded(value: Any, name: str) -> Any:
+    """Return an option's value, its texts no longer and no more than names may be. Raises Refusal."""
+    if isinstance(value, list) and len(value) > MOST_NAMES:
+        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
+    return [within(each, name) for each in value] if isinstance(value, list) else within(value, name)
 
 
 def _check_names(value: Mapping[str, Any], asked: str) -> None:
@@ -129,11 +136,20 @@ def _check_names(value: Mapping[str, Any], asked: str) -> None:
             raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
         if given not in _NEUTRAL[name]:
             hint = f"leave it out, or give {_NEUTRAL[name][0]!r}"
-            raise Refusal(400, "unsupported", f"{name} cannot be set to {given!r}", hint, name)
+            raise Refusal(400, "unsupported", f"{name} cannot be set to {_shown(given)}", hint, name)
+
+
+def _shown(value: Any) -> str:
+    """Return a value of a client's as an error shows it."""
+    return reprlib.repr(value)
 
 
 def _conversation(messages: list[Any]) -> tuple[str, Turns, str]:
     """The instruction, the turns before the last question, and that."""
+    if len(messages) > _MOST_MESSAGES:
+        raise Refusal(
+            400, "too_many", f"there are {len(messages):,} messages", f"at most {_MOST_MESSAGES:,}", "messages"
+        )
     said = [_message(message, number) for number, message in enumerate(messages)]
     system = "\n\n".join(text for role, text in said if role in ("system", "developer"))
     spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
@@ -162,11 +178,11 @@ def _message(message: Any, number: int) -> tuple[str, str]:
     role = message.get("role")
     if role not in ("system", "developer", "user", "assistant"):
         raise Refusal(
-            400, "unsupported", f"{where} has the role {role!r}", "user, assistant or system", f"{where}.role"
+            400, "unsupported", f"{where} has the role {_shown(role)}", "user, assistant or system", f"{where}.role"
         )
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
     if not all(isinstance(word, str) for word in words):
         raise Refusal(400, "unsupported", f"{where} holds something else than text", param=f"{where}.content")
-    return role, "\n".join(map(str, words))
+    return role, within("\n".join(map(str, words)), f"{where}.content", LONGEST_TEXT)

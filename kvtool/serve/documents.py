@@ -21,9 +21,10 @@ from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
 from kvtool.serve.uploads import Uploads
-from kvtool.serve.wire import Refusal, body_of, taken, texts
+from kvtool.serve.wire import Refusal, body_of, taken, texts, within
 
 _LONGEST_NAME = 255  # bytes, as file systems have it
+_LONGEST_DOCUMENT = 10**9  # characters: --max-body is less
 _SOON = 5  # seconds
 
 
@@ -58,7 +59,7 @@ class Documents:
 
     async def show(self, request: Request) -> Response:
         """`GET /v1/documents`: all of them; with `?source=` the one that it means, with its chunks, or those."""
-        wanted = request.query_params.get("source")
+        wanted = within(request.query_params.get("source"), "source")
         try:
             documents = await asyncio.to_thread(self._engine.documents, wanted)
         except UsageError as error:
@@ -74,7 +75,7 @@ class Documents:
         Nothing is forgotten where a file of the uploads folder would bring it back: one that no client sent, or one
         that holds further documents.
         """
-        source = request.query_params.get("source", "")
+        source = within(request.query_params.get("source", ""), "source")
         if not source:
             raise Refusal(400, "no_document", "no document is named", "DELETE /v1/documents?source=…", "source")
         much = _is_true(request, "all")
@@ -146,7 +147,8 @@ class Documents:
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
         if not isinstance(row, dict) or set(row) != {"name", "text"}:
             raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
-        return self._uploads.folder / _safe_name(row), taken(row, "text", str, "").encode("utf-8", "replace")
+        text: str = taken(row, "text", str, "", _LONGEST_DOCUMENT)
+        return self._uploads.folder / _safe_name(row), text.encode("utf-8", "replace")
 
 
 def _is_true(request: Request, name: str) -> bool:

@@ -10,9 +10,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from kvtool.serve.engine import Engine
-from kvtool.serve.wire import Refusal, body_of, taken, texts
+from kvtool.serve.wire import LONGEST_TEXT, Refusal, body_of, briefly, taken, texts
 
 _MOST_TEXTS = 2048
+_AT_ONCE = 2  # requests that have a thread: the loop has few, and others need them, too
 _FORMATS = ("float", "base64")
 
 
@@ -20,14 +21,14 @@ class Embeddings:
     """The endpoint of embeddings."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._engine, self._turn = engine, asyncio.Semaphore(_AT_ONCE)
 
     async def embed(self, request: Request) -> Response:
         """`POST /v1/embeddings`."""
         value = await body_of(request)
-        words, name = texts(value, "input"), taken(value, "model", str, "")
+        words, name = texts(value, "input", LONGEST_TEXT, _MOST_TEXTS), taken(value, "model", str, "")
         kind = taken(value, "encoding_format", str, "float")
-        known = await asyncio.to_thread(lambda: self._engine.embedder_name)
+        known = await briefly(lambda: self._engine.embedder_name)
         if known is None:
             raise Refusal(404, "no_embedder", "the store has no embedding model", "ingest once with --embedder MODEL")
         if name not in ("", known):
@@ -36,7 +37,8 @@ class Embeddings:
             raise Refusal(400, "wrong_input", f"input has to be 1 to {_MOST_TEXTS} texts", param="input")
         if kind not in _FORMATS:
             raise Refusal(400, "unsupported", f"there is no format {kind!r}", "float or base64", "encoding_format")
-        vectors, tokens = await asyncio.to_thread(self._engine.embed, words)
+        async with self._turn:
+            vectors, tokens = await asyncio.to_thread(self._engine.embed, words)
         rows = [
             {"object": "embedding", "index": number, "embedding": _as(kind, vector)}
             for number, vector in enumerate(vectors)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +15,7 @@ from kvtool.core.query.reply import Reply, ReplyChunk, Request
 if TYPE_CHECKING:
     from kvtool.core.model.generate import Writing
     from kvtool.core.query.answer import Begun
+    from kvtool.core.session.session import Session
     from kvtool.serve.talks import Talk
 
 
@@ -125,6 +126,8 @@ class Job:
     ----------
     tell : called with each event, in the thread that answers; it must not wait. Raises LeftError where nobody listens.
     arrived : by `time.monotonic()`.
+    steps : bring it to the first token, over `session`; None before the first of them. `aside`: when the last one
+        ended, by `time.monotonic()`.
     begun, writing : once its prompt is there; `talk`: the conversation that it is a turn of.
     left : whoever asked does not wait any more.
     failed : what went wrong in telling; `ended`: nothing more will be told.
@@ -137,6 +140,9 @@ class Job:
     queue_ms: float = 0.0
     others_ms: float = 0.0
     warnings: list[tuple[str, str]] = field(default_factory=list)
+    steps: Generator[Begun | None] | None = None
+    session: Session | None = None
+    aside: float = 0.0
     begun: Begun | None = None
     writing: Writing | None = None
     talk: Talk | None = None

@@ -31,8 +31,9 @@ class Scheduler:
     """Answers jobs, one of each client after another (`Line`).
 
     A turn takes one prompt to its first token, where an answer may begin, and then one step of every answer that was
-    begun. Between the layers of the prompt, too, such steps are taken, so that no answer waits for the end of another,
-    nor for a long prompt. What is stored of an answer is made when its turn is over, in the same way.
+    begun. A prompt of many turns is put aside between two of them where other questions wait, and goes on behind the
+    first of those. Between the layers of a prompt, too, steps are taken, so that no answer waits for the end of
+    another, nor for a long prompt. What is stored of an answer is made when its turn is over, in the same way.
 
     Parameters
     ----------
@@ -49,6 +50,7 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting = Line(queue)
         self._running: list[Job] = []
+        self._aside: deque[Job] = deque()  # of those, the ones whose prompts have begun and are to go on
         self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
         self._stepped = self._step_took = 0.0  # when the last step ended, by `time.monotonic()`, and its seconds
         self._unkept: deque[Begun | Talk] = deque()
@@ -147,10 +149,11 @@ class Scheduler:
             return not self._stopped
 
     def _turn(self, together: Together) -> None:
-        job = self._next()
+        jobs = [self._next(), self._aside.popleft() if self._aside else None]
         self._drop_lost(together)  # whoever left before the next one came: what it held of a conversation is free then
-        if job is not None and not job.ended:
-            self._begin(job, together)
+        for job in jobs:
+            if job is not None and not job.ended:
+                self._begin(job, together)
         self._step(together)
         while self._unkept:
             self._keep(self._unkept.popleft(), together)
@@ -222,15 +225,19 @@ class Scheduler:
                 self._end(job, lost)
 
     def _begin(self, job: Job, together: Together) -> None:
-        """Bring a job to its first token."""
+        """Bring a job to its first token, or nearer to it."""
         from kvtool.core.model.between import between_layers
         from kvtool.core.model.generate import Writing
 
-        job.queue_ms = (time.monotonic() - job.arrived) * 1e3
+        job.queue_ms += (time.monotonic() - (job.aside or job.arrived)) * 1e3
         self._current = job
         try:
             with between_layers(lambda: self._give_way(together, job)):
                 begun = job.begun = self._begun(job)
+            if begun is None:
+                job.aside = time.monotonic()
+                self._aside.append(job)
+                return
             sampling = replace(begun.sampling, stop=job.ask.stop)
             cache, decoder = begun.outcome.fused.cache, begun.session.decoder
             job.writing = Writing(decoder, cache, begun.known, sampling, lambda piece: self._tell(job, piece))
@@ -240,16 +247,39 @@ class Scheduler:
         finally:
             self._current = None
 
-    def _begun(self, job: Job) -> Begun:
-        """A job's prompt, fused; once more where another store has just come into the place of the open one."""
+    def _begun(self, job: Job) -> Begun | None:
+        """A job's prompt, fused; begun once more where another store has just come into the place of the open one.
+
+        Returns
+        -------
+        None : it has more turns to go through, and others wait.
+        """
         for attempt in range(_ANOTHER_STORE):
             session = self._resident.session()
+            if job.session is not session:
+                job.session, job.steps = session, begun_for(job, session, self._talks)
             try:
-                return begun_for(job, session, self._talks)
+                return self._stepped_through(job)
             except (ModelError, StoreFormatError):
                 if attempt == _ANOTHER_STORE - 1 or session is self._resident.session():
                     raise
         raise AssertionError("it is tried once at least")
+
+    def _stepped_through(self, job: Job) -> Begun | None:
+        from kvtool.core.model.between import step_aside
+
+        assert job.steps is not None
+        started = time.monotonic()
+        while (begun := next(job.steps)) is None:
+            step_aside()
+            if self._others_can_begin and time.monotonic() - started >= _SLICE:
+                return None
+        return begun
+
+    @property
+    def _others_can_begin(self) -> bool:
+        """Whether a question waits for which there is a place, or another prompt has been put aside."""
+        return bool(self._aside or (self._waiting and len(self._running) < self._parallel))
 
     def _answer(self, job: Job) -> None:
         """End a job whose answer is written; what is to be kept of it is kept after it was told."""
@@ -287,9 +317,11 @@ class Scheduler:
                 return
             jobs.remove(job)
             self._changed.notify_all()
+        if job.steps is not None:
+            job.steps.close()  # what it has gone through is held
         if job.talk is not None:
             self._talks.hold(job.talk.talk, job.ask.request)
-        job.begun = job.writing = job.talk = None
+        job.begun = job.writing = job.talk = job.steps = job.session = None
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8

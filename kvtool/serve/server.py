@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import faulthandler
 import logging
 import math
 import os
 import signal
 import socket
 import ssl
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +22,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import EXIT_TERMINATED, KvtoolError
 from kvtool.serve.beside import leave
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
@@ -27,6 +30,8 @@ from kvtool.serve.protocol import patient
 
 _BACKLOG = 128
 _HEADER_BYTES = 64 * 1024
+_LAST_RESORT = 10.0  # seconds behind its own deadline
+_GRACE = 30.0  # seconds that an end may take after its answers: a batch of an ingest, a layer of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +86,9 @@ def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Ca
     ready : called when clients are answered.
     """
     servers = [server_of(listener, drain) for listener in listeners]
+    watchdog = Watchdog(drain + _GRACE, warn)
     with _told(warn):
-        asyncio.run(_until_signalled(engine, servers, [each.socket for each in listeners], ready))
+        asyncio.run(_until_signalled(engine, servers, [each.socket for each in listeners], ready, watchdog))
 
 
 class _Server(uvicorn.Server):
@@ -94,7 +100,11 @@ class _Server(uvicorn.Server):
 
 
 async def _until_signalled(
-    engine: Engine, servers: Sequence[uvicorn.Server], sockets: Sequence[socket.socket], ready: Callable[[], None]
+    engine: Engine,
+    servers: Sequence[uvicorn.Server],
+    sockets: Sequence[socket.socket],
+    ready: Callable[[], None],
+    watchdog: Watchdog,
 ) -> None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
@@ -104,8 +114,11 @@ async def _until_signalled(
                 server.force_exit = True
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end)
+    def signalled(number: int, frame: object) -> None:
+        watchdog.start()  # here, not in the loop: that may be what does not come back
+        loop.call_soon_threadsafe(end)
+
+    before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
     running = [asyncio.ensure_future(server.serve([bound])) for server, bound in zip(servers, sockets, strict=True)]
     try:
         while not all(server.started for server in servers):
@@ -118,8 +131,38 @@ async def _until_signalled(
         await asyncio.gather(*running)
     finally:
         engine.halt()  # whatever still runs would be waited for
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Watchdog:
+    """A deadline for the end of the process: whatever holds it up then, the process ends, with a line that says so.
+
+    The bounds of requests (`wire`) keep the interpreter from being held for long. This one does not trust them: its
+    last resort is a thread of `faulthandler`, which needs no interpreter.
+
+    Parameters
+    ----------
+    seconds : that an end may take.
+    """
+
+    def __init__(self, seconds: float, warn: Warn) -> None:
+        self._seconds, self._warn = seconds, warn
+        self._started = False
+
+    def start(self) -> None:
+        """Count from now on; once more changes nothing."""
+        if self._started:
+            return
+        self._started = True
+        faulthandler.dump_traceback_later(self._seconds + _LAST_RESORT, exit=True, file=2)
+        threading.Thread(target=self._run, name="kvtool-watchdog", daemon=True).start()
+
+    def _run(self) -> None:
+        time.sleep(self._seconds)
+        what = f"the server has not come to its end in {self._seconds:g} s after it was told to"
+        self._warn(f"{what}: it is ended", "what was answered or ingested so far is kept")
+        os._exit(EXIT_TERMINATED)
 
 
 def server_of(listener: Listener, drain: float) -> uvicorn.Server:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -45,6 +45,11 @@ class _Key:
         plain = QueryOptions()
         free = {name: getattr(plain, name) for name in _FREE}
         return cls(replace(options, **free), request.chunks, request.documents, turns)
+
+    def begins(self, other: _Key) -> bool:
+        """Return whether another conversation goes on from this one, or is this one."""
+        turns = other.turns[: len(self.turns)]
+        return self.turns == turns and replace(other, turns=turns) == self
 
 
 @dataclass(slots=True)
@@ -102,10 +107,15 @@ class Talks:
     def __len__(self) -> int:
         return len(self._held)
 
-    def begin(self, session: Session, ask: Ask) -> Talk:
+    def begin(self, session: Session, ask: Ask) -> Iterator[Talk | None]:
         """Bring a question to the first token of its answer, behind the turns before it.
 
-        Where it fails, what stands of the turns is held all the same. Raises as `Conversation.begin` does.
+        Where it fails, or is closed, what stands of the turns is held all the same.
+        Raises as `Conversation.begin` does.
+
+        Yields
+        ------
+        None after each turn, where something else may be done; at last the question with its conversation.
         """
         if session is not self._session:
             self.clear()
@@ -114,19 +124,22 @@ class Talks:
         if turns and (options.defer or options.slo_ms is not None):
             session.warn("`defer` and `slo_ms` are for a first question: they are left aside behind other turns", "")
             options = replace(options, defer=False, slo_ms=None)
-        started = time.perf_counter()
+        clock = _Clock()
         talk, reason = self._taken(session, _Key.of(options, ask.request, turns))
         kept, gone_through = talk.rows, []
         try:
+            if ahead := turns[len(talk.said) :]:
+                yield from clock.paused(_skip_what_will_not_stand(session, talk, ask.request, ahead, options))
             for question, answer in turns[len(talk.said) :]:
                 request = replace(ask.request, question=question)
                 gone_through.append(_behind(session, talk, partial(talk.give, session, request, answer)))
-            ms = (time.perf_counter() - started) * 1e3
+                yield from clock.paused([None])
+            ms = clock.ms
             begun = _behind(session, talk, partial(talk.begin, session, ask.request, options))
         except BaseException:
             self.hold(talk, ask.request)
             raise
-        return Talk(talk, begun, kept, reason, ms, gone_through)
+        yield Talk(talk, begun, kept, reason, ms, gone_through)
 
     def hold(self, talk: Conversation, request: Request) -> None:
         """Hold what stands of a conversation until it goes on.
@@ -154,15 +167,13 @@ class Talks:
         """The conversation that stands behind these turns or the first of them, or a new one; why not behind all."""
         from kvtool.core.query.conversation import Conversation
 
+        count = max((len(held.turns) for held in self._held if held.begins(key)), default=0)
+        held = self._take(replace(key, turns=key.turns[:count])) if count else None
         reason = _NOT_HELD if key.turns else ""
-        for count in range(len(key.turns), 0, -1):
-            held = self._take(replace(key, turns=key.turns[:count]))
-            if held is None:
-                continue
+        if held is not None:
             if held.finds_the_same(session):
                 return held, "" if count == len(key.turns) else f"what is held ends with turn {count}"
             reason = "other passages are found now, or read otherwise"
-            break
         return Conversation.over(session, key.options, by_text=True), reason
 
     def _take(self, key: _Key) -> Conversation | None:
@@ -186,14 +197,64 @@ def _behind(session: Session, talk: Conversation, turn: Callable[[], Begun]) -> 
         return turn()
 
 
-def begun_for(job: Job, session: Session, talks: Talks) -> Begun:
-    """Bring a job to the first token of its answer, behind the turns of its conversation if it has one."""
+def _skip_what_will_not_stand(
+    session: Session, talk: Conversation, request: Request, turns: Turns, options: QueryOptions
+) -> Iterator[None]:
+    """Find by their lengths which turns will not stand behind the question, and go on without them: nothing is computed
+    that the conversation would let go of. Between two turns others may go on."""
+    from kvtool.core.query.follow_up import searched
+    from kvtool.core.query.trial import Start, last_start
+
+    said = [turn.question for turn in talk.said]
+    asked = [*said, *(question for question, _ in turns)]
+    found = (
+        (searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
+        for number, (question, answer) in enumerate([*turns, (request.question, "")])
+    )
+    start = Start()
+    for start in last_start(talk.trial(session, options), found):  # noqa: B007 (the last one counts)
+        yield
+    if start.full is not None:
+        hint = "the model sees none of the turns before; they still steer the search"
+        session.warn(f"{start.full.message}: it starts over", hint)
+        talk.skip(turns[: start.skipped])
+
+
+class _Clock:
+    """The milliseconds of a work that is put aside now and then."""
+
+    def __init__(self) -> None:
+        self._done, self._since = 0.0, time.perf_counter()
+
+    @property
+    def ms(self) -> float:
+        """So far, without the time in which it was put aside."""
+        return (self._done + time.perf_counter() - self._since) * 1e3
+
+    def paused(self, steps: Iterable[None]) -> Iterator[None]:
+        """Yield between some steps, which do not count in between."""
+        for _ in steps:
+            self._done += time.perf_counter() - self._since
+            yield
+            self._since = time.perf_counter()
+
+
+def begun_for(job: Job, session: Session, talks: Talks) -> Generator[Begun | None]:
+    """Bring a job to the first token of its answer, behind the turns of its conversation if it has one.
+
+    Yields
+    ------
+    None where something else may be done before it goes on; at last the answer that has begun.
+    """
     from kvtool.core.query.answer import begin_answer
     from kvtool.core.query.layout import lay_out
 
     ask = job.ask
-    with session.lock, session.store.view():
-        if ask.turns is None:
-            return begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
-        job.talk = talks.begin(session, ask)
-        return job.talk.begun
+    if ask.turns is None:
+        with session.lock, session.store.view():
+            begun = begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
+        yield begun
+        return
+    for talk in talks.begin(session, ask):
+        job.talk = talk
+        yield None if talk is None else talk.begun

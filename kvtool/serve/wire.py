@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
-from collections.abc import Mapping
-from typing import Any
+import re
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -22,7 +25,21 @@ from kvtool.core.errors import (
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
+# Most of what a request may bring, looked at before anything is done with it: docs/server.md names them.
+LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
+LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
+MOST_NAMES = 256  # in a list of them
+_MOST_VALUES = 10**5  # of JSON, names of fields included
 _DEEPEST = 64  # brackets in brackets
+_LONGEST_MESSAGE = 2000  # characters of an error: it repeats what was sent
+# A whole text of JSON, or what follows a quotation mark that none ends.
+_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_NO_BRACKET = re.compile(r"[^\[\]{}]++")
+_SHORT_BODY = 1 << 16  # bytes that are read as JSON in a moment
+
+# Threads for what takes a moment: it does not wait behind embeddings and ingests, which the loop's own threads do.
+_BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
+T = TypeVar("T")
 # What an error means to a client: status, type, code. The first class that fits.
 _MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
     (BusyError, 429, "rate_limit_error", "busy"),
@@ -56,9 +73,15 @@ def refused(refusal: Refusal) -> JSONResponse:
 
 def error_facts(message: str, hint: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
     """An error as its JSON has it; what is to be done stands in the message, too, which is all that clients show."""
-    text = f"{scrubbed(message)} ({scrubbed(hint)})" if hint else scrubbed(message)
-    param = param and param.encode("utf-8", "replace").decode()  # a name that the client gave
-    return {"message": text, "type": kind, "code": code, "param": param, "hint": scrubbed(hint)}
+    message, hint = (scrubbed(shortened(text)) for text in (message, hint))
+    param = param and shortened(param).encode("utf-8", "replace").decode()  # a name that the client gave
+    text = f"{message} ({hint})" if hint else message
+    return {"message": text, "type": kind, "code": code, "param": param, "hint": hint}
+
+
+def shortened(text: str) -> str:
+    """Return a text that may repeat what a client sent, at a length that can be shown."""
+    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
 
 
 def failed(error: KvtoolError) -> JSONResponse:
@@ -97,10 +120,19 @@ async def body_of(request: Request) -> dict[str, Any]:
     if kind != "application/json":
         raise Refusal(415, "not_json", "the body has to be JSON", "send Content-Type: application/json")
     data = await request.body()
+    return _parsed(data) if len(data) <= _SHORT_BODY else await briefly(lambda: _parsed(data))
+
+
+async def briefly(work: Callable[[], T]) -> T:
+    """Do in another thread what takes a moment."""
+    return await asyncio.get_running_loop().run_in_executor(_BRIEF, work)
+
+
+def _parsed(data: bytes) -> dict[str, Any]:
+    """Read a JSON object. The interpreter is held for no longer than 16 MB of text and few values take to be read."""
     try:
         text = data.decode("utf-8")
-        if _depth(text) > _DEEPEST:
-            raise ValueError("it is nested too deep")
+        _check_shape(text)
         value = json.loads(
             text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole, object_pairs_hook=_once
         )
@@ -131,32 +163,42 @@ def _whole(text: str) -> int:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object each of whose names stands once: of two values one would be left out without a word."""
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
+    value: dict[str, Any] = {}
+    for name, each in pairs:
+        if name in value:
+            raise ValueError(f"{name[:LONGEST_NAME]!r} stands there twice")
+        value[name] = each
     return value
 
 
-def _depth(text: str) -> int:
-    """How deep a JSON text may be nested at most: brackets in texts count, too."""
-    deepest = depth = 0
-    for letter in text:
-        if letter in "[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif letter in "]}":
-            depth -= 1
-    return deepest
+def _check_shape(text: str) -> None:
+    """Refuse JSON that is nested too deep, or has too many values. Raises ValueError."""
+    plain = _TEXT.sub('""', text)
+    if plain.count(",") + plain.count("[") + plain.count("{") > _MOST_VALUES:
+        raise ValueError(f"it has more than {_MOST_VALUES} values")
+    depth = 0
+    for letter in _NO_BRACKET.sub("", plain):
+        depth += 1 if letter in "[{" else -1
+        if depth > _DEEPEST:
+            raise ValueError("it is nested too deep")
 
 
-def taken(value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
-    """A field of a request; null and a missing one are its default.
+def taken(
+    value: Mapping[str, Any],
+    name: str,
+    kind: type | tuple[type, ...],
+    default: Any = None,
+    longest: int = LONGEST_NAME,
+) -> Any:
+    """Return a field of a request; null and a missing one are its default.
+
+    Parameters
+    ----------
+    longest : characters that a text may have.
 
     Raises
     ------
-    Refusal : it is of another type.
+    Refusal : it is of another type, or too long.
     """
     found = value.get(name)
     if found is None:
@@ -165,6 +207,13 @@ def taken(value: Mapping[str, Any], name: str, kind: type | tuple[type, ...], de
         kinds = kind if isinstance(kind, tuple) else (kind,)
         words = " or ".join(_KINDS[each] for each in kinds)
         raise Refusal(400, "wrong_type", f"{name} is not {words}", param=name)
+    return within(found, name, longest)
+
+
+def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
+    """Return a text that is no longer than it may be; other values as they are. Raises Refusal."""
+    if isinstance(found, str) and len(found) > longest:
+        raise Refusal(400, "too_long", f"{name} has {len(found):,} characters", f"at most {longest:,}", name)
     return found
 
 
@@ -178,10 +227,21 @@ _KINDS: dict[type, str] = {
 }
 
 
-def texts(value: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """A field that is a text or a list of them. Raises Refusal."""
-    found = taken(value, name, (str, list), ())
+def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
+    """Return a field that is a text or a list of them.
+
+    Parameters
+    ----------
+    longest : characters that each may have. `most`: how many there may be.
+
+    Raises
+    ------
+    Refusal : it is something else, or too much.
+    """
+    found = taken(value, name, (str, list), (), longest)
     found = [found] if isinstance(found, str) else found
+    if len(found) > most:
+        raise Refusal(400, "too_many", f"{name} has {len(found):,} texts", f"at most {most:,}", name)
     if not all(isinstance(text, str) for text in found):
         raise Refusal(400, "wrong_type", f"{name} is no list of texts", param=name)
-    return tuple(found)
+    return tuple(within(text, name, longest) for text in found)

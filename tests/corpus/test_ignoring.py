@@ -96,8 +96,9 @@ def test_an_ignore_file_that_is_a_pipe_is_waited_for_by_nobody(tmp_path: Path) -
 
 
 def test_a_range_that_runs_backwards_is_no_pattern(root: Path) -> None:
+    """And a bracket in a bracket is one of the characters, of which nobody is warned."""
     put(root, "a.md", "b.md")
-    (root / ".gitignore").write_text("[z-a].md\nb.md\n")
+    (root / ".gitignore").write_text("[z-a].md\n[[x]*.md\nb.md\n")
     assert names(root, find_files([root])) == ["a.md"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.query.finding import in_order
-from kvtool.core.retrieval.finder import _matches
+from kvtool.core.retrieval.finder import _matcher
 from kvtool.core.retrieval.passages import Hit, Passage, title_of
 
 
@@ -48,4 +48,4 @@ def test_orders() -> None:
     ],
 )
 def test_globs(source: str, glob: str, matches: bool) -> None:
-    assert _matches(source, [glob]) is matches
+    assert _matcher([glob])(source) is matches

@@ -121,7 +121,7 @@ def test_names_that_there_cannot_be_beside_others(store: Path, tmp_path: Path) -
     (uploads / "folder.md").mkdir(parents=True)
     (uploads / "file.md").write_text("here")
     with serving(store, uploads=uploads) as served, served.client as client:
-        for name in ("file.md/a.md", "folder.md", "/".join(["a" * 200] * 30)):
+        for name in ("file.md/a.md", "folder.md", "/".join(["a" * 203] * 20)):
             answer = client.post(DOCUMENTS, json={"documents": [{"name": name, "text": "x"}]})
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "wrong_name"), answer.text
 

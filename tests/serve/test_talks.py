@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvtool
-from kvtool.core.errors import KvtoolError
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
+from kvtool.core.errors import ContextFullError, KvtoolError, KvtoolWarning, UsageError
+from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.engine import Engine
-from kvtool.serve.job import Answer, Ask, Turns
-from kvtool.serve.talks import _NOT_HELD
+from kvtool.serve.job import Answer, Ask, Event, TooSlowError, Turns
+from kvtool.serve.talks import _NOT_HELD, _behind
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
-from tests.serve.conftest import Served, serving
+from tests.serve.conftest import PATIENCE, Served, serving
 
 QUESTIONS = (
     "Who built the third mill?",
@@ -159,6 +166,43 @@ def test_an_ingest_that_changes_nothing_found_keeps_it(store: Path, tmp_path: Pa
     assert changed.facts["turn"]["reason"] == "other passages are found now, or read otherwise"
 
 
+def another_instruction(store: Path) -> None:
+    """The prompt's beginning is another one; chunks and documents stay."""
+    with Store.open(store) as opened, opened.writer() as writer:
+        manifest = opened.manifest()
+        prefix = [*manifest["identity"]["prefix"], 7]
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | {"prefix": prefix, "system": "Other."}})
+
+
+def another_lead_in(store: Path) -> None:
+    """The same texts behind another lead-in: the same token ids under other chunk ids."""
+    with kvtool.open(store) as cache:
+        files = [entry.path for entry in cache._opened().store.files()]
+        with pytest.warns(KvtoolWarning, match="lead-in changes"):
+            cache.ingest(files, chunk_tokens=64, lead_in="none")
+
+
+def level_made_anew(store: Path) -> None:
+    """The same chunks at the same level, of another predictor."""
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level(opened.chunk_ids(), "4")
+    compress(store, CompressOptions(levels=("4",), predictor="anchor", questions=0))
+
+
+@pytest.mark.parametrize("change", [another_instruction, another_lead_in, level_made_anew])
+def test_nothing_is_held_of_what_would_be_laid_otherwise_now(store: Path, change: Callable[[Path], None]) -> None:
+    compress(store, CompressOptions(levels=("4",), predictor="mean", questions=0))
+    options = replace(SHORT, fusion="reuse", level="auto" if change is another_lead_in else "4")
+    with Client(store) as client:
+        turns, _ = client.talk(QUESTIONS[:2], options)
+        change(store)
+        changed = client.ask(QUESTIONS[2], turns, options)
+        assert counts(changed)[0] == 0
+        assert changed.facts["turn"]["reason"] == "other passages are found now, or read otherwise"
+        with Client(store, keep=0) as other:
+            assert other.ask(QUESTIONS[2], turns, options).text == changed.text
+
+
 def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
     with Client(ready) as measuring:
         measuring.talk(QUESTIONS[:1])
@@ -207,6 +251,99 @@ def test_a_conversation_that_is_too_long_starts_over_as_a_chat_does(client: Clie
     assert any("starts over" in text for text, _ in answer.warnings)
     on = client.ask(QUESTIONS[1], (*long, (QUESTIONS[0], answer.text)))
     assert counts(on)[0] > 0
+
+
+def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An assistant's turn longer than the context: its rows would be computed only to be let go of."""
+    rows: list[int] = []
+    for name in ("walk", "compute"):
+        plain = getattr(Decoder, name)
+
+        def counted(self: Decoder, tokens: Sequence[int], *args: Any, plain: Any = plain, **more: Any) -> Any:
+            rows.append(len(tokens))
+            return plain(self, tokens, *args, **more)
+
+        monkeypatch.setattr(Decoder, name, counted)
+    alone = client.ask(QUESTIONS[0], options=replace(SHORT, max_tokens=1))
+    computed, rows[:] = sum(rows), []
+    answer = client.ask(QUESTIONS[0], ((QUESTIONS[1], "word " * 20_000),), replace(SHORT, max_tokens=1))
+    assert sum(rows) <= computed
+    assert [text for text, _ in answer.warnings if "starts over" in text] != []
+    assert answer.text == alone.text
+    with pytest.raises(UsageError, match="the model takes 2048"):
+        client.ask("word " * 20_000)
+
+
+def test_turns_that_will_not_stand_are_not_computed(
+    ready: Path, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The conversation that is left is that of going through all of them."""
+    long = tuple((f"What of mill {number % 8}?", "word " * 300) for number in range(30))
+    with kvtool.open(ready) as cache:
+        session = cache._opened()
+        session.warn = lambda text, hint: None
+        talk = Conversation.over(session, SHORT, by_text=True)
+        for question, said in long:
+            _behind(session, talk, partial(talk.give, session, Request(question), said))
+        with suppress(ContextFullError):
+            talk.begin(session, QUESTIONS[0])
+            pytest.fail("the last question starts over, too")
+        talk.start_over()
+        expected = talk.ask(QUESTIONS[0])
+    given, give = [0], Conversation.give
+
+    def counted(self: Conversation, *args: Any) -> Any:
+        given[0] += 1
+        return give(self, *args)
+
+    monkeypatch.setattr(Conversation, "give", counted)
+    answer = client.ask(QUESTIONS[0], long)
+    assert given[0] < 8
+    assert answer.text == expected.answer
+    assert answer.facts["tokens"]["prompt"] == expected.tokens["prompt"]
+    assert answer.facts["turn"]["search"] == expected.turn["search"]
+    assert answer.facts["turn"]["number"] == len(long) + 1
+
+
+def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
+    """Its turns are short, so many of them stand."""
+    turns, ends = tuple((f"xyzzy {number}?", "No.") for number in range(60)), queue.SimpleQueue[tuple[str, Event]]()
+
+    def told(name: str) -> Callable[[Event], None]:
+        return lambda event: None if isinstance(event, str) else ends.put((name, event))
+
+    engine = Engine(ready, ModelOptions(), lambda *_: None)
+    engine.submit(Ask(Request(QUESTIONS[0]), SHORT, turns=turns, client=("one", "")), told("many"))
+    for number in range(3):
+        engine.submit(Ask(Request(QUESTIONS[1]), SHORT, client=(f"other {number}", "")), told("one"))
+    engine.start()
+    try:
+        order = [ends.get(timeout=PATIENCE) for _ in range(4)]
+    finally:
+        engine.close()
+    assert [name for name, _ in order] == ["one"] * 3 + ["many"]
+    assert all(isinstance(event, Answer) for _, event in order)
+
+
+def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its time is looked at between two turns; what it has gone through is held for the next try."""
+    give = Conversation.give
+    with Client(ready) as client:
+        client.ask(QUESTIONS[0])
+
+        def slow(self: Conversation, *args: Any) -> Any:
+            begun = give(self, *args)
+            if len(self.turns) == 3:
+                client.engine.scheduler._running[0].patience = 0.0
+            return begun
+
+        monkeypatch.setattr(Conversation, "give", slow)
+        turns = tuple((f"xyzzy {number}?", "No.") for number in range(20))
+        with pytest.raises(TooSlowError):
+            client.ask(QUESTIONS[0], turns)
+        monkeypatch.setattr(Conversation, "give", give)
+        again = client.ask(QUESTIONS[0], turns)
+    assert again.facts["turn"]["reason"] == "what is held ends with turn 3"
 
 
 def test_options_for_a_single_question_are_left_aside_with_a_word(client: Client) -> None:

@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
+from itertools import pairwise
 from pathlib import Path
+from typing import Literal
+
+_MOST_MARKS = 30  # combining marks in a row, as the Stream-Safe Text Format has it (Unicode Standard Annex 15)
+# Marks are no letters, but for two of Kana's narrow forms, which normalisation makes marks.
+_MARKS = re.compile(rf"(?:[^\w\s]|[\uff9e\uff9f]){{{_MOST_MARKS + 1},}}")
+
+
+def normalised(form: Literal["NFC", "NFKC"], text: str) -> str:
+    """Normalise a text in time that grows with its length alone.
+
+    Python sorts the combining marks of a letter in quadratic time. So a letter's marks beyond the thirtieth are
+    normalised apart from those before.
+    """
+    if text.isascii():
+        return text
+    cuts = [0, *(cut for run in _MARKS.finditer(text) for cut in _cuts(run)), len(text)]
+    return "".join(unicodedata.normalize(form, text[start:stop]) for start, stop in pairwise(cuts))
+
+
+def _cuts(run: re.Match[str]) -> list[int]:
+    """Return where a run without letters is cut, so that no more than so many marks stay together."""
+    cuts, marks = [], 0
+    for at, letter in enumerate(run[0], run.start()):
+        marks = marks + 1 if unicodedata.combining(unicodedata.normalize("NFKD", letter)[0]) else 0
+        if marks > _MOST_MARKS:
+            cuts.append(at)
+            marks = 1
+    return cuts
 
 
 def composed(name: str) -> str:
     """A name with its letters composed (NFC): equal for names that look alike."""
-    return name if name.isascii() else unicodedata.normalize("NFC", name)
+    return normalised("NFC", name)
 
 
 def as_on_disk(given: Path) -> Path:

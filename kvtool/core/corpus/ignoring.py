@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -161,10 +162,12 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         return None
     from pathspec import GitIgnoreSpec
 
-    spec = GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
-    for pattern in spec.patterns:
-        if pattern.regex is not None:
-            pattern.regex = re.compile(_linear(pattern.regex.pattern))
+    with warnings.catch_warnings():  # `re` warns of `[[`, which is any other character to git
+        warnings.simplefilter("ignore", FutureWarning)
+        spec = GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
+        for pattern in spec.patterns:
+            if pattern.regex is not None:
+                pattern.regex = re.compile(_linear(pattern.regex.pattern))
     return spec
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import string
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+
+from kvtool.core.common.spelling import normalised
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = set(string.punctuation)
@@ -28,7 +29,7 @@ class Scores:
 
 def normalise(text: str) -> str:
     """Reduce a text to lower case without punctuation, articles and double spaces (SQuAD 1.1 evaluation)."""
-    text = unicodedata.normalize("NFC", text).lower()
+    text = normalised("NFC", text).lower()
     text = "".join(char for char in text if char not in _PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", text).split())
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.load import Loaded
 
 
+_PIECE = 512  # rows that are appended to a cache at once
 _OTHERWISE = "the model keeps its state in a way of its own; that would need a layer of the prompt cache for it"
 
 
@@ -301,9 +302,15 @@ class Decoder:
         return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
 
     def append(self, ids: Sequence[int], cache: PromptCache) -> None:
-        """Append `ids` to the cache as `extend` does, without the LM head."""
-        rows, at = self._behind(cache, len(ids))
-        self.walk(ids, rows, cache, at)
+        """Append `ids` to the cache as `extend` does, without the LM head.
+
+        Many are computed in pieces: memory is bounded, and others may go on, or the work may end, between two layers of
+        each piece.
+        """
+        for start in range(0, len(ids), _PIECE):
+            piece = ids[start : start + _PIECE]
+            rows, at = self._behind(cache, len(piece))
+            self.walk(piece, rows, cache, at)
 
     def _behind(self, cache: PromptCache, count: int) -> tuple[Rows, torch.Tensor | None]:
         """Rows for `count` more tokens of a cache, and their positions where these are not their places."""

@@ -73,10 +73,7 @@ class TextStream:
         """How much of the text's end may be the beginning of a text that ends the answer."""
         if self.stopped_by is not None:
             return 0
-        lengths = (
-            length for stop in self._stops for length in range(1, len(stop)) if self.text.endswith(stop[:length])
-        )
-        return max(lengths, default=0)
+        return max((_overlap(self.text, stop) for stop in self._stops), default=0)
 
     def end(self) -> None:
         """Show what is left, without the first bytes of a character that never came."""
@@ -87,3 +84,12 @@ class TextStream:
         if self._on_text is not None and length > self._shown:
             self._on_text(self.text[self._shown : length])
         self._shown = max(length, self._shown)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return how many letters at the end of a text are the beginning of another, which is not there as a whole."""
+    end = text[-(len(stop) - 1) :] if len(stop) > 1 else ""
+    at = end.find(stop[0])
+    while at >= 0 and not stop.startswith(end[at:]):
+        at = end.find(stop[0], at + 1)
+    return len(end) - at if at >= 0 else 0

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from kvtool.core.errors import UsageError
+from kvtool.core.model.between import step_aside
 from kvtool.core.query.defer import spans
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder, Retrieval
-from kvtool.core.retrieval.passages import Hit
+from kvtool.core.retrieval.passages import Hit, Passage
 
 
 def chunks_for(
@@ -29,15 +30,24 @@ def chunks_for(
     if not request.question.strip():
         raise UsageError("the question is empty", "ask something")
     if request.chunks:
-        return [Hit(place, math.nan) for chunk in request.chunks for place in finder.places.of_chunks(chunk)]
+        return _named(request.chunks, finder.places.of_chunks)
     if request.documents:
-        return [Hit(place, math.nan) for name in request.documents for place in finder.places.of_document(name)]
+        return _named(request.documents, finder.places.of_document)
     retrieval = Retrieval(options.retriever, options.embedder, options.only, options.offline)
     hits = finder.find(request.search or request.question, options.top_k, retrieval, prefer=prefer)
     if not options.defer:
         return in_order(hits, options.order)
     rounds = spans(len(hits), options.defer_first)
     return [hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)]
+
+
+def _named(names: Sequence[str], find: Callable[[str], Sequence[Passage]]) -> list[Hit]:
+    """Return the passages of several names; between two of them others may go on."""
+    hits: list[Hit] = []
+    for name in names:
+        hits += [Hit(place, math.nan) for place in find(name)]
+        step_aside()
+    return hits
 
 
 def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:

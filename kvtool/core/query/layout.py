@@ -17,7 +17,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
 from kvtool.core.fusion.condense import with_rows
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_behind
-from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -26,11 +26,12 @@ from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
-    from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
 _NOTHING = ids_digest([])  # the lead-in of what stands first
+Marks = tuple[bytes | None, ...]
+"""Marks of a chunk's records at a level, one a layer: other records have other marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,32 +98,57 @@ def lay_out(
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
+        parts = parts_for(session, options)
+        question = question_tokens(session.tokenizer, request.question, parts)
+        length = _Length(session, options.max_tokens if answered else 0, len(question), behind)
+        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
+        length.check(least)  # before anything is looked for
         hits, again = _found(session, request, options, behind, must_find)
+        length.check(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
         if not left and behind is None and must_find:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
-        plan = _plan(session, request, options, with_rows(session.store, [found for _, found in left]), behind)
+        chunks = with_rows(session.store, [found for _, found in left])
+        if behind is None:
+            plan = build_plan(_prefix(session, parts.prefix), chunks, question)
+        else:
+            plan = plan_behind(behind.tokens, chunks, question)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
-    if session.is_loaded:
-        _check_length(session.decoder, plan, options.max_tokens if answered else 0, behind)
+    length.check(plan.length)
     return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again)
 
 
-def _check_length(decoder: Decoder, plan: Plan, more: int, behind: Standing | None) -> None:
-    """Refuse a prompt that the model cannot hold with `more` tokens of an answer; the hint is what would help."""
-    tokens, asked = plan.length + more, len(plan.segments[-1].ids)
-    hint = "lower --top-k or --max-tokens, or name fewer --documents"
-    if asked > decoder.context // 2:
-        hint = f"{asked} of them are the question's own: ask a shorter one, and ingest what it is about"
-    if behind is None:
-        decoder.check_length(tokens, hint)
-    elif tokens > decoder.context:
-        raise ContextFullError(
-            f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
-            f"start a new one, or {hint}",
-        )
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """The length of a prompt, held against what a loaded model takes; one that is not loaded takes any.
+
+    Attributes
+    ----------
+    more : tokens of an answer that there has to be room for. `asked`: tokens of the question.
+    """
+
+    session: Session
+    more: int
+    asked: int
+    behind: Standing | None
+
+    def check(self, tokens: int) -> None:
+        """Refuse a prompt of so many tokens, or more; the hint is what would help."""
+        if not self.session.is_loaded:
+            return
+        decoder, tokens = self.session.decoder, tokens + self.more
+        hint = "lower --top-k or --max-tokens, or name fewer --documents"
+        if self.asked > decoder.context // 2:
+            hint = f"{self.asked} of them are the question's own: ask a shorter one, and ingest what it is about"
+        if self.behind is None:
+            decoder.check_length(tokens, hint)
+        elif tokens > decoder.context:
+            raise ContextFullError(
+                f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
+                f"start a new one, or {hint}",
+            )
 
 
 def _found(
@@ -148,18 +174,22 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     return replace(asked, plan=build_plan(prefix.source, with_rows(session.store, chunks), question.ids))
 
 
-def _plan(
-    session: Session, request: Request, options: QueryOptions, chunks: Sequence[Candidate], behind: Standing | None
-) -> Plan:
-    """The whole prompt: the store's own beginning and answer header, unless another instruction is asked for; or what
-    comes behind a prompt that stands."""
-    parts = session.parts
+def parts_for(session: Session, options: QueryOptions) -> PromptParts:
+    """Return the prompt's fixed parts: the store's own, or those of another instruction that is asked for."""
     if options.system is not None and options.system != session.identity.system:
-        parts = prompt_parts(session.tokenizer, options.system)
-    question = question_tokens(session.tokenizer, request.question, parts)
-    if behind is not None:
-        return plan_behind(behind.tokens, chunks, question)
-    return build_plan(_prefix(session, parts.prefix), chunks, question)
+        return prompt_parts(session.tokenizer, options.system)
+    return session.parts
+
+
+def record_marks(session: Session, chunk_id: bytes, level: str) -> Marks:
+    """Return the marks of a chunk's records at a level."""
+    return tuple(session.store.record_mark(chunk_id, level, layer) for layer in range(session.layers))
+
+
+def plan_marks(session: Session, plan: Plan) -> tuple[Marks, ...]:
+    """Return the marks of the records that a plan reads, by segment; of a segment that reads none, nothing."""
+    sources = [(one.source.chunk_id, one.source.level if one.cached else None) for one in plan.segments]
+    return tuple(record_marks(session, chunk_id, level) if level else () for chunk_id, level in sources)
 
 
 def _prefix(session: Session, ids: Ids) -> Candidate:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+import re
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -185,10 +186,10 @@ class Finder:
 
     def _allowed(self, globs: Sequence[str]) -> Array:
         """Which chunks may be found, bool `[rows]`. Raises UsageError where no document matches."""
-        masks = [np.empty(0, bool)]
+        masks, is_meant = [np.empty(0, bool)], _matcher(globs)
         for segment in self.index.segments:
             sources = [segment.source(number) for number in range(len(segment.alive))]
-            matching = np.array([_matches(source, globs) for source in sources], bool) & segment.alive
+            matching = np.array([is_meant(source) for source in sources], bool) & segment.alive
             masks.append(np.repeat(matching, segment.chunk_counts))
         allowed = np.concatenate(masks)
         if not allowed.any():
@@ -196,10 +197,14 @@ class Finder:
         return allowed
 
 
-def _matches(source: str, globs: Sequence[str]) -> bool:
-    """Whether a glob matches the whole path, or its end from some folder on.
+def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
+    """Return what says whether a glob matches the whole path of a document, or its end from some folder on.
 
     A document of a JSON-lines file is matched by its file's path, too.
     """
-    names = (source, source.rpartition("#")[0])
-    return any(fnmatchcase(name, form) for glob in globs for form in (glob, f"*/{glob}") for name in names if name)
+    match = re.compile("|".join(translate(form) for glob in globs for form in (glob, f"*/{glob}"))).match
+
+    def is_meant(source: str) -> bool:
+        return any(match(name) is not None for name in (source, source.rpartition("#")[0]) if name)
+
+    return is_meant

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,9 @@ if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
     from kvtool.core.cache.store import Store
 
-_LABEL = re.compile(r"(?:p\.|text line|slide|cell|ch\.|¶|.* row) \d")
+_LABEL = re.compile(r"(?:p\.|text line|slide|cell|ch\.|¶) \d")
+_ROW = re.compile(r" row \d")
+_MOST_SPLITS = 32  # places of a name at which a label may begin; each costs a look at all sources
 
 
 class Places:
@@ -61,12 +64,11 @@ class Places:
         if sign and number.isdecimal():
             return self._at_number(path, int(number))
         refused = None
-        for space in re.finditer(" ", place):  # files have spaces in their names, and so have sheets
-            if _LABEL.match(place, space.end()):
-                try:
-                    return self._at_label(place[: space.start()], place[space.end() :])
-                except UsageError as error:
-                    refused = error
+        for at in islice(_label_starts(place), _MOST_SPLITS):  # files have spaces in their names, and so have sheets
+            try:
+                return self._at_label(place[: at - 1], place[at:])
+            except UsageError as error:
+                refused = error
         if refused is not None:
             raise refused
         hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls` lists ids"
@@ -102,6 +104,14 @@ class Places:
         if revision != self._revision:
             self._passages = self._sources = None
             self._revision = revision
+
+
+def _label_starts(place: str) -> Iterator[int]:
+    """Yield where in a place, behind a space, a label such as `p. 12` or `Costs row 9` may begin."""
+    last_row = max((row.start() for row in _ROW.finditer(place)), default=-1)
+    for space in re.finditer(" ", place):
+        if space.end() <= last_row or _LABEL.match(place, space.end()):
+            yield space.end()
 
 
 def _holding(document: DocumentEntry, start: int) -> list[Passage]:

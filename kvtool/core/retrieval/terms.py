@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from functools import lru_cache
+
+from kvtool.core.common.spelling import normalised
 
 # Hangul, Kana and Han are written without (useful) spaces: Korean particles stick to their nouns, Chinese and Japanese
 # have no word breaks. Overlapping character pairs find them all without a dictionary.
@@ -13,6 +14,7 @@ _UNSPACED = re.compile(
     "\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff]+"
 )
 _WORD = re.compile(r"\w+")
+_LONGEST_KEPT = 64  # letters of a word whose terms are kept: longer ones would fill the memory
 _ENDINGS = ("'s", "ies", "es", "s", "ed", "ing")
 _STOPWORDS = frozenset(
     (
@@ -24,11 +26,15 @@ _STOPWORDS = frozenset(
 
 def terms(text: str) -> list[str]:
     """Search terms of `text` in order: words without common endings, and character pairs of unspaced scripts."""
-    words = _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
-    return [term for word in words for term in _of_word(word)]
+    words = _WORD.findall(normalised("NFKC", text).casefold())
+    return [term for word in words for term in (_known(word) if len(word) <= _LONGEST_KEPT else _of_word(word))]
 
 
 @lru_cache(maxsize=1 << 17)
+def _known(word: str) -> tuple[str, ...]:
+    return _of_word(word)
+
+
 def _of_word(word: str) -> tuple[str, ...]:
     parts: list[str] = []
     at = 0
@@ -41,7 +47,7 @@ def _of_word(word: str) -> tuple[str, ...]:
 def spellings(text: str) -> dict[str, str]:
     """The first word of `text` that gives each term: what a person would call it."""
     words: dict[str, str] = {}
-    for word in _WORD.findall(unicodedata.normalize("NFKC", text)):
+    for word in _WORD.findall(normalised("NFKC", text)):
         for term in terms(word):
             words.setdefault(term, word)
     return words
