@@ -112,12 +112,13 @@ def shrunk(begin: Begin, family: str, seed: int, steps: Sequence[Step], failed: 
     assert failed.at is not None
     left = [step for step in steps if step.number <= failed.at]
     deadline = time.monotonic() + seconds
-    for step in left[-2::-1]:
-        if time.monotonic() > deadline:
-            break
-        fewer = [one for one in left if one is not step]
-        if live(begin, family, seed, fewer).at is not None:
-            left = fewer
+    size = len(left) // 2
+    while size and time.monotonic() < deadline:
+        for start in range(len(left) - 1 - size, -1, -size):  # the last step is the one that fails
+            fewer = left[:start] + left[start + size :]
+            if time.monotonic() < deadline and live(begin, family, seed, fewer).at == failed.at:
+                left = fewer
+        size //= 2
     return left
 
 
