@@ -215,21 +215,25 @@ class Checks:
         else:
             require(off <= _SAME, f"{what}: logits differ by {off:.2g}")
 
-    def alike(self, one: Reply, other: Reply, what: str) -> None:
-        """Two answers from the same store: the same prompt, sources and logits."""
-        require(one.fused.plan.text_ids == other.fused.plan.text_ids, f"{what}: other token ids")
+    def alike(self, one: Reply, other: Reply, what: str) -> bool:
+        """Two answers from the same store: the same prompt, sources and logits. False: they were made otherwise."""
+        made_of = [[(len(s.ids), s.status, s.source.level) for s in r.fused.plan.segments] for r in (one, other)]
+        found = [[(chunk.place, chunk.score) for chunk in reply.chunks] for reply in (one, other)]
+        same = one.fused.plan.text_ids == other.fused.plan.text_ids
+        require(same, f"{what}: other token ids: {made_of}, {found}")
         require([(c.id, c.source) for c in one.chunks] == [(c.id, c.source) for c in other.chunks], f"{what}: sources")
         if one.selector != other.selector:
             require("auto" in (one.asked_mode, other.asked_mode), f"{what}: {one.selector} and {other.selector}")
-            return  # a matter of the machine's speed
+            return False  # a matter of the machine's speed
         states = [[(s.status, s.source.level) for s in reply.fused.plan.segments] for reply in (one, other)]
         if states[0] != states[1]:
-            return  # what the first one lacked it has stored
+            return False  # what the first one lacked it has stored
         off = distance(one.fused.logits, other.fused.logits)
         allowed = _SAME if self.reference.family in MOE else 1e-5
         require(off <= allowed, f"{what}: logits differ by {off:.2g} ({one.selector}, {states[0]})")
         require(one.answer == other.answer, f"{what}: {one.answer!r} and {other.answer!r}")
         self.done["two sessions"] += 1
+        return True
 
 
 def _apart(one: object, other: Mapping[str, str]) -> str:

@@ -197,7 +197,8 @@ class EngineLife:
         on from its last turn: what is held of it is held behind that one."""
         turns, options = self.talks[number]
         question = self.corpus.question(dice)
-        said = self._both_engines(Ask(Request(question), options, turns=turns), f"turn {len(turns) + 1} of {options}")
+        what = f"turn {len(turns) + 1} of a conversation, fusion {options.fusion}, max_loss {options.max_loss}"
+        said = self._both_engines(Ask(Request(question), options, turns=turns), what)
         self.checks["conversation"] += 1
         if len(turns) + 1 >= _TURNS:
             self._new_talk(dice, number)

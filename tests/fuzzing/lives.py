@@ -69,7 +69,7 @@ class StoreLife:
         self.checks: Counter[str] = self.checking.done
         self.corpus = Corpus.begin(folder / "corpus", dice, dice.randint(3, 5))
         self.committed: dict[str, str] = {}
-        self.current = True
+        self.current, self.tiers = True, 0
         self.system: str | None = None  # the store's instruction, where it is not the default
         self.warned: list[str] = []
         self.store = folder / "store"
@@ -218,9 +218,11 @@ class StoreLife:
             if len(found) < len(talks):
                 require(not found, "one of two conversations answers")
                 return
-            self.checking.alike(*found, f"turn {number + 1} of two conversations")
+            alike = self.checking.alike(*found, f"turn {number + 1} of two conversations")
             if mode in ("full", "prefix"):
                 self.checking.answer(found[0], self.committed, _COUNT, alone=False)
+            if not alike:
+                return
 
     def _reopen(self, dice: random.Random) -> None:
         self.close()
@@ -360,6 +362,9 @@ class StoreLife:
         asked = ["query", self.corpus.question(dice), "--fusion", "prefix" if self.states else dice.choice(MODES[:5])]
         done = children.command(*asked, "--max-tokens", 2, "--dtype", "float32", "--json", "--store", self.store)
         require(done.code in (0, *_REFUSALS, *_REPORTED), f"{kind} flipped, query: {done.code}: {done.err[-300:]}")
+        if kind == "meta":  # what the store was made with is lost, and may be no more than told
+            self.near, self.far = self._anew()
+            return
         done = children.command("store", "repair", "--json", "--store", self.store)
         require(done.code in (0, 13), f"{kind} flipped, repair: exit {done.code}: {done.err[-300:]}")
         done = children.command(*self._words("ingest", dice), "--store", self.store)
@@ -367,6 +372,14 @@ class StoreLife:
         self.committed, self.current = self.corpus.texts(), True
         self.near, self.far = self._opened(), self._opened()
         self.checking.sound(self.store)
+
+    def _anew(self) -> tuple[kvtool.Cache, kvtool.Cache]:
+        """The store is made again of the files."""
+        shutil.rmtree(self.store)
+        near, far = self._opened(), self._opened()
+        near.ingest(self.corpus.folder, **self._making(), system=self.system)
+        self.committed, self.current = self.corpus.texts(), True
+        return near, far
 
     def _kill(self, dice: random.Random) -> None:
         """A command is killed: each document is as it was or as it is to be; then it may run again."""
@@ -406,6 +419,10 @@ class StoreLife:
 
     # ---- elsewhere ----
 
+    @property
+    def tier(self) -> str:
+        return f"file://{self.folder / f'tier{self.tiers}'}"
+
     def _pack(self, dice: random.Random) -> None:
         """A pack makes another store, which holds and answers the same."""
         pack, other = self.folder / "store.kvpack", self.folder / f"packed-{dice.getrandbits(30)}"
@@ -428,13 +445,13 @@ class StoreLife:
 
     def _tier(self, dice: random.Random) -> None:
         """What was pushed another store pulls, and answers the same."""
-        tier, other = f"file://{self.folder / 'tier'}", self.folder / f"pulled-{dice.getrandbits(30)}"
-        if self._refused(lambda: self.near.push(tier, delete=True, yes=True)):
-            shutil.rmtree(self.folder / "tier")  # it was made with another lead-in, or instruction
-            self.near.push(tier)
+        if self._refused(lambda: self.near.push(self.tier, delete=True, yes=True)):
+            self.tiers += 1  # the one before was made with another lead-in, or instruction
+            self.near.push(self.tier)
         self.pushed = dict(self.committed)
+        other = self.folder / f"pulled-{dice.getrandbits(30)}"
         with self._opened(other) as cache:
-            cache.pull(tier)
+            cache.pull(self.tier)
             self.checking.store(other, self.pushed)
             self._asked(cache, dice)
             self._asked(cache, dice)
@@ -442,7 +459,7 @@ class StoreLife:
     def _pull(self, dice: random.Random) -> None:
         """A tier of an earlier day: documents are those of now or of then."""
         pushed: dict[str, str] | None = getattr(self, "pushed", None)
-        if pushed is None or self._refused(lambda: self.near.pull(f"file://{self.folder / 'tier'}")):
+        if pushed is None or self._refused(lambda: self.near.pull(self.tier)):
             return
         self.current = False
         self._take_either({**pushed, **self.committed}, pushed)
@@ -453,7 +470,7 @@ class StoreLife:
         pushed: dict[str, str] | None = getattr(self, "pushed", None)
         if pushed is None:
             return self._tier(dice)
-        with self._opened(f"file://{self.folder / 'tier'}") as cache:
+        with self._opened(self.tier) as cache:
             for _ in range(3):
                 self._asked(cache, dice, pushed)
         return None

@@ -94,7 +94,7 @@ def live(begin: Begin, family: str, seed: int, steps: Sequence[Step], place: Pat
         life.end()
         return Lived(len(steps), checks)
     except Exception as error:
-        why = f"{type(error).__name__}: {error}".partition("\n")[0][:600]
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:1500]
         done = sum(step.number <= number for step in steps)
         return Lived(done, checks, number, why, traceback.format_exc())
     finally:
