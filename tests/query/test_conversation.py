@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import kvtool as package
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import ContextFullError, KvtoolError, UsageError
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
@@ -185,3 +188,63 @@ def test_over_a_session_of_ones_own(cache: package.Cache) -> None:
     assert talk.ask(FIRST).to_json()["turn"] == {"number": 1, "search": FIRST}
     row = talk.ask(FIRST).to_json()
     assert {one["status"] for one in row["again"]} == {"standing"}
+
+
+# ---- a store that others change meanwhile ------------------------------------------------------------------------
+
+
+def another_instruction(store: Path) -> None:
+    with Store.open(store) as opened, opened.writer() as writer:
+        manifest = opened.manifest()
+        changed = {"prefix": [*manifest["identity"]["prefix"], 7], "system": "Other."}
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | changed})
+
+
+def level_made_anew(store: Path) -> None:
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level(opened.chunk_ids(), "4")
+    compress(store, CompressOptions(levels=("4",), predictor="anchor", questions=0))
+
+
+@pytest.mark.parametrize("change", [another_instruction, level_made_anew])
+def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
+    store: Path, change: Callable[[Path], None]
+) -> None:
+    compress(store, CompressOptions(levels=("4",), predictor="mean", questions=0))
+    options = QueryOptions(level="4", fusion="reuse", **ASKING)
+    with package.open(store) as cache:
+        session = cache._opened()
+        talk, told = Conversation.over(session, options, by_text=True), list[str]()
+        session.warn = lambda text, hint: told.append(text)
+        first = talk.ask(FIRST)
+        change(store)
+        second = talk.ask(SECOND)
+        expected = Conversation.over(session, options, by_text=True)
+        expected.give(session, Request(FIRST, search=FIRST), first.answer)
+        assert torch.equal(second.fused.logits, expected.ask(SECOND).fused.logits)
+    assert any("gone through anew" in text for text in told)
+    assert second.turn["number"] == 2
+
+
+def test_new_documents_leave_what_stands(store: Path, tmp_path: Path) -> None:
+    with package.open(store) as cache:
+        talk = cache.conversation(**ASKING)
+        talk.ask(FIRST)
+        standing = talk.tokens
+        (tmp_path / "other.md").write_text("Who built the third mill? Baker Z built the third mill.", "utf-8")
+        cache.ingest(tmp_path / "other.md")
+        assert talk.ask(SECOND).tokens["standing"] == standing
+
+
+def test_what_cannot_be_gone_through_anew_starts_over(store: Path) -> None:
+    with package.open(store) as cache:
+        session = cache._opened()
+        talk, told = Conversation.over(session, QueryOptions(**ASKING)), list[str]()
+        session.warn = lambda text, hint: told.append(text)
+        chunks = [chunk.id for chunk in talk.ask(Request(FIRST, documents=("mill2.md",))).chunks]
+        with Store.open(store) as opened, opened.writer() as writer:
+            (path,) = [entry.path for entry in opened.files() if entry.path.endswith("mill2.md")]
+            writer.remove_file(path)
+            writer.drop_chunks([bytes.fromhex(chunk) for chunk in chunks])
+        assert talk.ask(SECOND).tokens["standing"] == 0
+    assert any("starts over" in text for text in told)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 import kvtool
-from kvtool.core.errors import KvtoolError
+from kvtool.core.cache.store import Store
+from kvtool.core.compress.job import compress
+from kvtool.core.compress.options import CompressOptions
+from kvtool.core.errors import KvtoolError, KvtoolWarning
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
@@ -157,6 +160,43 @@ def test_an_ingest_that_changes_nothing_found_keeps_it(store: Path, tmp_path: Pa
         with Client(store, keep=0) as other:
             assert other.ask(QUESTIONS[3], turns).text == changed.text
     assert changed.facts["turn"]["reason"] == "other passages are found now, or read otherwise"
+
+
+def another_instruction(store: Path) -> None:
+    """The prompt's beginning is another one; chunks and documents stay."""
+    with Store.open(store) as opened, opened.writer() as writer:
+        manifest = opened.manifest()
+        prefix = [*manifest["identity"]["prefix"], 7]
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | {"prefix": prefix, "system": "Other."}})
+
+
+def another_lead_in(store: Path) -> None:
+    """The same texts behind another lead-in: the same token ids under other chunk ids."""
+    with kvtool.open(store) as cache:
+        files = [entry.path for entry in cache._opened().store.files()]
+        with pytest.warns(KvtoolWarning, match="lead-in changes"):
+            cache.ingest(files, chunk_tokens=64, lead_in="none")
+
+
+def level_made_anew(store: Path) -> None:
+    """The same chunks at the same level, of another predictor."""
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level(opened.chunk_ids(), "4")
+    compress(store, CompressOptions(levels=("4",), predictor="anchor", questions=0))
+
+
+@pytest.mark.parametrize("change", [another_instruction, another_lead_in, level_made_anew])
+def test_nothing_is_held_of_what_would_be_laid_otherwise_now(store: Path, change: Callable[[Path], None]) -> None:
+    compress(store, CompressOptions(levels=("4",), predictor="mean", questions=0))
+    options = replace(SHORT, fusion="reuse", level="auto" if change is another_lead_in else "4")
+    with Client(store) as client:
+        turns, _ = client.talk(QUESTIONS[:2], options)
+        change(store)
+        changed = client.ask(QUESTIONS[2], turns, options)
+        assert counts(changed)[0] == 0
+        assert changed.facts["turn"]["reason"] == "other passages are found now, or read otherwise"
+        with Client(store, keep=0) as other:
+            assert other.ask(QUESTIONS[2], turns, options).text == changed.text
 
 
 def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:

@@ -148,10 +148,10 @@ class Chunks(Opened):
         offer = self.link.offers(chunk_id).get(level) if self.link is not None else None
         return offer.maker if offer is not None else None
 
-    def record_mark(self, chunk_id: bytes, level: str) -> bytes | None:
-        """What tells a chunk's records of a level from others of the same level; None: there are none."""
+    def record_mark(self, chunk_id: bytes, level: str, layer: int = 0) -> bytes | None:
+        """Return what tells a chunk's record of a level and layer from others of that place; None: there is none."""
         with self.snapshot() as snapshot:
-            return snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, 0), DIGEST_BYTES)
+            return snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, layer), DIGEST_BYTES)
 
     # ---- KV ------------------------------------------------------------------------------------------------------
 

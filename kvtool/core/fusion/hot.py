@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
 
 Key = tuple[bytes, str]  # chunk id, level
-Mark = Callable[[bytes, str], bytes | None]
+Mark = Callable[[bytes, str, int], bytes | None]  # chunk id, level, layer
 
 
 class HotSource:
@@ -30,7 +30,7 @@ class HotSource:
     Parameters
     ----------
     limit : bytes held at most; the chunk used longest ago goes first, with all its layers.
-    mark : what tells a chunk's records of a level from others of the same level; None: there are none.
+    mark : what tells a chunk's record of a level and layer from others of the same place; None: there is none.
     device : a GPU on which it is held, as long as there is room; None: it is held where it was decoded.
     """
 
@@ -38,14 +38,14 @@ class HotSource:
         self,
         inner: KVSource,
         limit: int,
-        mark: Mark = lambda chunk_id, level: None,
+        mark: Mark = lambda chunk_id, level, layer: None,
         device: torch.device | None = None,
     ) -> None:
         self._inner = inner
         self._limit = limit
         self._mark = mark
         self._device = device
-        self._marks: dict[Key, bytes | None] = {}
+        self._marks: dict[Key, dict[int, bytes | None]] = {}
         self._held: OrderedDict[Key, dict[int, LayerKV]] = OrderedDict()
         self._bytes = 0
         self._lock = threading.Lock()
@@ -73,7 +73,7 @@ class HotSource:
         if missing:
             wanted = [segments[number] for number in missing]
             copies = self._copies(self._inner.read(wanted, layer, stats))
-            marks = [self._mark(*_key(segment)) for segment in wanted]
+            marks = [self._mark(*_key(segment), layer) for segment in wanted]
             with self._lock:
                 for number, kv, mark in zip(missing, copies, marks, strict=True):
                     found[number] = kv
@@ -103,10 +103,11 @@ class HotSource:
         """Let go of what has other records now, or none. What came from elsewhere has none at first."""
         with self._lock:
             for key in list(self._held):
-                now, before = self._mark(*key), self._marks.get(key)
-                if before is None:
+                marks = self._marks[key]
+                now = {layer: self._mark(*key, layer) for layer in marks}
+                if all(before in (None, now[layer]) for layer, before in marks.items()):
                     self._marks[key] = now
-                elif now != before:
+                else:
                     self._drop(key)
 
     def _drop(self, key: Key) -> None:
@@ -141,7 +142,7 @@ class HotSource:
         if layer not in layers:
             layers[layer] = kv
             self._bytes += _size(kv)
-            self._marks.setdefault(key, mark)
+            self._marks.setdefault(key, {})[layer] = mark
         while self._bytes > self._limit:
             self._drop(next(iter(self._held)))
 

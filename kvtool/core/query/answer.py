@@ -23,7 +23,7 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Asked, lay_out
+from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
@@ -88,6 +88,7 @@ class Begun:
     ----------
     known : the first tokens; the prompt's cache holds all of them but the last.
     sampling : how those were chosen, and the others are to be.
+    marks : of the records that were read, by segment of the prompt's plan.
     """
 
     session: Session
@@ -102,6 +103,7 @@ class Begun:
     fuse_ms: float
     known: Sequence[int]
     sampling: Sampling
+    marks: Sequence[Marks] = ()
 
     def reply(self, said: Generated) -> Reply:
         """What there is to say of the answer, and of what led to it."""
@@ -117,8 +119,12 @@ class Begun:
             _keep(self.session, self.outcome.fused, self.streamed.holes, again)
 
 
-def begin_answer(session: Session, asked: Asked, options: QueryOptions) -> Begun:
+def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marked: bool = False) -> Begun:
     """Bring a request whose prompt is laid out to the first token of its answer.
+
+    Parameters
+    ----------
+    marked : note the marks of the records that are read, by which they are recognised later.
 
     Raises
     ------
@@ -142,9 +148,10 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions) -> Begun
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _standing_chunks(session, asked)
+        marks = plan_marks(session, asked.plan) if marked else ()
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         return Begun(
-            session, asked, options, choice, selector, streamed, outcome, chunks, again, fuse_ms, known, sampling
+            session, asked, options, choice, selector, streamed, outcome, chunks, again, fuse_ms, known, sampling, marks
         )
 
 

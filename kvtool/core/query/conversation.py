@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.generate import Generated, generate
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.answer import Begun, OnText, begin_answer
@@ -21,7 +21,8 @@ from kvtool.core.query.follow_up import search_text
 from kvtool.core.query.layout import Standing, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.query.turns import Laid, Stands, Turn, marked
+from kvtool.core.query.turn_layout import TurnLayout
+from kvtool.core.query.turns import Stands, Turn, marked
 
 if TYPE_CHECKING:
     from kvtool.core.session.session import Session
@@ -140,7 +141,7 @@ class Conversation:
             asked = lay_out(session, request, options, behind=behind, must_find=must_find)
             if self._now.stands is not None:
                 self._stand_on(replace(self._now.stands, is_whole=False))
-            begun = begin_answer(session, asked, options)
+            begun = begin_answer(session, asked, options, marked=True)
             if self._by_text:
                 marked(begun.outcome.fused.cache)  # where the answer begins
             return begun
@@ -177,7 +178,7 @@ class Conversation:
 
     def _add(self, turn: Turn, begun: Begun, stands: Stands) -> None:
         now = self._now
-        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, Laid.of(begun)), stands=stands)
+        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(begun)), stands=stands)
 
     def _behind(self, session: Session, options: QueryOptions) -> Standing | None:
         """What the question comes behind, with the user's turn begun; None: it is the first."""
@@ -190,11 +191,31 @@ class Conversation:
             return None
         if options.system != stands.system:
             raise UsageError("the instruction stands at the beginning of the conversation", "start a new one")
+        session.refresh()
+        if not all(laid.still_stands(session, options) for laid in self._now.laid):
+            self._go_through_anew(session)
+            return self._behind(session, options)
         stands = stands.whole()
         self._stand_on(replace(stands, is_whole=False))
         stands = stands.settled()
         self._stand_on(stands)
         return stands.standing
+
+    def _go_through_anew(self, session: Session) -> None:
+        """Replace what stands by the same turns over the store as it is now; where that fails, the conversation starts
+        over."""
+        before = self._now
+        session.warn("the store has another instruction or other records now: the turns are gone through anew", "")
+        self._now = _Now(earlier=before.earlier)
+        try:
+            for turn, laid in zip(before.turns, before.laid, strict=True):
+                self.give(session, laid.request, turn.answer)
+        except BaseException as error:
+            self._now = before
+            if not isinstance(error, KvtoolError):
+                raise
+            session.warn(f"the conversation starts over: {error.message}", error.hint)
+            self.start_over()
 
     def _stand_on(self, stands: Stands) -> None:
         self._now = replace(self._now, stands=stands)
@@ -212,5 +233,5 @@ class _Now:
 
     turns: tuple[Turn, ...] = ()
     earlier: tuple[Turn, ...] = ()
-    laid: tuple[Laid, ...] = ()
+    laid: tuple[TurnLayout, ...] = ()
     stands: Stands | None = None

@@ -17,7 +17,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
 from kvtool.core.fusion.condense import with_rows
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_behind
-from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 _NOTHING = ids_digest([])  # the lead-in of what stands first
+Marks = tuple[bytes | None, ...]
+"""Marks of a chunk's records at a level, one a layer: other records have other marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +155,29 @@ def _plan(
 ) -> Plan:
     """The whole prompt: the store's own beginning and answer header, unless another instruction is asked for; or what
     comes behind a prompt that stands."""
-    parts = session.parts
-    if options.system is not None and options.system != session.identity.system:
-        parts = prompt_parts(session.tokenizer, options.system)
+    parts = parts_for(session, options)
     question = question_tokens(session.tokenizer, request.question, parts)
     if behind is not None:
         return plan_behind(behind.tokens, chunks, question)
     return build_plan(_prefix(session, parts.prefix), chunks, question)
+
+
+def parts_for(session: Session, options: QueryOptions) -> PromptParts:
+    """Return the prompt's fixed parts: the store's own, or those of another instruction that is asked for."""
+    if options.system is not None and options.system != session.identity.system:
+        return prompt_parts(session.tokenizer, options.system)
+    return session.parts
+
+
+def record_marks(session: Session, chunk_id: bytes, level: str) -> Marks:
+    """Return the marks of a chunk's records at a level."""
+    return tuple(session.store.record_mark(chunk_id, level, layer) for layer in range(session.layers))
+
+
+def plan_marks(session: Session, plan: Plan) -> tuple[Marks, ...]:
+    """Return the marks of the records that a plan reads, by segment; of a segment that reads none, nothing."""
+    sources = [(one.source.chunk_id, one.source.level if one.cached else None) for one in plan.segments]
+    return tuple(record_marks(session, chunk_id, level) if level else () for chunk_id, level in sources)
 
 
 def _prefix(session: Session, ids: Ids) -> Candidate:

@@ -1,28 +1,22 @@
-"""What a conversation keeps of its turns: what was said, what stands in the prompt cache, and how that was found."""
+"""What a conversation keeps of its turns: what was said, and what stands in the prompt cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.plan import Candidate, Plan, standing
+from kvtool.core.fusion.plan import Candidate, standing
 from kvtool.core.fusion.rounds import copied
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import Begun
-from kvtool.core.query.layout import Standing, lay_out
-from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.reply import Request
+from kvtool.core.query.layout import Standing
 
 if TYPE_CHECKING:
-    from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
-
-Passages = tuple[tuple[Ids, str | None], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,47 +33,6 @@ class Turn:
     answer: str
     places: tuple[str, ...]
     tokens: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Laid:
-    """Which passages a turn brought, and how it came to them.
-
-    Attributes
-    ----------
-    known : chunks that stood before it; None: nothing did.
-    passages : token ids of each, and the level that it was read at; None: some came otherwise than they were laid out.
-    """
-
-    request: Request
-    known: Mapping[bytes, int] | None
-    passages: Passages | None
-    revision: int
-
-    @classmethod
-    def of(cls, begun: Begun) -> Laid:
-        """How an answer's prompt was laid out."""
-        asked, fused = begun.asked, begun.outcome.fused
-        passages: Passages | None = _passages(asked.plan)
-        if not isinstance(fused.cache, StateCache) and _passages(fused.plan) != passages:
-            passages = None  # a record was damaged, or slow
-        known = None if asked.behind is None else asked.behind.chunks
-        return cls(asked.request, known, passages, asked.revision)
-
-    def is_so(self, session: Session, options: QueryOptions, cache: PromptCache) -> bool:
-        """Whether it would be laid out so again, from the store as it is now."""
-        if self.passages is None or self.revision == session.store.revision():
-            return self.passages is not None
-        behind = None if self.known is None else Standing(Candidate(()), cache, self.known)
-        try:
-            asked = lay_out(session, self.request, options, behind=behind, must_find=False)
-        except KvtoolError:  # what it names is gone
-            return False
-        return _passages(asked.plan) == self.passages
-
-
-def _passages(plan: Plan) -> Passages:
-    return tuple((chunk.source.ids, chunk.source.level if chunk.cached else None) for chunk in plan.chunks)
 
 
 @dataclass(frozen=True, slots=True)
