@@ -119,7 +119,7 @@ class EngineLife:
         dice = random.Random(f"begin {seed} {family}")
         self.family, self.seed, self.folder, self.model = family, seed, folder, model
         self.checks: Counter[str] = Counter()
-        self.store, self.lead_in, self.system = folder / "store", dice.choice(_LEAD_INS), 0
+        self.store, self.lead_in, self.system = folder / "store", self._any_lead_in(dice), 0
         self.corpus = Corpus.begin(folder / "corpus", dice, dice.randint(3, 5))
         self.helper = Helper()
         self.opened: list[kvtool.Cache] = []
@@ -155,6 +155,9 @@ class EngineLife:
         if self.engine is not None:
             self.engine.close()
         self.helper.end()
+
+    def _any_lead_in(self, dice: random.Random) -> str:
+        return dice.choice([one for one in _LEAD_INS if one != "neighbour" or not self.states])
 
     # ---- both sides ----
 
@@ -274,7 +277,7 @@ class EngineLife:
         self._ingest()
 
     def _lead_in(self, dice: random.Random) -> None:
-        self.lead_in = dice.choice(_LEAD_INS)
+        self.lead_in = self._any_lead_in(dice)
         self._ingest()
 
     def _instruction(self, dice: random.Random) -> None:

@@ -127,8 +127,8 @@ class StoreLife:
         return {"chunk_tokens": _CHUNK, "lead_in": self.lead_in, "store_dtype": self.dtype, "sync": True}
 
     def _any_lead_in(self, dice: random.Random) -> str:
-        some = [one for one in _LEAD_INS if one != "warm"] if self.family == "phi3-longrope" else list(_LEAD_INS)
-        return dice.choice(some)
+        none = "neighbour" if self.states else "warm" if self.family == "phi3-longrope" else ""  # too long for one rope
+        return dice.choice([one for one in _LEAD_INS if one != none])
 
     def _ingest(self, dice: random.Random, cache: kvtool.Cache | None = None, **options: Any) -> None:
         """Bring the store up to date with all files."""

@@ -172,7 +172,7 @@ def main(begin: Begin, names: Names, what: str) -> int:
     families, seed = given.family or list(FAMILIES), given.seed
     try:
         while time.monotonic() < deadline or not tallies:
-            family = families[(seed - given.seed) % len(families)]
+            family = families[seed % len(families)]
             steps = steps_of(names, family, seed, int(least), int(most or least))
             if given.only:
                 steps = [step for step in steps if step.number in given.only]

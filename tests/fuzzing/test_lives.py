@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtool.core.query import turns
+from kvtool.core.query.turn_layout import TurnLayout
 from kvtool.core.session.identity import StoreIdentity
 from tests.fuzzing import runs
 from tests.fuzzing.engines import EngineLife
@@ -58,5 +58,6 @@ def test_a_lead_in_left_out_of_the_name_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stale_conversation_is_noticed(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    monkeypatch.setattr(turns.Laid, "is_so", lambda *_: True)
+    for name in ("is_so", "still_stands"):
+        monkeypatch.setattr(TurnLayout, name, lambda *_: True)
     assert lived(EngineLife, "llama", "turn lead_in turn lead_in turn").at is not None
