@@ -26,9 +26,9 @@ from kvtool.core.query.reply import Reply
 from kvtool.core.records.reading import read_layer, stored_rows
 from kvtool.core.session.identity import StoreIdentity, store_identity
 from kvtool.core.session.levels import ProfileShelf
+from tests.fusion.making import MOE, distance, rms
 from tests.fuzzing.reference import Reference
 from tests.fuzzing.runs import WrongError
-from tests.fusion.making import MOE, distance, rms
 
 _SAME = 2e-4  # largest difference of logits that deviate by 3, in float32
 _ROUNDED = 0.2  # of logits whose KV was rounded to bfloat16, over their deviation; broken: 0.5 and more
@@ -137,7 +137,9 @@ class Checks:
                 off = float((side.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-12))
                 # A mixture of experts, and a lead-in of one's own, are computed in another batch.
                 rounding = 1e-5 if self.reference.store_dtype == "float32" else 0.01
-                require(off <= error * 1.01 + rounding, f"level {level}, layer {layer}: {off:.2g} off, says {error:.2g}")
+                require(
+                    off <= error * 1.01 + rounding, f"level {level}, layer {layer}: {off:.2g} off, says {error:.2g}"
+                )
         self.done["lossless record" if level_of(level).lossless else "lossy record"] += 1
 
     # ---- answers ----
@@ -183,7 +185,9 @@ class Checks:
 
     def _tie(self, prompt: list[int], said: Ids, wanted: Ids) -> None:
         """Another text is right only from where two tokens are as good as each other."""
-        at = next((n for n, (a, b) in enumerate(zip(said, wanted, strict=False)) if a != b), min(len(said), len(wanted)))
+        at = next(
+            (n for n, (a, b) in enumerate(zip(said, wanted, strict=False)) if a != b), min(len(said), len(wanted))
+        )
         best = self.reference.next_logits([*prompt, *said[:at]]).topk(2).values
         require(float(best[0] - best[1]) < _TIE, f"greedy text {said} is not {wanted}")
 

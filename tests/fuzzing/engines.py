@@ -34,10 +34,10 @@ from kvtool.serve.job import Answer, Ask, Job, Turns
 from tests.cli.working import Done
 from tests.cli.working import kvtool as command
 from tests.families import HYBRIDS
+from tests.fusion.making import MOE, distance
 from tests.fuzzing.checks import require
 from tests.fuzzing.corpus import Corpus
 from tests.fuzzing.runs import Step, main
-from tests.fusion.making import MOE, distance
 
 STEPS = (
     *(("same", 4), ("edit", 10), ("swap", 4), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5)),
@@ -46,7 +46,7 @@ STEPS = (
 )
 _CHUNK, _COUNT = 48, 6  # tokens of a chunk, and of an answer
 _LEAD_INS = ("prefix", "bos", "none", "neighbour", "sink:3", "sink:7")
-_SAME = 1e-5  # of logits that deviate by 3
+_SAME = 1e-4  # of logits that deviate by 3: what stood and what is gone through anew was computed in other batches
 _TALKS = 2  # conversations that go on beside each other
 _TURNS = 5  # of a conversation; then another begins
 _SECONDS = 120.0
@@ -231,7 +231,7 @@ class EngineLife:
         assert ours.logits is not None
         assert fresh.logits is not None
         off = distance(ours.logits, fresh.logits)
-        require(off <= (1e-4 if self.family in MOE else _SAME), f"{what}: logits differ by {off:.2g}")
+        require(off <= (1e-3 if self.family in MOE else _SAME), f"{what}: logits differ by {off:.2g}")
         require(ours.answer == fresh.answer, f"{what}: {ours.answer!r}, fresh {fresh.answer!r}")
 
     def _options(self, dice: random.Random) -> dict[str, Any]:

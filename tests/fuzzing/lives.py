@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +169,12 @@ class StoreLife:
         return asked
 
     def _try(self, cache: kvtool.Cache, question: str, asked: dict[str, Any]) -> Reply | None:
+        return self._got(lambda: cache.query(question, **asked))
+
+    def _got(self, ask: Callable[[], Reply]) -> Reply | None:
         """An answer; None where it cannot be had."""
         replies: list[Reply] = []
-        self._refused(lambda: replies.append(cache.query(question, **asked)))
+        self._refused(lambda: replies.append(ask()))
         return replies[0] if replies else None
 
     def _asked(self, cache: kvtool.Cache, dice: random.Random, committed: dict[str, str] | None = None) -> None:
@@ -212,15 +216,14 @@ class StoreLife:
         asked: dict[str, Any] = {"fusion": mode, "top_k": 2, "max_tokens": _COUNT}
         talks = [cache.conversation(**asked) for cache in (self.near, self.far)]
         for number in range(dice.randint(2, 4)):
-            question, found = self.corpus.question(dice), []
-            for talk in talks:
-                self._refused(lambda talk=talk, q=question: found.append(talk.ask(q)))
-            if len(found) < len(talks):
-                require(not found, "one of two conversations answers")
+            question = self.corpus.question(dice)
+            near, far = (self._got(partial(talk.ask, question)) for talk in talks)
+            require((near is None) == (far is None), "one of two conversations answers")
+            if near is None or far is None:
                 return
-            alike = self.checking.alike(*found, f"turn {number + 1} of two conversations")
+            alike = self.checking.alike(near, far, f"turn {number + 1} of two conversations")
             if mode in ("full", "prefix"):
-                self.checking.answer(found[0], self.committed, _COUNT, alone=False)
+                self.checking.answer(near, self.committed, _COUNT, alone=False)
             if not alike:
                 return
 

@@ -72,8 +72,8 @@ class Reference:
         return "sdpa" if self.family in HYBRIDS else "eager"
 
     def over_reused(self, plan: Plan, lead_ins: LeadIns, computed: torch.Tensor) -> torch.Tensor:
-        """Logits where the rows that `computed` (bool `[length]`) has, and the question's, are computed over the others,
-        each of which was prefilled behind its chunk's lead-in, right where it stands.
+        """Logits where the rows that `computed` (bool `[length]`) has, and the question's, are computed over the rest.
+        Each row of the rest was prefilled behind its chunk's lead-in, right where it stands.
 
         Nothing is moved here, and no code of kvtool runs.
         """

@@ -6,6 +6,7 @@ import argparse
 import os
 import random
 import shutil
+import sys
 import tempfile
 import time
 import traceback
@@ -182,7 +183,7 @@ def main(begin: Begin, names: Names, what: str) -> int:
                 break
     finally:
         clean()
-    print("\n" + table(tallies))
+    _say("\n" + table(tallies))
     return 1 if any(one.failures for one in tallies.values()) else 0
 
 
@@ -197,16 +198,21 @@ def _one(
     checks, took = lived.checks.total(), time.monotonic() - started
     said = f"{family:16} seed {seed:5}  {lived.steps:3} steps  {checks:4} checks  {took:6.1f} s"
     if lived.at is None:
-        print(said, flush=True)
+        _say(said)
         return
     tally.failures += 1
-    print(f"{said}  FAILED at step {lived.at}: {lived.why}\n{lived.trace}", flush=True)
+    _say(f"{said}  FAILED at step {lived.at}: {lived.why}\n{lived.trace}")
     if not given.only:
         steps = shrunk(begin, family, seed, steps, lived, given.shrink)
     words = " ".join(f"{step.number}:{step.name}" for step in steps)
     only = ",".join(str(step.number) for step in steps)
     again = f"--family {family} --seed {seed} --steps {given.steps} --lives 1 --only {only}"
-    print(f"    shortest: {words}\n    again: python -m {given.module} {again}", flush=True)
+    _say(f"    shortest: {words}\n    again: python -m {given.module} {again}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 def table(tallies: dict[str, Tally]) -> str:
