@@ -174,7 +174,13 @@ class Checks:
     def _full(self, reply: Reply, count: int) -> None:
         plan, name = reply.fused.plan, "full" if reply.fusion == "full" else "recompute everything"
         reads = reply.fusion != "full" and self._rounded(plan)
-        self._same(reply.fused.logits, self.reference.full(plan), f"{reply.fusion} is not transformers' own", reads)
+        try:
+            self._same(reply.fused.logits, self.reference.full(plan), f"{reply.fusion} is not transformers' own", reads)
+        except WrongError:
+            if self.reference.family not in MOE or not self.reference.jumps(plan.ids):
+                raise
+            self.done["tie of experts"] += 1
+            return
         self.done[name] += 1
         if plan.dropped or reads:
             return

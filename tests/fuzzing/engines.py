@@ -180,9 +180,9 @@ class EngineLife:
         shutil.copytree(self.store, copy)
         yield copy
 
-    def _compared(self, dice: random.Random) -> None:
+    def _compared(self, dice: random.Random, **more: Any) -> None:
         """A single question: the session and the engine that were open, and fresh ones."""
-        asked, question = self._options(dice), self.corpus.question(dice)
+        asked, question = self._options(dice) | more, self.corpus.question(dice)
         with self._copied() as copy:
             ours = _asked(self.long, question, asked)
             fresh = self._cache(copy)
@@ -240,6 +240,8 @@ class EngineLife:
         asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": _COUNT}
         asked["order"] = dice.choice(("relevance", "best-last", "document"))
         asked["max_loss"] = dice.choice((0.0, 0.01, 10.0))
+        if dice.random() < 0.3:
+            asked["level"] = dice.choice(("raw", "1", "2", "3", "4"))
         asked["max_state_loss"] = 1e9
         if dice.random() < 0.2:
             asked["system"] = "Answer in one word."
@@ -291,8 +293,8 @@ class EngineLife:
         level = dice.choice(("1", "2", "3", "4"))
         for how in dice.sample(("mean", "anchor", "fit"), 2):
             words = ("--fit", "--fit-prompts", 2) if how == "fit" else ("--predictor", how)
-            self._command("compress", "--level", level, *words, "--questions", 0, fine=False)
-            self._compared(dice)
+            self._command("compress", "--level", level, *words, "--questions", dice.choice((0, 2)), fine=False)
+            self._compared(dice, level=level)
 
     def _compress(self, dice: random.Random) -> None:
         levels = [word for level in dice.sample(("lossless", "1", "2", "3"), 2) for word in ("--level", level)]

@@ -19,9 +19,10 @@ from kvtool.core.model.load import load_model
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.resolve import resolve
 from tests.families import HYBRIDS
-from tests.fusion.making import Ids, plain_logits, plain_model, plain_text
+from tests.fusion.making import Ids, distance, plain_logits, plain_model, plain_text
 from tests.fusion.test_against_transformers import forward
 
+JUMP = 1e-3  # of logits that deviate by 3, and differ by 1e-5 where the input is rounded
 LeadIns = Mapping[bytes, Ids]  # token ids by their digest
 
 
@@ -66,6 +67,23 @@ class Reference:
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """Logits behind these tokens."""
         return plain_logits(self.family, "float32", tuple(ids), self._attention)
+
+    def jumps(self, ids: Sequence[int]) -> bool:
+        """Whether a rounding of its input alone gives transformers other logits: a router's choice between two experts
+        is a tie."""
+        model, wanted = plain_model(self.family, "float32", self._attention), self.next_logits(ids)
+
+        def rounded(module: object, given: object, out: torch.Tensor) -> torch.Tensor:
+            return out * (1 + 1e-6 * torch.randn_like(out))
+
+        hook = model.get_input_embeddings().register_forward_hook(rounded)
+        try:
+            with torch.inference_mode(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                tries = [model(input_ids=torch.tensor([list(ids)]), use_cache=False).logits[0, -1] for _ in range(8)]
+        finally:
+            hook.remove()
+        return max(distance(one, wanted) for one in tries) > JUMP
 
     @property
     def _attention(self) -> str:
