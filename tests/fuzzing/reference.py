@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
@@ -46,6 +46,12 @@ class Reference:
     folder: Path
     store_dtype: str
     _fresh: dict[tuple[Ids, Ids], ChunkKV] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Take the embeddings as `transformers` loads them: of Youtu it leaves the padding token's row zero."""
+        read = AutoModelForCausalLM.from_pretrained(self.folder).get_input_embeddings().weight
+        for attention in ("eager", "sdpa"):
+            plain_model(self.family, "float32", attention).get_input_embeddings().weight.data.copy_(read)
 
     @property
     def decoder(self) -> Decoder:
