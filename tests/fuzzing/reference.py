@@ -50,8 +50,8 @@ class Reference:
     def __post_init__(self) -> None:
         """Take the embeddings as `transformers` loads them: of Youtu it leaves the padding token's row zero."""
         read = AutoModelForCausalLM.from_pretrained(self.folder).get_input_embeddings().weight
-        for attention in ("eager", "sdpa"):
-            plain_model(self.family, "float32", attention).get_input_embeddings().weight.data.copy_(read)
+        for attention in ((), ("eager",), ("sdpa",)):  # each is a model of its own
+            plain_model(self.family, "float32", *attention).get_input_embeddings().weight.data.copy_(read)
 
     @property
     def decoder(self) -> Decoder:
