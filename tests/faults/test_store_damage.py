@@ -10,7 +10,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import keys, layout, tables
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree_check import check_data_file
 from kvtool.core.cache.verify import verify
@@ -225,3 +225,13 @@ def test_damaged_meta_pages(path: Path) -> None:
         data.write_bytes(flip(whole, at))
         with pytest.raises((DamagedError, StoreFormatError)):
             Store.open(path)
+
+
+@pytest.mark.parametrize(("key", "helps"), [(keys.STORE_KEY, layout.REBUILD), (keys.REVISION_KEY, layout.REPAIR)])
+def test_damage_of_what_every_command_reads_says_what_helps(path: Path, key: bytes, helps: str) -> None:
+    """The store's own name, and its revision: without either nothing of it is answered."""
+    value = stored(path, tables.META, key)
+    overwrite(path, tables.META, key, flip(value, len(value) // 2))
+    with pytest.raises(DamagedError, match="of the store") as error, Store.open(path) as store:
+        store.revision()
+    assert error.value.hint == helps

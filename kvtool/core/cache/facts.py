@@ -11,7 +11,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.origin import ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
-from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.snapshot import Snapshot, damage_of
 from kvtool.core.cache.stretches import count_alone
 from kvtool.core.errors import DamagedError
 
@@ -157,7 +157,8 @@ class Facts(Opened):
 
 def _revision_of(snapshot: Snapshot) -> int:
     data = snapshot.get(tables.META, keys.REVISION_KEY)
-    return 0 if data is None else keys.unseal_number(keys.REVISION_KEY, data)
+    with damage_of("the revision"):
+        return 0 if data is None else keys.unseal_number(keys.REVISION_KEY, data)
 
 
 def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:

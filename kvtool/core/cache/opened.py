@@ -16,7 +16,7 @@ from kvtool.core.cache.entries import load_json
 from kvtool.core.cache.environment import Closed, Environment
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.snapshot import Snapshot, View
+from kvtool.core.cache.snapshot import Snapshot, View, damage_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 
@@ -60,7 +60,8 @@ class Opened:
             data = snapshot.get(tables.META, keys.STORE_KEY)
         if data is None:
             raise StoreFormatError(f"{self.path} holds an LMDB that is not kvtool's", layout.REBUILD)
-        inside = load_json(unseal(keys.STORE_KEY, Kind.STORE, data))
+        with damage_of("the name", layout.REBUILD):
+            inside = load_json(unseal(keys.STORE_KEY, Kind.STORE, data))
         if inside.get("uuid") != self.uuid:
             raise StoreFormatError(f"the data in {self.path} belongs to another store", layout.REBUILD)
         if inside.get("format", 0) > layout.FORMAT:

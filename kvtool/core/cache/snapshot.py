@@ -145,10 +145,17 @@ class Snapshot:
 
 def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:
     """What a value's envelope holds; raises DamagedError, which names it by `what`."""
-    try:
+    with damage_of(what):
         return unseal(key, kind, data)
+
+
+@contextlib.contextmanager
+def damage_of(what: str, hint: str = REPAIR) -> Iterator[None]:
+    """Name what is damaged, and what helps, in a DamagedError that is raised inside."""
+    try:
+        yield
     except DamagedError as error:
-        raise DamagedError(f"{what} of the store is damaged: {error.message}", REPAIR) from error
+        raise DamagedError(f"{what} of the store is damaged: {error.message}", hint) from error
 
 
 class View:

@@ -1,0 +1,391 @@
+"""A long-lived session and a long-lived engine of `serve`, held against fresh ones after whatever others do to a store.
+
+    python -m tests.fuzzing.engines --seconds 3600 --seed 1 [--family NAME] [--steps 25-60]
+
+After each change that another session or process makes, the same question with the same options is asked of a session
+that has been open all along, of an engine with the conversations that it keeps, and of a session and an engine that are
+opened just now, over a copy of the store as it was then. Token ids, rows, sources, logits and answers have to be equal.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import kvtool
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, Request
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import Answer, Ask, Job, Turns
+from tests.cli.working import Done
+from tests.cli.working import kvtool as command
+from tests.families import HYBRIDS
+from tests.fusion.making import MOE, distance
+from tests.fuzzing.checks import require
+from tests.fuzzing.corpus import Corpus
+from tests.fuzzing.runs import Step, main
+
+STEPS = (
+    *(("same", 4), ("edit", 10), ("swap", 4), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5)),
+    *(("drop_raw", 3), ("prune", 3), ("compact", 3), ("budget", 1), ("forget", 3), ("holes", 3), ("anew", 2)),
+    *(("turn", 8), ("new_talk", 2), ("pack", 2), ("reorder", 2)),
+)
+_CHUNK, _COUNT = 48, 6  # tokens of a chunk, and of an answer
+_LEAD_INS = ("prefix", "bos", "none", "neighbour", "sink:3", "sink:7")
+_SAME = 1e-4  # of logits that deviate by 3: what stood and what is gone through anew was computed in other batches
+_TALKS = 2  # conversations that go on beside each other
+_TURNS = 5  # of a conversation; then another begins
+_SECONDS = 120.0
+
+
+class Helper:
+    """Another process, which runs the commands that it is sent. It is forked before a store is open here."""
+
+    def __init__(self) -> None:
+        context = get_context("fork")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_obey, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def command(self, *words: object) -> Done:
+        """Run a command there."""
+        self._pipe.send([str(word) for word in words])
+        require(self._pipe.poll(_SECONDS), f"{words} hangs")
+        done: Done = self._pipe.recv()
+        return done
+
+    def end(self) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._pipe.close()
+
+
+def _obey(pipe: Connection) -> None:
+    while True:
+        try:
+            words = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(command(*words))
+
+
+@dataclass(frozen=True)
+class Said:
+    """What came of a question; `error`: instead of an answer."""
+
+    error: str = ""
+    answer: str = ""
+    ids: tuple[int, ...] = ()
+    segments: tuple[Any, ...] = ()
+    tokens: tuple[tuple[str, int], ...] = ()
+    chunks: tuple[Any, ...] = ()
+    places: tuple[str, ...] = ()
+    logits: torch.Tensor | None = None
+
+    @classmethod
+    def of(cls, reply: Reply, text: str | None = None) -> Said:
+        plan = reply.fused.plan
+        kinds = ("prompt", "reused", "recomputed", "dropped", "shifted", "generated")
+        return cls(
+            answer=reply.answer if text is None else text,
+            ids=tuple(plan.text_ids),
+            segments=tuple((one.status, one.source.level, one.source.ids) for one in plan.segments[1:]),
+            tokens=tuple((kind, reply.tokens[kind]) for kind in kinds),
+            chunks=tuple((one.id, one.source, one.start, one.text, one.status) for one in reply.chunks),
+            places=tuple(reply.places),
+            logits=reply.fused.logits.clone(),
+        )
+
+
+class EngineLife:
+    """A life; see the module."""
+
+    def __init__(self, family: str, seed: int, model: Path, folder: Path) -> None:
+        dice = random.Random(f"begin {seed} {family}")
+        self.family, self.seed, self.folder, self.model = family, seed, folder, model
+        self.checks: Counter[str] = Counter()
+        self.store, self.lead_in, self.system = folder / "store", self._any_lead_in(dice), 0
+        self.corpus = Corpus.begin(folder / "corpus", dice, dice.randint(3, 5))
+        self.helper = Helper()
+        self.opened: list[kvtool.Cache] = []
+        self.engine: Engine | None = None
+        try:
+            self._ingest()
+            self.long = self._cache(self.store)
+            self.engine = self._engine(self.store, 10**9)
+        except BaseException:
+            self.close()
+            raise
+        self.talks: list[tuple[Turns, QueryOptions]] = [((), self._talking(dice)) for _ in range(_TALKS)]
+
+    @property
+    def states(self) -> bool:
+        return self.family in HYBRIDS
+
+    def live(self, step: Step) -> None:
+        dice = step.dice(self.seed, self.family)
+        getattr(self, f"_{step.name}")(dice)
+        self._compared(dice)
+        for number in range(_TALKS):
+            self._talked(number, dice)
+
+    def end(self) -> None:
+        dice = random.Random(f"end {self.seed} {self.family}")
+        for _ in range(3):
+            self._compared(dice)
+
+    def close(self) -> None:
+        for cache in self.opened:
+            cache.close()
+        if self.engine is not None:
+            self.engine.close()
+        self.helper.end()
+
+    def _any_lead_in(self, dice: random.Random) -> str:
+        return dice.choice([one for one in _LEAD_INS if one != "neighbour" or not self.states])
+
+    # ---- both sides ----
+
+    def _cache(self, store: Path) -> kvtool.Cache:
+        cache = kvtool.open(store, model=str(self.model), offline=True, dtype="float32", warn=lambda text, hint: None)
+        self.opened.append(cache)
+        return cache
+
+    def _engine(self, store: Path, keep: int) -> Engine:
+        model = ModelOptions(model=str(self.model), offline=True, dtype="float32")
+        engine = Engine(store, model, lambda text, hint: None, keep_conversations=keep, hot_memory=min(keep, 10**8))
+        engine.start()
+        return engine
+
+    @contextmanager
+    def _copied(self) -> Iterator[Path]:
+        """The store as it is now: nothing that one side keeps of a question reaches the other."""
+        copy = self.folder / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(self.store, copy)
+        yield copy
+
+    def _compared(self, dice: random.Random, **more: Any) -> None:
+        """A single question: the session and the engine that were open, and fresh ones."""
+        asked, question = self._options(dice) | more, self.corpus.question(dice)
+        with self._copied() as copy:
+            ours = _asked(self.long, question, asked)
+            fresh = self._cache(copy)
+            theirs = _asked(fresh, question, asked)
+            self.opened.remove(fresh)
+            fresh.close()
+        self._equal(ours, theirs, f"a session, {asked}")
+        self.checks["session"] += 1
+        options = QueryOptions(**asked, offline=True)
+        self._both_engines(Ask(Request(question), options), f"an engine, {asked}")
+        self.checks["engine"] += 1
+
+    def _talked(self, number: int, dice: random.Random) -> None:
+        """The next question of a conversation that the engine may hold, and of one that is gone through anew. It goes
+        on from its last turn: what is held of it is held behind that one."""
+        turns, options = self.talks[number]
+        question = self.corpus.question(dice)
+        what = f"turn {len(turns) + 1} of a conversation, fusion {options.fusion}, max_loss {options.max_loss}"
+        said = self._both_engines(Ask(Request(question), options, turns=turns), what)
+        self.checks["conversation"] += 1
+        if len(turns) + 1 >= _TURNS:
+            self._new_talk(dice, number)
+        elif not said.error:
+            self.talks[number] = (*turns, (question, said.answer)), options
+
+    def _both_engines(self, ask: Ask, what: str) -> Said:
+        assert self.engine is not None
+        with self._copied() as copy:
+            ours = _told(self.engine, ask)
+            fresh = self._engine(copy, 0)
+            try:
+                theirs = _told(fresh, ask)
+            finally:
+                fresh.close()
+        self._equal(ours, theirs, what)
+        return ours
+
+    def _equal(self, ours: Said, fresh: Said, what: str) -> None:
+        require(ours.error == fresh.error, f"{what}: error {ours.error!r}, fresh {fresh.error!r}")
+        if ours.error:
+            self.checks["refused"] += 1
+            return
+        for name in ("ids", "chunks", "places", "segments", "tokens"):
+            one, other = getattr(ours, name), getattr(fresh, name)
+            require(one == other, f"{what}: {name} differ{_first(one, other)}")
+        assert ours.logits is not None
+        assert fresh.logits is not None
+        off = distance(ours.logits, fresh.logits)
+        require(off <= (1e-3 if self.family in MOE else _SAME), f"{what}: logits differ by {off:.2g}")
+        require(ours.answer == fresh.answer, f"{what}: {ours.answer!r}, fresh {fresh.answer!r}")
+
+    def _options(self, dice: random.Random) -> dict[str, Any]:
+        modes = ("prefix", "full", "reuse", "epic") if self.states else ("full", "prefix", "reuse", "epic", "blend")
+        mode = dice.choice(modes if self.states else (*modes, "infoflow", "union", "union"))
+        asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": _COUNT}
+        asked["order"] = dice.choice(("relevance", "best-last", "document"))
+        asked["max_loss"] = dice.choice((0.0, 0.01, 10.0))
+        if dice.random() < 0.3:
+            asked["level"] = dice.choice(("raw", "1", "2", "3", "4"))
+        asked["max_state_loss"] = 1e9
+        if dice.random() < 0.2:
+            asked["system"] = "Answer in one word."
+        return asked
+
+    def _talking(self, dice: random.Random) -> QueryOptions:
+        asked = self._options(dice) | {"fusion": "prefix"} if self.states else self._options(dice)
+        return QueryOptions(**asked, offline=True)
+
+    # ---- what others do ----
+
+    def _command(self, *words: object, fine: bool = True) -> Done:
+        done = self.helper.command(*words, "--store", self.store)
+        require(not fine or done.code == 0, f"{' '.join(map(str, words))}: exit {done.code}: {done.err[-300:]}")
+        return done
+
+    def _ingest(self, *more: object) -> None:
+        made = ["--model", self.model, "--chunk-tokens", _CHUNK, "--store-dtype", "float32", "--dtype", "float32"]
+        self._command("ingest", self.corpus.folder, "--sync", "--lead-in", self.lead_in, *made, *more)
+
+    def _same(self, dice: random.Random) -> None:
+        """Nothing changes."""
+
+    def _edit(self, dice: random.Random) -> None:
+        self.corpus.change(dice)
+        if dice.random() < 0.5:
+            self._ingest()
+            return
+        with kvtool.open(self.store, offline=True, dtype="float32", warn=lambda text, hint: None) as other:
+            other.ingest(self.corpus.folder, sync=True, lead_in=self.lead_in)
+
+    def _swap(self, dice: random.Random) -> None:
+        self.corpus.swap_documents(dice)
+        self.corpus.write()
+        self._ingest()
+
+    def _lead_in(self, dice: random.Random) -> None:
+        self.lead_in = self._any_lead_in(dice)
+        self._ingest()
+
+    def _instruction(self, dice: random.Random) -> None:
+        self.system += 1
+        path = self.folder / "instruction.txt"
+        path.write_text(f"Answer from the passages, in {self.system} words.", encoding="utf-8")
+        self._ingest("--system", path)
+
+    def _remade(self, dice: random.Random) -> None:
+        """The same lossy level is made otherwise: its records have other numbers under the same names."""
+        level = dice.choice(("1", "2", "3", "4"))
+        for how in dice.sample(("mean", "anchor", "fit"), 2):
+            words = ("--fit", "--fit-prompts", 2) if how == "fit" else ("--predictor", how)
+            self._command("compress", "--level", level, *words, "--questions", dice.choice((0, 2)), fine=False)
+            self._compared(dice, level=level)
+
+    def _compress(self, dice: random.Random) -> None:
+        levels = [word for level in dice.sample(("lossless", "1", "2", "3"), 2) for word in ("--level", level)]
+        keep = ("--keep", dice.choice((0.75, 0.5))) if dice.random() < 0.3 else ()
+        self._command("compress", *levels, *keep, "--questions", dice.choice((0, 2)), fine=False)
+
+    def _drop_raw(self, dice: random.Random) -> None:
+        level = dice.choice(("lossless", "1", "2"))
+        self._command("compress", "--level", level, "--drop-raw", "--questions", 0, fine=False)
+
+    def _prune(self, dice: random.Random) -> None:
+        size = sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
+        how = ("--cold", 0) if dice.random() < 0.4 else ("--max-size", int(size * dice.uniform(0.4, 1.0)))
+        self._command("store", "prune", *how, "--yes", fine=False)
+
+    def _compact(self, dice: random.Random) -> None:
+        self._command("store", "compact")
+
+    def _budget(self, dice: random.Random) -> None:
+        self._command("store", "budget", dice.choice(("none", "1GB")))
+
+    def _forget(self, dice: random.Random) -> None:
+        self._command("store", "forget", self.corpus.any_path(dice), fine=False)
+
+    def _holes(self, dice: random.Random) -> None:
+        """All records of a document's chunks go, and are made again behind whatever lead-in there is."""
+        self._command("store", "forget", self.corpus.any_path(dice), fine=False)
+        self._ingest()
+
+    def _reorder(self, dice: random.Random) -> None:
+        """All but one document go, and come back."""
+        for path in sorted(self.corpus.texts())[1:]:
+            self._command("store", "forget", path, "--yes", fine=False)
+        self._ingest()
+
+    def _pack(self, dice: random.Random) -> None:
+        """What is forgotten comes back from a pack."""
+        pack = self.folder / "store.kvpack"
+        self._command("store", "export", pack, "--force")
+        self._command("store", "forget", self.corpus.any_path(dice), fine=False)
+        self._command("store", "import", pack)
+
+    def _anew(self, dice: random.Random) -> None:
+        """Another store stands in its place. A session says so, and is opened again."""
+        aside = self.folder / "aside"
+        shutil.rmtree(aside, ignore_errors=True)
+        self.store.rename(aside)
+        self._ingest()
+        self.opened.remove(self.long)
+        self.long.close()
+        self.long = self._cache(self.store)
+
+    def _turn(self, dice: random.Random) -> None:
+        """Nothing changes, and conversations go on."""
+
+    def _new_talk(self, dice: random.Random, number: int = 0) -> None:
+        self.talks[number] = (), self._talking(dice)
+
+
+def _asked(cache: kvtool.Cache, question: str, asked: dict[str, Any]) -> Said:
+    try:
+        return Said.of(cache.query(question, **asked))
+    except KvtoolError as error:
+        return Said(error=f"{type(error).__name__}: {error.message}")
+
+
+def _told(engine: Engine, ask: Ask) -> Said:
+    """What an engine answers, with the logits of its reply."""
+    replies: list[Said] = []
+    of = Answer.of
+
+    def noted(reply: Reply, job: Job) -> Answer:
+        answer = of(reply, job)
+        replies.append(Said.of(reply, answer.text))
+        return answer
+
+    with patch.object(Answer, "of", noted):
+        try:
+            engine.ask(ask)
+        except KvtoolError as error:
+            return Said(error=f"{type(error).__name__}: {error.message}")
+    return replies[-1]
+
+
+def _first(one: Any, other: Any) -> str:
+    """Where two tuples differ first, in short."""
+    for at, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return f" at {at}: {str(a)[:120]}, fresh {str(b)[:120]}"
+    return f": {len(one)} and {len(other)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(EngineLife, STEPS, "engines"))

@@ -1,0 +1,248 @@
+"""What both fuzzers have around their lives: a command line, one line a life, a shrink, a table by family."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from tests.families import HYBRIDS, KINDS, save_tiny
+
+FAMILIES = (*KINDS, *(name for name in HYBRIDS if name != "jamba"))  # whose forward cannot go on from a state
+
+
+class WrongError(AssertionError):
+    """What came out is not what has to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a life. Its own dice are of its number, so that it does the same where others are left out."""
+
+    number: int
+    name: str
+
+    def dice(self, seed: int, family: str) -> random.Random:
+        return random.Random(f"{seed} {family} {self.number}")
+
+
+class Life(Protocol):
+    """A life that is lived step by step; `checks` counts by name what was held against a reference."""
+
+    checks: Counter[str]
+
+    def live(self, step: Step) -> None: ...
+
+    def end(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Begin = Callable[[str, int, Path, Path], Life]  # family, seed, the model's folder, one of its own
+Names = Sequence[tuple[str, int]]  # steps, and how often each of them comes
+
+
+@dataclass(slots=True)
+class Lived:
+    """What came of a life.
+
+    Attributes
+    ----------
+    at : number of the step at which it failed, one past the last where its end did; None: nothing failed.
+    """
+
+    steps: int
+    checks: Counter[str]
+    at: int | None = None
+    why: str = ""
+    trace: str = ""
+
+
+def steps_of(names: Names, family: str, seed: int, least: int, most: int) -> list[Step]:
+    """The steps of a life."""
+    dice = random.Random(f"steps {seed} {family}")
+    words, weights = zip(*names, strict=True)
+    return [Step(n, name) for n, name in enumerate(dice.choices(words, weights, k=dice.randint(least, most)))]
+
+
+def live(begin: Begin, family: str, seed: int, steps: Sequence[Step], place: Path | None = None) -> Lived:
+    """Live a life in a folder of its own, up to its first failure."""
+    model = model_of(family)
+    folder = Path(tempfile.mkdtemp(prefix=f"life-{family}-{seed}-", dir=place or _scratch()))
+    home = os.environ.get("KVTOOL_HOME")
+    os.environ["KVTOOL_HOME"] = str(folder / "home")
+    number, life = -1, None
+    checks: Counter[str] = Counter()
+    try:
+        life = begin(family, seed, model, folder)
+        checks = life.checks
+        for step in steps:
+            number = step.number
+            life.live(step)
+        number += 1
+        life.end()
+        return Lived(len(steps), checks)
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:1500]
+        done = sum(step.number <= number for step in steps)
+        return Lived(done, checks, number, why, traceback.format_exc())
+    finally:
+        if life is not None:
+            life.close()
+        if home is None:
+            del os.environ["KVTOOL_HOME"]
+        else:
+            os.environ["KVTOOL_HOME"] = home
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def shrunk(begin: Begin, family: str, seed: int, steps: Sequence[Step], failed: Lived, seconds: float) -> list[Step]:
+    """Fewer steps that fail, too: the prefix up to the failure, then without each step that is not needed."""
+    assert failed.at is not None
+    left = [step for step in steps if step.number <= failed.at]
+    deadline = time.monotonic() + seconds
+    size = len(left) // 2
+    while size and time.monotonic() < deadline:
+        for start in range(len(left) - 1 - size, -1, -size):  # the last step is the one that fails
+            fewer = left[:start] + left[start + size :]
+            if time.monotonic() < deadline and live(begin, family, seed, fewer).at == failed.at:
+                left = fewer
+        size //= 2
+    return left
+
+
+_models: dict[str, Path] = {}
+_folders: list[Path] = []
+
+
+def model_of(family: str) -> Path:
+    """The family's model in a folder, made once."""
+    if family not in _models:
+        _models[family] = save_tiny(family, _scratch() / "models" / family)
+    return _models[family]
+
+
+def _scratch() -> Path:
+    """A folder in memory where there is one, for all of this process."""
+    if not _folders:
+        memory = Path("/dev/shm")
+        _folders.append(Path(tempfile.mkdtemp(prefix="kvtool-lives-", dir=memory if memory.is_dir() else None)))
+    return _folders[0]
+
+
+def clean() -> None:
+    """Remove what this process has made."""
+    while _folders:
+        shutil.rmtree(_folders.pop(), ignore_errors=True)
+    _models.clear()
+
+
+# ---- the command line ----
+
+
+@dataclass
+class Tally:
+    """What came of all lives of a family."""
+
+    lives: int = 0
+    steps: int = 0
+    failures: int = 0
+    checks: Counter[str] = field(default_factory=Counter)
+
+
+def main(begin: Begin, names: Names, what: str) -> int:
+    """Live until the time is over; 1 where something failed."""
+    given = _parse(what)
+    torch.set_num_threads(1)
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    least, _, most = given.steps.partition("-")
+    tallies: dict[str, Tally] = {}
+    deadline = time.monotonic() + given.seconds
+    families, seed = given.family or list(FAMILIES), given.seed
+    try:
+        while time.monotonic() < deadline or not tallies:
+            family = families[seed % len(families)]
+            steps = steps_of(names, family, seed, int(least), int(most or least))
+            if given.only:
+                steps = [step for step in steps if step.number in given.only]
+            _one(begin, family, seed, steps, tallies.setdefault(family, Tally()), given, deadline)
+            seed += 1
+            if given.lives and seed - given.seed >= given.lives:
+                break
+    finally:
+        clean()
+    _say("\n" + table(tallies))
+    return 1 if any(one.failures for one in tallies.values()) else 0
+
+
+def _one(
+    begin: Begin, family: str, seed: int, steps: list[Step], tally: Tally, given: argparse.Namespace, deadline: float
+) -> None:
+    started = time.monotonic()
+    lived = live(begin, family, seed, steps)
+    tally.lives += 1
+    tally.steps += lived.steps
+    tally.checks += lived.checks
+    checks, took = lived.checks.total(), time.monotonic() - started
+    said = f"{family:16} seed {seed:5}  {lived.steps:3} steps  {checks:4} checks  {took:6.1f} s"
+    if lived.at is None:
+        _say(said)
+        return
+    tally.failures += 1
+    _say(f"{said}  FAILED at step {lived.at}: {lived.why}\n{lived.trace}")
+    if not given.only:
+        steps = shrunk(begin, family, seed, steps, lived, given.shrink)
+    words = " ".join(f"{step.number}:{step.name}" for step in steps)
+    only = ",".join(str(step.number) for step in steps)
+    again = f"--family {family} --seed {seed} --steps {given.steps} --lives 1 --only {only}"
+    _say(f"    shortest: {words}\n    again: python -m {given.module} {again}")
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    """Markdown: a row for each family, and one for all."""
+    rows = ["| family | lives | steps | checks | failures |", "| --- | ---: | ---: | ---: | ---: |"]
+    total = Tally()
+    for family in sorted(tallies):
+        one = tallies[family]
+        rows.append(f"| {family} | {one.lives} | {one.steps} | {one.checks.total()} | {one.failures} |")
+        total.lives, total.steps = total.lives + one.lives, total.steps + one.steps
+        total.failures += one.failures
+        total.checks += one.checks
+    rows.append(f"| all | {total.lives} | {total.steps} | {total.checks.total()} | {total.failures} |")
+    kinds = ", ".join(f"{name} {count}" for name, count in sorted(total.checks.items()))
+    return "\n".join([*rows, "", f"Checks: {kinds}."])
+
+
+def _parse(what: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog=f"python -m tests.fuzzing.{what}")
+    parser.add_argument("--seconds", type=float, default=600.0, help="then no further life begins")
+    parser.add_argument("--seed", type=int, default=1, help="of the first life; each further one has the next")
+    parser.add_argument("--family", action="append", choices=FAMILIES, help="default: all, one after another")
+    parser.add_argument("--steps", default="25-60", metavar="LEAST-MOST")
+    parser.add_argument("--lives", type=int, default=0, help="no more than so many; 0: as the time allows")
+    parser.add_argument("--only", type=_numbers, help="numbers of the steps that are lived, as a failure prints them")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds that a failure's steps are made fewer in")
+    given = parser.parse_args()
+    given.module = f"tests.fuzzing.{what}"
+    return given
+
+
+def _numbers(text: str) -> frozenset[int]:
+    return frozenset(int(word) for word in text.split(","))
