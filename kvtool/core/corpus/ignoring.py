@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -117,7 +118,9 @@ def _read(path: Path) -> GitIgnoreSpec | None:
         return None
     from pathspec import GitIgnoreSpec
 
-    return GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of patterns such as [[a], which mean what git means
+        return GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
 
 
 @cache
