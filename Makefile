@@ -34,6 +34,8 @@ test: lint type
 nightly: $(READY)
 	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[fuzz]'
 	$(BIN)/python -m tests.fuzzing all --seconds $(SECONDS) --corpus $(CORPUS)
+	$(BIN)/python -m tests.fuzzing.lives --seconds $(SECONDS)
+	$(BIN)/python -m tests.fuzzing.engines --seconds $(SECONDS)
 
 fmt: $(READY)
 	$(BIN)/python -m ruff format kvtool tests samples

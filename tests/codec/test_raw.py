@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import struct
 
+import pytest
 import torch
 
 from kvtool.core.codec.base import shape_of
 from kvtool.core.codec.raw import Raw
+from kvtool.core.errors import DamagedError
 
 
 def test_keys_then_values_little_endian_in_c_order() -> None:
@@ -40,3 +42,5 @@ def test_from_the_middle_of_a_record() -> None:
 def test_a_record_without_tokens_holds_none() -> None:
     keys, values = Raw("raw").decode_one(b"", shape_of(2, 0, 4, 4), "bfloat16")
     assert keys.shape == values.shape == (2, 0, 4)
+    with pytest.raises(DamagedError, match="shape"):
+        Raw("raw").decode_one(b"", shape_of(0, 2**32 - 1, 2**32 - 1, 2**32 - 1), "bfloat16")

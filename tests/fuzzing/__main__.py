@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,9 +70,12 @@ def fuzz(target: str, module: str, seconds: float, folder: Path) -> Row:
 def _child(target: str, module: str, folder: Path, left: int, *more: str) -> subprocess.CompletedProcess[str]:
     options = [f"-max_total_time={left}", f"-timeout={_patience()}", f"-rss_limit_mb={RSS_MB}", "-print_final_stats=1"]
     command = [sys.executable, "-m", "tests.fuzzing.child", target, module, str(folder), *options, *more]
-    return subprocess.run(
-        command, capture_output=True, text=True, errors="replace", timeout=left + 300, check=False, cwd=Path.cwd()
-    )
+    with tempfile.TemporaryDirectory(prefix="kvtool-fuzz-") as home:  # libFuzzer ends without cleaning up
+        variables = {"TMPDIR": home, "KVTOOL_HOME": f"{home}/home", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=left + 300, check=False,
+            env=os.environ | variables,
+        )  # fmt: skip
 
 
 def _patience() -> int:

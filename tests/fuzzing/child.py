@@ -6,11 +6,8 @@ memory ends the process, and libFuzzer leaves the bytes in ``findings``.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import sys
-import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +57,4 @@ def main(target: str, module: str, folder: Path, options: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.ExitStack() as stack:
-        home = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvtool-fuzz-"))
-        os.environ |= {"KVTOOL_HOME": home, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4:])

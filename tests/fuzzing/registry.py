@@ -16,7 +16,9 @@ Target = Callable[[bytes], None]
 Seeds = Callable[[], list[bytes]]
 
 _FOLDER = Path(__file__).parent
-_OTHERS = ("__main__", "child", "registry", "harness")
+_OTHERS = {"__main__", "child", "registry", "harness"} | {  # the driver; and lives, which are no functions of bytes
+    *("lives", "engines", "runs", "checks", "reference", "corpus", "children")
+}
 
 
 def modules() -> list[str]:

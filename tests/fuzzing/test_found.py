@@ -95,3 +95,9 @@ def test_a_configuration_of_a_larger_model_than_its_weights(tmp_path: Path, chan
         with pytest.raises(ModelError, match="larger model"):
             supported_config(files)
     assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_settings_that_are_nested_too_deep(tmp_path: Path) -> None:
+    (tmp_path / PROJECT_FILE).write_bytes(b"top_k = " + DEEP[:5000])
+    with pytest.raises(UsageError, match="not valid TOML"):
+        settings([], environ={"KVTOOL_HOME": str(tmp_path)}, folder=tmp_path)

@@ -7,6 +7,7 @@ import math
 import torch
 
 from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, side_shapes
+from kvtool.core.errors import DamagedError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -27,4 +28,7 @@ class Raw(SelfContained):
         kind = DTYPES[dtype]
         flat = torch.frombuffer(payload, dtype=kind) if len(payload) else torch.empty(0, dtype=kind)
         keys, values = flat.split([math.prod(of_keys), math.prod(of_values)])
-        return keys.view(of_keys), values.view(of_values)
+        try:
+            return keys.view(of_keys), values.view(of_values)
+        except RuntimeError as error:  # of no heads, but tokens and dimensions by the billion
+            raise DamagedError("a raw payload of a shape that cannot be") from error

@@ -207,7 +207,7 @@ def _read_toml(path: Path) -> Mapping[str, Any]:
         return tomllib.loads(_read_file(path).decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}", "one `key = value` a line; text in quotes") from error
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}", "check the file's permissions") from error
