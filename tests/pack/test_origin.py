@@ -104,20 +104,23 @@ def test_a_path_with_a_way_up_is_refused(path: str, scene: Scene, tmp_path: Path
         assert [entry.path for entry in store.files()] == [str(scene.own)]
 
 
-def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(tmp_path: Path, tiny: Path) -> None:
-    """`/x.jsonl#1` is a document of `/x.jsonl`, and could be a file's own name."""
+@pytest.mark.parametrize("name", ["1", "1#a"])
+def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(
+    name: str, tmp_path: Path, tiny: Path
+) -> None:
+    """`/x.jsonl#1` is a document of `/x.jsonl`, and could be a file's own name; `/x.jsonl#1#a` one of such a file."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"id": str(n), "text": f"{TRUE} {n}"}) + "\n" for n in range(2)))
+    rows.write_text("".join(json.dumps({"id": each, "text": f"{TRUE} {each}"}) + "\n" for each in ("0", name)))
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     for store in (mine, theirs):
         kvtool("ingest", rows, "--store", store, "--model", tiny, *PREFIX).fine()
-    source = f"{rows}#1"
+    source, path = f"{rows}#{name}", f"{rows}#1"
     with Store.open(theirs) as store, store.writer() as writer:
         entry, document = store.file(str(rows)), store.document(source)
         assert entry is not None
         assert document is not None
         writer.remove_file(str(rows))
-        writer.commit_file(replace(entry, path=source, documents=(source,)), [replace(document, text=FALSE * 9)])
+        writer.commit_file(replace(entry, path=path, documents=(source,)), [replace(document, text=FALSE * 9)])
     pack = tmp_path / "theirs.kvpack"
     export(theirs, pack)
     assert kvtool("store", "import", pack, "--store", mine).code == 13
