@@ -235,6 +235,19 @@ def test_a_chunk_whose_description_was_lost_is_own_all_the_same(scene: Scene) ->
     assert scene.ingest()["chunks"]["computed"] == 1
 
 
+def test_a_prompts_beginning_that_was_lost_is_own_all_the_same(scene: Scene) -> None:
+    """No document has it, and every prompt begins with it."""
+    honest, (chunk,) = scene.ask("--fusion", "reuse"), ids_of(scene.mine, scene.own)
+    with Store.open(scene.mine) as store, store.writer() as writer:
+        (prefix,) = {*store.chunk_ids()} - {chunk}
+        writer.drop_chunks([prefix])
+    poison(scene.theirs, prefix)
+    bring(scene, "import")
+    with Store.open(scene.mine) as store:
+        assert store.foreign_chunks() == set()
+    assert scene.ask("--fusion", "reuse")["answer"] == honest["answer"]
+
+
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:
     from kvtool.core.cache import tables
     from kvtool.core.cache.origin import Origin, seal_origin
