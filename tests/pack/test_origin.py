@@ -16,6 +16,7 @@ from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
 from kvtool.core.remote.signing import Trust, public_keys, signing_key
+from kvtool.core.remote.survey import records_of
 from tests.cli.working import PREFIX, damages, kvtool
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
 
@@ -427,6 +428,47 @@ def test_a_signed_shared_store(scene: Scene, tmp_path: Path) -> None:
     assert scene.ingest(store=new)["documents"]["unchanged"] == 1
     by_other = kvtool("store", "pull", url, "--store", scene.mine, "--trust", f"{other}.pub", "--json").fine().json
     assert by_other["trusted"] is False
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_push_takes_no_records_of_others_for_own_ones(signed: bool, scene: Scene, tmp_path: Path) -> None:
+    """A chunk that others made is pushed as theirs; once an own document has it, the own records go there, which have
+    as many bytes."""
+    key, url, third = make_key(tmp_path, "ada"), f"file://{tmp_path / 'shared'}", tmp_path / "third"
+    sign, trust = (("--sign", key), ("--trust", f"{key}.pub")) if signed else ((), ("--mine",))
+    (chunk,) = ids_of(scene.theirs, scene.own)
+    poison(scene.theirs, chunk)
+    with Store.open(scene.theirs) as store, store.writer() as writer:  # described otherwise
+        info = store.chunk_info(chunk)
+        assert info is not None
+        records = records_of(store, chunk, "raw", info.layers)
+        writer.drop_chunks([chunk])
+        writer.put_chunk(chunk, replace(info, sensitivity=b"", arithmetic=None), "raw", records)
+    second = tmp_path / "second"
+    bring(scene, "import", store=second)
+    kvtool("store", "push", url, "--store", second, *sign).fine()
+    scene.ingest(store=second)
+    kvtool("store", "push", url, "--store", second, *sign).fine()
+    kvtool("store", "pull", url, "--store", third, *trust).fine()
+    with Store.open(second) as own, Store.open(third) as store:
+        assert not store.origin(chunk).is_foreign
+        assert records_of(store, chunk, "raw", info.layers) == records_of(own, chunk, "raw", info.layers)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_push_adds_no_level_of_others_to_an_own_chunk(signed: bool, scene: Scene, tmp_path: Path) -> None:
+    """This machine has the chunk from somebody else, the shared store has it as it was made by the pusher."""
+    key, url, third = make_key(tmp_path, "ada"), f"file://{tmp_path / 'shared'}", tmp_path / "third"
+    sign, trust = (("--sign", key), ("--trust", f"{key}.pub")) if signed else ((), ("--mine",))
+    kvtool("store", "push", url, "--store", scene.mine, *sign).fine()
+    kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw").fine()
+    second = tmp_path / "second"
+    bring(scene, "import", store=second)
+    kvtool("store", "push", url, "--store", second, *sign).fine()
+    kvtool("store", "pull", url, "--store", third, *trust).fine()
+    (chunk,) = ids_of(third, scene.own)
+    with Store.open(third) as store:
+        assert (store.levels(chunk), store.origin(chunk).is_foreign) == (["raw"], False)
 
 
 def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tmp_path: Path) -> None:
