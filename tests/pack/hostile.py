@@ -84,15 +84,16 @@ def rewrite(
         writer.commit_file(entry, [document])
 
 
-def poison(path: Path, chunk: bytes, level: str = "raw") -> list[bytes]:
-    """Replace a chunk's records by others that are sound, and of no text; returns them."""
+def poison(path: Path, chunk: bytes, level: str = "raw", spared: int = 0) -> list[bytes]:
+    """Replace a chunk's records by others that are sound, and of no text; returns them. The first `spared` stay."""
     with Store.open(path) as store, store.writer() as writer:
         info = store.chunk_info(chunk)
         assert info is not None
         records = []
         for record in records_of(store, chunk, level, info.layers):
             header, payload = decode_record(chunk, record)
-            records.append(encode_record(chunk, header, [bytes(len(payload))]))
+            kept = header.layer < spared
+            records.append(record if kept else encode_record(chunk, header, [bytes(len(payload))]))
         writer.put_chunk(chunk, info, level, records, replace=True)
         writer.flush()
     return records

@@ -15,8 +15,12 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
+from kvtool.core.query.answer import answer
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.remote.signing import Trust, public_keys, signing_key
 from kvtool.core.remote.survey import records_of
+from kvtool.core.session.session import Session
 from tests.cli.working import PREFIX, damages, kvtool
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
 
@@ -247,6 +251,21 @@ def test_a_prompts_beginning_that_was_lost_is_own_all_the_same(scene: Scene) -> 
     with Store.open(scene.mine) as store:
         assert store.foreign_chunks() == set()
     assert scene.ask("--fusion", "reuse")["answer"] == honest["answer"]
+
+
+def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_path: Path) -> None:
+    """Their first record is the honest one, and the others are not."""
+    new, (chunk,) = tmp_path / "new", ids_of(scene.theirs, scene.own)
+    question = Request("Who built the harbour clock?")
+    poison(scene.theirs, chunk, spared=1)
+    bring(scene, "import", store=new)
+    honest, options = scene.ask("--fusion", "reuse"), QueryOptions(max_tokens=8, fusion="reuse", force=True)
+    with Store.open(new) as store:
+        session = Session(store)
+        session.keep_hot(2**24)
+        answer(session, question, options)
+        scene.ingest(store=new)
+        assert answer(session, question, options).answer == honest["answer"]
 
 
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:

@@ -165,9 +165,13 @@ class Chunks(Opened):
         return offer.maker if offer is not None else None
 
     def record_mark(self, chunk_id: bytes, level: str) -> bytes | None:
-        """What tells a chunk's records of a level from others of the same level; None: there are none."""
+        """What tells a chunk's records of a level from others of the same level; None: there are none.
+
+        The first one's digest, and whether they are foreign: those may have the same first record, and others behind.
+        """
         with self.snapshot() as snapshot:
-            return snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, 0), DIGEST_BYTES)
+            mark = snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, 0), DIGEST_BYTES)
+            return mark and mark + bytes([origin_in(snapshot, chunk_id).is_foreign])
 
     # ---- KV ------------------------------------------------------------------------------------------------------
 

@@ -72,8 +72,8 @@ class HotSource:
         missing = [number for number, kv in enumerate(found) if kv is None]
         if missing:
             wanted = [segments[number] for number in missing]
+            marks = [self._mark(*_key(segment)) for segment in wanted]  # first: what is replaced meanwhile is dropped
             copies = self._copies(self._inner.read(wanted, layer, stats))
-            marks = [self._mark(*_key(segment)) for segment in wanted]
             with self._lock:
                 for number, kv, mark in zip(missing, copies, marks, strict=True):
                     found[number] = kv
