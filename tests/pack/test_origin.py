@@ -352,6 +352,18 @@ def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path)
     assert kvtool("store", "import", pack, "--mine", "--store", tmp_path / "own").code == 0
 
 
+def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
+    """The whole text, thousands of times over: the index would copy and read each."""
+
+    def repeat(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
+        return entry, replace(document, chunks=document.chunks * 3000)
+
+    rewrite(scene.theirs, scene.own, repeat)
+    said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
+    assert said.code == 13
+    assert "overlap" in said.json["damaged"][0]["reason"]
+
+
 def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtool.core.remote import pull
 
