@@ -16,6 +16,7 @@ from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
 from kvtool.core.query.answer import answer
+from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.remote.signing import Trust, public_keys, signing_key
@@ -110,9 +111,7 @@ def test_a_path_with_a_way_up_is_refused(path: str, scene: Scene, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["1", "1#a"])
-def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(
-    name: str, tmp_path: Path, tiny: Path
-) -> None:
+def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(name: str, tmp_path: Path, tiny: Path) -> None:
     """`/x.jsonl#1` is a document of `/x.jsonl`, and could be a file's own name; `/x.jsonl#1#a` one of such a file."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"id": each, "text": f"{TRUE} {each}"}) + "\n" for each in ("0", name)))
@@ -266,6 +265,39 @@ def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_pa
         answer(session, question, options)
         scene.ingest(store=new)
         assert answer(session, question, options).answer == honest["answer"]
+
+
+def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_path: Path) -> None:
+    """A foreign document whose text stands over the id of an own chunk: what stands then is not that chunk."""
+    path, text = str(tmp_path / "foreign.md"), FALSE + " "
+    with Store.open(scene.theirs) as store, store.writer() as writer:
+        entry, document = of_file(store, scene.own)
+        chunks = (replace(document.chunks[0], start=0, end=len(text)),)
+        writer.remove_file(str(scene.own))
+        writer.commit_file(
+            replace(entry, path=path, documents=(path,)), [replace(document, source=path, text=text, chunks=chunks)]
+        )
+    bring(scene, "import")
+    with Store.open(scene.mine) as store:
+        talk = Conversation.over(Session(store), QueryOptions(max_tokens=2, force=True))
+        talk.ask(Request("Who?", documents=(path,)))
+        reply = talk.ask(Request("Who?", documents=(str(scene.own),)))
+    assert [(chunk.status, TRUE in chunk.text) for chunk in reply.chunks] == [("hit", True)]
+
+
+def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scene, tmp_path: Path) -> None:
+    """The very same passage, which an ingest has computed meanwhile."""
+    new, question = tmp_path / "new", Request("Who?", documents=(str(scene.own),))
+    bring(scene, "import", store=new)
+    with Store.open(new) as store:
+        session = Session(store)
+        talk = Conversation.over(session, QueryOptions(max_tokens=2, force=True))
+        talk.ask(question)
+        assert talk.ask(question).chunks == []  # it stands
+        scene.ingest(store=new)
+        assert not talk.finds_the_same(session)
+        assert [chunk.status for chunk in talk.ask(question).chunks] == ["hit"]
+        assert talk.ask(question).chunks == []  # it stands
 
 
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:

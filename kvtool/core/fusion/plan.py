@@ -27,6 +27,7 @@ class Candidate:
     stored : there is a record of it all the same: at another level than the one asked for, or too slow to wait for.
     sensitivity : one little-endian float16 a token (records/sensitivity.py), or empty where none was kept.
     relevance : to the question, the more the higher: what is asked for first when records are read.
+    foreign : somebody else made what is stored of it.
     """
 
     ids: Ids
@@ -38,6 +39,7 @@ class Candidate:
     sensitivity: bytes = b""
     relevance: float = 0.0
     kept: Ids | None = None
+    foreign: bool = False
 
     @property
     def rows(self) -> Sequence[int]:

@@ -26,11 +26,13 @@ from kvtool.core.session.levels import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
+    from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
 _NOTHING = ids_digest([])  # the lead-in of what stands first
+OTHER_TEXT = "what is stored of it is of another text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +64,18 @@ class Standing:
     ----------
     tokens : all of them, as the segment that a further prompt begins with.
     cache : whose rows are those of `tokens`, in their order.
-    chunks : ids of the chunks among them, and how many tokens each has.
+    chunks : ids of the chunks among them, and how many tokens each has. `foreign`: those that stand by records of
+        somebody else.
     """
 
     tokens: Candidate
     cache: PromptCache
     chunks: Mapping[bytes, int]
+    foreign: frozenset[bytes] = frozenset()
+
+    def known(self, store: Store) -> set[bytes]:
+        """Return the chunks that need not be repeated: one that has become the store's own is not what stands."""
+        return {chunk for chunk in self.chunks if chunk not in self.foreign or store.origin(chunk).is_foreign}
 
 
 def lay_out(
@@ -136,7 +144,7 @@ def _found(
         if behind is None and must_find:
             raise
         hits = []
-    known: Mapping[bytes, int] = {} if behind is None else behind.chunks
+    known = set[bytes]() if behind is None else behind.known(session.store)
     again = [hit for hit in hits if hit.passage.chunk_id in known]
     return [hit for hit in hits if hit.passage.chunk_id not in known], again
 
@@ -189,7 +197,7 @@ def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candi
     if info is None:
         return Candidate(ids, place.chunk_id, reason="its description is lost or damaged")
     if info.token_ids != ids:
-        return Candidate(ids, place.chunk_id, reason="what is stored of it is of another text")
+        return Candidate(ids, place.chunk_id, reason=OTHER_TEXT)
     relevance = 0.0 if math.isnan(hit.score) else hit.score
     wanted = Candidate(ids, place.chunk_id, info.lead_in, relevance=relevance)
     return _stored(session, wanted, info, level, max_loss)
@@ -210,6 +218,7 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
         return replace(wanted, reason="not stored")
     if info.token_ids != wanted.ids:
         return replace(wanted, reason="the stored token ids differ")
+    wanted = replace(wanted, foreign=session.store.origin(wanted.chunk_id).is_foreign)
     if info.layers not in (0, session.layers):  # 0: nothing is stored of it by design
         return replace(wanted, reason="stored with another number of layers")
     levels = session.store.levels(wanted.chunk_id)

@@ -14,7 +14,7 @@ from kvtool.core.fusion.rounds import copied
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import Begun
-from kvtool.core.query.layout import Standing, lay_out
+from kvtool.core.query.layout import OTHER_TEXT, Standing, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
-Passages = tuple[tuple[Ids, str | None], ...]
+_Known = tuple[Mapping[bytes, int], frozenset[bytes]]  # chunks that stand, and those of somebody else among them
+Passages = tuple[tuple[Ids, str | None, bool], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,13 @@ class Laid:
 
     Attributes
     ----------
-    known : chunks that stood before it; None: nothing did.
-    passages : token ids of each, and the level that it was read at; None: some came otherwise than they were laid out.
+    behind : what stood before it, without its rows; None: nothing did.
+    passages : token ids of each, the level that it was read at, and whether the records are somebody else's; None: some
+        came otherwise than they were laid out.
     """
 
     request: Request
-    known: Mapping[bytes, int] | None
+    behind: _Known | None
     passages: Passages | None
     revision: int
 
@@ -63,14 +65,14 @@ class Laid:
         passages: Passages | None = _passages(asked.plan)
         if not isinstance(fused.cache, StateCache) and _passages(fused.plan) != passages:
             passages = None  # a record was damaged, or slow
-        known = None if asked.behind is None else asked.behind.chunks
+        known = None if asked.behind is None else (asked.behind.chunks, asked.behind.foreign)
         return cls(asked.request, known, passages, asked.revision)
 
     def is_so(self, session: Session, options: QueryOptions, cache: PromptCache) -> bool:
         """Whether it would be laid out so again, from the store as it is now."""
         if self.passages is None or self.revision == session.store.revision():
             return self.passages is not None
-        behind = None if self.known is None else Standing(Candidate(()), cache, self.known)
+        behind = None if self.behind is None else Standing(Candidate(()), cache, *self.behind)
         try:
             asked = lay_out(session, self.request, options, behind=behind, must_find=False)
         except KvtoolError:  # what it names is gone
@@ -79,7 +81,10 @@ class Laid:
 
 
 def _passages(plan: Plan) -> Passages:
-    return tuple((chunk.source.ids, chunk.source.level if chunk.cached else None) for chunk in plan.chunks)
+    return tuple(
+        (chunk.source.ids, chunk.source.level if chunk.cached else None, chunk.cached and chunk.source.foreign)
+        for chunk in plan.chunks
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +123,15 @@ class Stands:
             alike = 0  # where its states are marked
         if alike < computed:
             fused.cache.set_length(fused.plan.length + alike)
-        chunks = {one.source.chunk_id: len(one.source.ids) for one in fused.plan.chunks if one.source.chunk_id}
+        named = [one for one in fused.plan.chunks if one.source.chunk_id and one.source.reason != OTHER_TEXT]
+        chunks = {one.source.chunk_id: len(one.source.ids) for one in named}
+        foreign = frozenset(one.source.chunk_id for one in named if one.source.foreign)
         tokens = standing(fused.plan.segments, answer[:alike])
-        known = {**before.chunks, **chunks} if before is not None else chunks
+        if before is not None:
+            foreign |= before.foreign - chunks.keys()
+            chunks = {**before.chunks, **chunks}
         pending = (*answer[alike:], *turn_header(begun.session.tokenizer))
-        stands = Standing(tokens, fused.cache, known)
+        stands = Standing(tokens, fused.cache, chunks, foreign)
         return cls(begun.session, begun.options.system, stands, marked(fused.cache), pending)
 
     def whole(self) -> Stands:
