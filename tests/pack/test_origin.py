@@ -14,7 +14,7 @@ from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.give import export
-from kvtool.core.pack.take import take
+from kvtool.core.pack.take import PackBlobs, take
 from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
@@ -226,6 +226,26 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
     scene.ingest(store=new)
     with Store.open(new) as store:
         assert store.levels(chunk) == ["raw"]
+
+
+def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the profile nor the measured loss is of foreign chunks."""
+    from kvtool.core.compress import job
+
+    other = scene.theirs.parent / "other.md"
+    other.write_text(FALSE * 20 + "\n")
+    kvtool("ingest", other, "--store", scene.theirs).fine()
+    bring(scene, "import")
+    seen: list[list[tuple[bytes, str]]] = []
+    own_prompts = job.own_prompts
+
+    def spy(session: Session, sample: list[tuple[bytes, str]], questions: int) -> object:
+        seen.append(sample)
+        return own_prompts(session, sample, questions)
+
+    monkeypatch.setattr(job, "own_prompts", spy)
+    kvtool("compress", "--level", "2", "--store", scene.mine).fine()
+    assert [[chunk for chunk, _ in sample] for sample in seen] == [ids_of(scene.mine, scene.own)]
 
 
 def test_a_chunk_whose_description_was_lost_is_own_all_the_same(scene: Scene) -> None:
@@ -549,6 +569,28 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     assert {row["reason"] for row in report.damaged} == {"the signature does not cover these records"}
     with Store.open(tmp_path / "new") as store:
         assert not store.has_chunk(chunk)
+
+
+def test_a_foreign_description_is_not_taken_for_a_signed_one(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signed one does not come: somebody has damaged it on the way. What is here says of it what others like."""
+    key, pack, new = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack", tmp_path / "new"
+    kvtool("compress", "--level", "2", "--store", scene.mine).fine()
+    kvtool("store", "export", pack, "--store", scene.mine, "--sign", key).fine()
+    bring(scene, "import", store=new)
+    (chunk,) = ids_of(scene.mine, scene.own)
+    value = PackBlobs.value
+
+    def damaged(blobs: PackBlobs, name: str, most: int) -> bytes | None:
+        return b"" if name.startswith(f"chunk/{chunk.hex()}") else value(blobs, name, most)
+
+    monkeypatch.setattr(PackBlobs, "value", damaged)
+    report = take(new, pack, trust=Trust.of([f"{key}.pub"]))
+    assert "its description did not come" in {row["reason"] for row in report.damaged}
+    with Store.open(new) as store:
+        assert store.origin(chunk).is_foreign
+        assert store.levels(chunk) == ["raw"]
 
 
 def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: Path) -> None:

@@ -131,6 +131,12 @@ class _Job:
             if level is not None:
                 yield chunk, level
 
+    def _own(self, chunks: Sequence[bytes]) -> list[bytes]:
+        """Choose the chunks that are not foreign, or all where there are no others: how own KV is compressed, and what
+        it is taken to lose, is not for others to say."""
+        foreign = self.store.foreign_chunks()
+        return [chunk for chunk in chunks if chunk not in foreign] or list(chunks)
+
     def _load(self) -> None:
         if not self.session.is_loaded:
             self.events.status(f"loading {self.options.model or self.identity.model}")
@@ -165,7 +171,7 @@ class _Job:
         return profile
 
     def _fitted(self, chunks: Sequence[bytes]) -> Profile:
-        exact = list(self._exact(chunks))
+        exact = list(self._exact(self._own(chunks)))
         if not exact:
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         self._load()
@@ -194,7 +200,8 @@ class _Job:
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        sample = random.Random(_SEED + 1).sample(list(chunks), min(FIT_CHUNKS, len(chunks)))
+        own = self._own(chunks)
+        sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
         self._load()
         prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
         if not prompts:
