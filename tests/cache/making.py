@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
@@ -57,9 +58,12 @@ def put(writer: Writer, label: str, level: str = "raw", dim: int = DIM) -> Chunk
 
 def add_file(writer: Writer, path: str, labels: Sequence[str], dim: int = DIM) -> None:
     """One file, one document, these chunks."""
-    refs = tuple(put(writer, label, dim=dim) for label in labels)
+    refs, start = list[ChunkRef](), 0
+    for label in labels:
+        refs.append(replace(put(writer, label, dim=dim), start=start, end=start + len(label)))
+        start += len(label) + 1
     entry = FileEntry(path, 1, 2, "digest", "settings", (path,))
-    writer.commit_file(entry, [DocumentEntry(path, "text", " ".join(labels), refs)])
+    writer.commit_file(entry, [DocumentEntry(path, "text", " ".join(labels), tuple(refs))])
 
 
 def make_store(path: Path, files: int = 2, chunks: int = 2, dim: int = DIM) -> Path:

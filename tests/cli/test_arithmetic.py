@@ -187,7 +187,7 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     for part, features in (("1/2", FAST), ("2/2", PLAIN)):
         monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
         kvtool("ingest", corpus, "--store", tmp_path / part[0], "--shard", part, "--model", model, *CHUNKS).fine()
-    merged = kvtool("store", "merge", tmp_path / "1", tmp_path / "2", *everything, "--json").fine()
+    merged = kvtool("store", "merge", tmp_path / "1", tmp_path / "2", *everything, "--mine", "--json").fine()
     assert {row["dtype"] for row in merged.json["computed_by"]} == {"bfloat16", "float32"}
     assert "in float32 on cpu" in merged.err
     assert listing(tmp_path / "all") == listing(elsewhere)
@@ -248,7 +248,7 @@ def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, m
     for mode in ("reuse", "prefix"):
         assert kvtool(*ask, *here, "--fusion", mode).fine().json["resolved"]["dtype"] == "bfloat16"
     kvtool("store", "export", tmp_path / "pack.kvt", *here).fine()
-    kvtool("store", "import", tmp_path / "pack.kvt", *there).fine()
+    kvtool("store", "import", tmp_path / "pack.kvt", *there, "--mine").fine()
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", PLAIN)
     for mode in ("reuse", "prefix"):
         found = kvtool(*ask, *there, "--fusion", mode, "--token-ids").fine().json

@@ -125,7 +125,7 @@ def test_a_report_needs_no_room_for_an_answer(what: str, store: Path, monkeypatc
     monkeypatch.setattr(Decoder, "check_length", check_length := Lengths())
     kvtool("inspect", what, QUESTION, "--store", store, "--json").fine()
     prompt = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json["tokens"]["prompt"]
-    assert check_length.asked == [prompt]
+    assert check_length.asked[-1] == max(check_length.asked) == prompt  # parts of it, before it is all known
 
 
 class Lengths:

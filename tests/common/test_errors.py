@@ -20,6 +20,7 @@ def test_codes_are_the_contract() -> None:
         "StoreFormatError": 12,
         "ModelError": 12,
         "GateError": 12,
+        "UntrustedError": 12,
         "DamagedError": 13,
         "RemoteError": 1,
         "NoSpaceError": 14,

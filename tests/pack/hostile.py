@@ -14,7 +14,7 @@ from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.pack.give import export
 from kvtool.core.remote.survey import records_of
-from tests.cli.working import kvtool
+from tests.cli.working import PREFIX, kvtool
 
 TRUE, FALSE = "The harbour clock was built by Ada Lane in 1901.", "The harbour clock was built by Mallory Vane in 1666."
 
@@ -34,7 +34,7 @@ class Scene:
 
     def ingest(self, *more: object, store: Path | None = None) -> dict[str, object]:
         """Ingest the user's documents with the settings of both stores."""
-        return kvtool("ingest", self.own.parent, "--store", store or self.mine, *more, "--json").fine().json
+        return kvtool("ingest", self.own.parent, "--store", store or self.mine, *PREFIX, *more, "--json").fine().json
 
     def ask(self, *more: object, store: Path | None = None) -> dict[str, object]:
         """Ask the user's question."""
@@ -84,15 +84,16 @@ def rewrite(
         writer.commit_file(entry, [document])
 
 
-def poison(path: Path, chunk: bytes, level: str = "raw") -> list[bytes]:
-    """Replace a chunk's records by others that are sound, and of no text; returns them."""
+def poison(path: Path, chunk: bytes, level: str = "raw", spared: int = 0) -> list[bytes]:
+    """Replace a chunk's records by others that are sound, and of no text; returns them. The first `spared` stay."""
     with Store.open(path) as store, store.writer() as writer:
         info = store.chunk_info(chunk)
         assert info is not None
         records = []
         for record in records_of(store, chunk, level, info.layers):
             header, payload = decode_record(chunk, record)
-            records.append(encode_record(chunk, header, [bytes(len(payload))]))
+            kept = header.layer < spared
+            records.append(record if kept else encode_record(chunk, header, [bytes(len(payload))]))
         writer.put_chunk(chunk, info, level, records, replace=True)
         writer.flush()
     return records

@@ -14,8 +14,14 @@ from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.give import export
-from kvtool.core.pack.take import take
+from kvtool.core.pack.take import PackBlobs, take
+from kvtool.core.query.answer import answer
+from kvtool.core.query.conversation import Conversation
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
 from kvtool.core.remote.signing import Trust, public_keys, signing_key
+from kvtool.core.remote.survey import records_of
+from kvtool.core.session.session import Session
 from tests.cli.working import PREFIX, damages, kvtool
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
 
@@ -104,20 +110,21 @@ def test_a_path_with_a_way_up_is_refused(path: str, scene: Scene, tmp_path: Path
         assert [entry.path for entry in store.files()] == [str(scene.own)]
 
 
-def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(tmp_path: Path, tiny: Path) -> None:
-    """`/x.jsonl#1` is a document of `/x.jsonl`, and could be a file's own name."""
+@pytest.mark.parametrize("name", ["1", "1#a"])
+def test_a_foreign_document_does_not_take_the_name_of_one_of_an_own_file(name: str, tmp_path: Path, tiny: Path) -> None:
+    """`/x.jsonl#1` is a document of `/x.jsonl`, and could be a file's own name; `/x.jsonl#1#a` one of such a file."""
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"id": str(n), "text": f"{TRUE} {n}"}) + "\n" for n in range(2)))
+    rows.write_text("".join(json.dumps({"id": each, "text": f"{TRUE} {each}"}) + "\n" for each in ("0", name)))
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     for store in (mine, theirs):
         kvtool("ingest", rows, "--store", store, "--model", tiny, *PREFIX).fine()
-    source = f"{rows}#1"
+    source, path = f"{rows}#{name}", f"{rows}#1"
     with Store.open(theirs) as store, store.writer() as writer:
         entry, document = store.file(str(rows)), store.document(source)
         assert entry is not None
         assert document is not None
         writer.remove_file(str(rows))
-        writer.commit_file(replace(entry, path=source, documents=(source,)), [replace(document, text=FALSE * 9)])
+        writer.commit_file(replace(entry, path=path, documents=(source,)), [replace(document, text=FALSE * 9)])
     pack = tmp_path / "theirs.kvpack"
     export(theirs, pack)
     assert kvtool("store", "import", pack, "--store", mine).code == 13
@@ -221,6 +228,26 @@ def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: P
         assert store.levels(chunk) == ["raw"]
 
 
+def test_own_records_are_compressed_as_own_ones_need_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the profile nor the measured loss is of foreign chunks."""
+    from kvtool.core.compress import job
+
+    other = scene.theirs.parent / "other.md"
+    other.write_text(FALSE * 20 + "\n")
+    kvtool("ingest", other, "--store", scene.theirs).fine()
+    bring(scene, "import")
+    seen: list[list[tuple[bytes, str]]] = []
+    own_prompts = job.own_prompts
+
+    def spy(session: Session, sample: list[tuple[bytes, str]], questions: int) -> object:
+        seen.append(sample)
+        return own_prompts(session, sample, questions)
+
+    monkeypatch.setattr(job, "own_prompts", spy)
+    kvtool("compress", "--level", "2", "--store", scene.mine).fine()
+    assert [[chunk for chunk, _ in sample] for sample in seen] == [ids_of(scene.mine, scene.own)]
+
+
 def test_a_chunk_whose_description_was_lost_is_own_all_the_same(scene: Scene) -> None:
     (chunk,) = ids_of(scene.mine, scene.own)
     poison(scene.theirs, chunk)
@@ -230,6 +257,69 @@ def test_a_chunk_whose_description_was_lost_is_own_all_the_same(scene: Scene) ->
     with Store.open(scene.mine) as store:
         assert store.chunk_info(chunk) is None
     assert scene.ingest()["chunks"]["computed"] == 1
+
+
+def test_a_prompts_beginning_that_was_lost_is_own_all_the_same(scene: Scene) -> None:
+    """No document has it, and every prompt begins with it."""
+    honest, (chunk,) = scene.ask("--fusion", "reuse"), ids_of(scene.mine, scene.own)
+    with Store.open(scene.mine) as store, store.writer() as writer:
+        (prefix,) = {*store.chunk_ids()} - {chunk}
+        writer.drop_chunks([prefix])
+    poison(scene.theirs, prefix)
+    bring(scene, "import")
+    with Store.open(scene.mine) as store:
+        assert store.foreign_chunks() == set()
+    assert scene.ask("--fusion", "reuse")["answer"] == honest["answer"]
+
+
+def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_path: Path) -> None:
+    """Their first record is the honest one, and the others are not."""
+    new, (chunk,) = tmp_path / "new", ids_of(scene.theirs, scene.own)
+    question = Request("Who built the harbour clock?")
+    poison(scene.theirs, chunk, spared=1)
+    bring(scene, "import", store=new)
+    honest, options = scene.ask("--fusion", "reuse"), QueryOptions(max_tokens=8, fusion="reuse", force=True)
+    with Store.open(new) as store:
+        session = Session(store)
+        session.keep_hot(2**24)
+        answer(session, question, options)
+        scene.ingest(store=new)
+        assert answer(session, question, options).answer == honest["answer"]
+
+
+def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_path: Path) -> None:
+    """A foreign document whose text stands over the id of an own chunk: what stands then is not that chunk."""
+    path, text = str(tmp_path / "foreign.md"), FALSE + " "
+    with Store.open(scene.theirs) as store, store.writer() as writer:
+        entry, document = of_file(store, scene.own)
+        chunks = (replace(document.chunks[0], start=0, end=len(text)),)
+        writer.remove_file(str(scene.own))
+        writer.commit_file(
+            replace(entry, path=path, documents=(path,)), [replace(document, source=path, text=text, chunks=chunks)]
+        )
+    bring(scene, "import")
+    with Store.open(scene.mine) as store:
+        talk = Conversation.over(Session(store), QueryOptions(max_tokens=2, force=True))
+        talk.ask(Request("Who?", documents=(path,)))
+        reply = talk.ask(Request("Who?", documents=(str(scene.own),)))
+    assert [(chunk.status, TRUE in chunk.text) for chunk in reply.chunks] == [("hit", True)]
+
+
+def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scene, tmp_path: Path) -> None:
+    """The very same passage, which an ingest has computed meanwhile."""
+    new, question = tmp_path / "new", Request("Who?", documents=(str(scene.own),))
+    bring(scene, "import", store=new)
+    with Store.open(new) as store:
+        said: list[str] = []
+        session = Session(store, warn=lambda text, hint: said.append(text))
+        talk = Conversation.over(session, QueryOptions(max_tokens=2, force=True))
+        talk.ask(question)
+        assert talk.ask(question).chunks == []  # it stands
+        scene.ingest(store=new)
+        assert not talk.finds_the_same(session)
+        assert talk.ask(question).chunks == []  # it stands again, by the own records
+        assert [text for text in said if "gone through anew" in text]
+        assert talk.finds_the_same(session)
 
 
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:
@@ -339,6 +429,41 @@ def test_a_small_pack_does_not_unpack_to_gigabytes(scene: Scene, tmp_path: Path)
     assert kvtool("store", "import", pack, "--mine", "--store", tmp_path / "own").code == 0
 
 
+def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
+    """The whole text, thousands of times over: the index would copy and read each."""
+
+    def repeat(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
+        return entry, replace(document, chunks=document.chunks * 3000)
+
+    rewrite(scene.theirs, scene.own, repeat)
+    said = kvtool("store", "import", scene.pack(), "--store", tmp_path / "new", "--json")
+    assert said.code == 13
+    assert "overlap" in said.json["damaged"][0]["reason"]
+
+
+def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
+    """It stands in the same chunk as an own document's, and says what the question asks for a thousand times."""
+
+    def swell(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
+        text = "Who built the harbour clock? " * 5000
+        (ref,) = document.chunks
+        path = "/docs/long.md"
+        refs = (replace(ref, start=0, end=len(text)),)
+        return (
+            replace(entry, path=path, documents=(path,)),
+            replace(document, source=path, text=text, chunks=refs),
+        )
+
+    before = scene.ask()
+    rewrite(scene.theirs, scene.own, swell)
+    bring(scene, "import")
+    said = kvtool("query", "Who built the harbour clock?", "--documents", scene.own, "--store", scene.mine, "--json")
+    assert said.fine().json["tokens"]["prompt"] == before["tokens"]["prompt"]  # type: ignore[index]
+    found = kvtool("query", "Who built the harbour clock?", "--store", scene.mine, "--max-tokens", "8")
+    assert "a passage of /docs/long.md is left out" in found.err
+    assert "the model takes" not in found.err
+
+
 def test_many_that_unpack_to_much_count_together(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtool.core.remote import pull
 
@@ -436,6 +561,47 @@ def test_a_signed_shared_store(scene: Scene, tmp_path: Path) -> None:
     assert by_other["trusted"] is False
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_push_takes_no_records_of_others_for_own_ones(signed: bool, scene: Scene, tmp_path: Path) -> None:
+    """A chunk that others made is pushed as theirs; once an own document has it, the own records go there, which have
+    as many bytes."""
+    key, url, third = make_key(tmp_path, "ada"), f"file://{tmp_path / 'shared'}", tmp_path / "third"
+    sign, trust = (("--sign", key), ("--trust", f"{key}.pub")) if signed else ((), ("--mine",))
+    (chunk,) = ids_of(scene.theirs, scene.own)
+    poison(scene.theirs, chunk)
+    with Store.open(scene.theirs) as store, store.writer() as writer:  # described otherwise
+        info = store.chunk_info(chunk)
+        assert info is not None
+        records = records_of(store, chunk, "raw", info.layers)
+        writer.drop_chunks([chunk])
+        writer.put_chunk(chunk, replace(info, sensitivity=b"", arithmetic=None), "raw", records)
+    second = tmp_path / "second"
+    bring(scene, "import", store=second)
+    kvtool("store", "push", url, "--store", second, *sign).fine()
+    scene.ingest(store=second)
+    kvtool("store", "push", url, "--store", second, *sign).fine()
+    kvtool("store", "pull", url, "--store", third, *trust).fine()
+    with Store.open(second) as own, Store.open(third) as store:
+        assert not store.origin(chunk).is_foreign
+        assert records_of(store, chunk, "raw", info.layers) == records_of(own, chunk, "raw", info.layers)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_push_adds_no_level_of_others_to_an_own_chunk(signed: bool, scene: Scene, tmp_path: Path) -> None:
+    """This machine has the chunk from somebody else, the shared store has it as it was made by the pusher."""
+    key, url, third = make_key(tmp_path, "ada"), f"file://{tmp_path / 'shared'}", tmp_path / "third"
+    sign, trust = (("--sign", key), ("--trust", f"{key}.pub")) if signed else ((), ("--mine",))
+    kvtool("store", "push", url, "--store", scene.mine, *sign).fine()
+    kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw").fine()
+    second = tmp_path / "second"
+    bring(scene, "import", store=second)
+    kvtool("store", "push", url, "--store", second, *sign).fine()
+    kvtool("store", "pull", url, "--store", third, *trust).fine()
+    (chunk,) = ids_of(third, scene.own)
+    with Store.open(third) as store:
+        assert (store.levels(chunk), store.origin(chunk).is_foreign) == (["raw"], False)
+
+
 def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tmp_path: Path) -> None:
     """Their own digests fit, and the catalogue's mark is made of those: neither is what nobody can forge."""
     from kvtool.core.remote import survey
@@ -451,6 +617,28 @@ def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tm
     assert {row["reason"] for row in report.damaged} == {"the signature does not cover these records"}
     with Store.open(tmp_path / "new") as store:
         assert not store.has_chunk(chunk)
+
+
+def test_a_foreign_description_is_not_taken_for_a_signed_one(
+    scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signed one does not come: somebody has damaged it on the way. What is here says of it what others like."""
+    key, pack, new = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack", tmp_path / "new"
+    kvtool("compress", "--level", "2", "--store", scene.mine).fine()
+    kvtool("store", "export", pack, "--store", scene.mine, "--sign", key).fine()
+    bring(scene, "import", store=new)
+    (chunk,) = ids_of(scene.mine, scene.own)
+    value = PackBlobs.value
+
+    def damaged(blobs: PackBlobs, name: str, most: int) -> bytes | None:
+        return b"" if name.startswith(f"chunk/{chunk.hex()}") else value(blobs, name, most)
+
+    monkeypatch.setattr(PackBlobs, "value", damaged)
+    report = take(new, pack, trust=Trust.of([f"{key}.pub"]))
+    assert "its description did not come" in {row["reason"] for row in report.damaged}
+    with Store.open(new) as store:
+        assert store.origin(chunk).is_foreign
+        assert store.levels(chunk) == ["raw"]
 
 
 def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import ProfileShelf
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
@@ -30,6 +31,8 @@ from tests.codec.synthetic import KV, encoded, model, profile
 from tests.remote.serving import wreck
 
 CHUNK = id_of("f0.0")
+
+OWN = Trust(mine=True)
 
 
 def kv_of(layer: int, machine: int) -> KV:
@@ -78,14 +81,14 @@ def test_a_level_is_pulled_with_the_very_one_that_it_refines(blobs: Blobs, tmp_p
     place = compressed(tmp_path / "other", ["3", "4"], machine=1)
     with Store.open(place) as store:
         own = read(store, "4")
-        report = pull(place, blobs)
+        report = pull(place, blobs, trust=OWN)
         assert report.damaged == []
         assert report.chunks.moved == 3
         for level, found in theirs.items():
             assert torch.equal(read(store, level), found)
         assert torch.equal(read(store, "4"), own)  # it stands alone: nothing sound is lost
         assert store.levels(CHUNK) == ["1", "2", "3", "4", "raw"]
-        assert pull(place, blobs).chunks.moved == 0
+        assert pull(place, blobs, trust=OWN).chunks.moved == 0
 
 
 def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> None:
@@ -93,7 +96,7 @@ def test_what_refines_nothing_of_theirs_stays(blobs: Blobs, tmp_path: Path) -> N
     place = compressed(tmp_path / "other", ["2", "3"], machine=1)
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}
-        assert pull(place, blobs).chunks.moved == 1
+        assert pull(place, blobs, trust=OWN).chunks.moved == 1
         assert all(torch.equal(read(store, level), found) for level, found in own.items())
         read(store, "1")
 
@@ -104,10 +107,10 @@ def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_
     place = compressed(tmp_path / "other", ["2", "3"], machine=1)
     with Store.open(place) as store:
         own = {level: read(store, level) for level in ("2", "3")}
-        report = pull(place, blobs)
+        report = pull(place, blobs, trust=OWN)
         assert [row["what"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 2, 1"]
         assert all(torch.equal(read(store, level), found) for level, found in own.items())
-    assert [row["what"] for row in pull(tmp_path / "new", blobs).damaged] == [
+    assert [row["what"] for row in pull(tmp_path / "new", blobs, trust=OWN).damaged] == [
         f"chunk {CHUNK.hex()} at level {level}" for level in "21"
     ]
 

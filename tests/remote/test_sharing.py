@@ -359,8 +359,8 @@ def test_what_is_dropped_while_it_is_pushed_is_not_named_there(
     """As by a prune: else every pull would miss it, and the next pushes would take it for there."""
     surveyed = survey.survey
 
-    def then_pruned(*given: Any) -> Any:
-        found = surveyed(*given)
+    def then_pruned(*given: Any, **more: Any) -> Any:
+        found = surveyed(*given, **more)
         with Store.open(store.path) as other, other.writer() as writer:
             writer.drop_level([id_of("f1.0")], "raw")
         return found

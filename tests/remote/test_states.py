@@ -16,6 +16,7 @@ from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.levels import losses_by_maker
@@ -23,6 +24,8 @@ from tests.cache.making import make_store
 
 MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16
 LEAD_IN = {"digest": "cc" * 20, "fingerprint": "f", "ids": [1, 2]}
+
+OWN = Trust(mine=True)
 
 
 def loss(nats: float) -> dict[str, float]:
@@ -117,12 +120,12 @@ def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, url: str
             writer.set_manifest(store.manifest())
         know(other, {"profile": MINE, "losses": {"1": loss(0.2)}}, {})
         with closing(open_blobs(url)) as blobs:
-            pull(place, blobs)
+            pull(place, blobs, trust=OWN)
         assert other.codec_state() == {"profile": MINE, "losses": {"1": loss(0.2), "3": loss(0.3)}}
         assert other.lead_in_state() == LEAD_IN
         know(other, other.codec_state(), LEAD_IN | {"ids": [7]})
         with closing(open_blobs(url)) as blobs:
-            pull(place, blobs)
+            pull(place, blobs, trust=OWN)
         assert other.lead_in_state()["ids"] == [7]
 
 

@@ -19,12 +19,15 @@ from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.pull import preview, pull, sync
 from kvtool.core.remote.push import join, push
 from kvtool.core.remote.reading import read_catalogue
+from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
 
 pytestmark = pytest.mark.usefixtures("small_packs")
 
 PROFILE = hashlib.blake2b(b"a profile", digest_size=16).digest()
 MANIFEST = {"identity": {"fingerprint": "model", "model": "tiny"}}
+
+OWN = Trust(mine=True)
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
 
 def test_there_and_back(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     assert sent(store, blobs) == (2, 4)
-    report = pull(tmp_path / "other", blobs)
+    report = pull(tmp_path / "other", blobs, trust=OWN)
     assert (report.files.moved, report.chunks.moved, report.damaged) == (2, 4, [])
     assert bytes_of(tmp_path / "other") == bytes_of(store.path)
     with Store.open(tmp_path / "other") as other:
@@ -133,23 +136,23 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
         writer.set_manifest(MANIFEST)
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
-    rehearsed = preview(tmp_path / "mine", blobs, delete=True)
-    done = pull(tmp_path / "mine", blobs, delete=True, yes=True)
+    rehearsed = preview(tmp_path / "mine", blobs, delete=True, trust=OWN)
+    done = pull(tmp_path / "mine", blobs, delete=True, yes=True, trust=OWN)
     assert (rehearsed.removed, done.removed) == (5, 5)
     assert (rehearsed.files, rehearsed.chunks) == (done.files, done.chunks)
-    assert preview(tmp_path / "mine", blobs, delete=True).to_json()["files"]["moved"] == 0
+    assert preview(tmp_path / "mine", blobs, delete=True, trust=OWN).to_json()["files"]["moved"] == 0
     with Store.open(tmp_path / "mine") as mine, mine.writer() as writer:
         for number in range(3):
             add_file(writer, f"own{number}", [f"own{number}"])
     with pytest.raises(UsageError, match="3 of 5 files"):
-        pull(tmp_path / "mine", blobs, delete=True)
+        pull(tmp_path / "mine", blobs, delete=True, trust=OWN)
     with Store.open(tmp_path / "mine") as mine:
         assert len(mine.sources()) == 5
 
 
 def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
-    pull(tmp_path / "other", blobs)
+    pull(tmp_path / "other", blobs, trust=OWN)
 
     def change(of: Store, path: str, label: str, when: int) -> None:
         with of.writer() as writer:
@@ -165,7 +168,7 @@ def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_pa
         change(other, "f3", "own", 1)
     path = store.path
     for where in (tmp_path / "other", path, tmp_path / "other"):
-        sync(where, blobs)
+        sync(where, blobs, trust=OWN)
     for where in (path, tmp_path / "other"):
         with Store.open(where) as one:
             texts = {entry.source: entry.text for entry in one.documents()}

@@ -165,9 +165,13 @@ class Chunks(Opened):
         return offer.maker if offer is not None else None
 
     def record_mark(self, chunk_id: bytes, level: str, layer: int = 0) -> bytes | None:
-        """Return what tells a chunk's record of a level and layer from others of that place; None: there is none."""
+        """Return what tells a chunk's record of a level and layer from others of that place; None: there is none.
+
+        Its digest, and whether it is foreign: a foreign one can be made to have the digest of another.
+        """
         with self.snapshot() as snapshot:
-            return snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, layer), DIGEST_BYTES)
+            mark = snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, layer), DIGEST_BYTES)
+            return mark and mark + bytes([origin_in(snapshot, chunk_id).is_foreign])
 
     # ---- KV ------------------------------------------------------------------------------------------------------
 

@@ -453,7 +453,8 @@ class Writer:
 
     def _other_owner(self, path: str, source: str) -> str | None:
         """Return the other file that a document may be of by its name, and is."""
-        for other in {source, source.rpartition("#")[0]} - {path, ""}:
+        marks = (at for at, character in enumerate(source) if character == "#")  # a document's own name may have some
+        for other in {source, *(source[:at] for at in marks)} - {path, ""}:
             with contextlib.suppress(DamagedError):
                 entry = self._store.file(other)
                 if entry is not None and source in entry.documents:

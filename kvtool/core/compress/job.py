@@ -124,18 +124,18 @@ class _Job:
             return known
         return list(dict.fromkeys(chunk_named(text, known) for text in self.options.chunks))
 
-    def _own(self, chunks: Sequence[bytes]) -> Sequence[bytes]:
-        """Return the chunks that were made here, if there are any: what records of own documents are made with, and
-        what is said of their loss, is not learned from somebody else's."""
-        foreign = self.store.foreign_chunks()
-        return [chunk for chunk in chunks if chunk not in foreign] or chunks
-
     def _exact(self, chunks: Sequence[bytes]) -> Iterator[tuple[bytes, str]]:
         """Find the chunks that are stored exactly, each with the level that holds it so."""
         for chunk in chunks:
             level = exact_level(self.store, chunk)
             if level is not None:
                 yield chunk, level
+
+    def _own(self, chunks: Sequence[bytes]) -> list[bytes]:
+        """Choose the chunks that are not foreign, or all where there are no others: how own KV is compressed, and what
+        it is taken to lose, is not for others to say."""
+        foreign = self.store.foreign_chunks()
+        return [chunk for chunk in chunks if chunk not in foreign] or list(chunks)
 
     def _load(self) -> None:
         if not self.session.is_loaded:
@@ -200,8 +200,8 @@ class _Job:
     def _measured(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        chunks = self._own(chunks)
-        sample = random.Random(_SEED + 1).sample(list(chunks), min(FIT_CHUNKS, len(chunks)))
+        own = self._own(chunks)
+        sample = random.Random(_SEED + 1).sample(own, min(FIT_CHUNKS, len(own)))
         self._load()
         prompts = own_prompts(self.session, list(self._exact(sample)), self.options.questions)
         if not prompts:

@@ -72,8 +72,9 @@ class HotSource:
         missing = [number for number, kv in enumerate(found) if kv is None]
         if missing:
             wanted = [segments[number] for number in missing]
-            copies = self._copies(self._inner.read(wanted, layer, stats))
+            # Marks come first: what is replaced meanwhile is then dropped.
             marks = [self._mark(*_key(segment), layer) for segment in wanted]
+            copies = self._copies(self._inner.read(wanted, layer, stats))
             with self._lock:
                 for number, kv, mark in zip(missing, copies, marks, strict=True):
                     found[number] = kv

@@ -74,21 +74,18 @@ class Choices:
         return self._new_identity(split)
 
     def _agreed(self, known: StoreIdentity) -> StoreIdentity:
-        """Return what a new store with this kind of lead-in and split would be made with, if the store is made with
-        just that.
+        """Return what a new store would be made with, if the store is made with just that.
 
         Somebody else's instruction would stand before the user's own documents in every prompt, his lead-in before
-        every chunk; and token ids need not be those of the text that is shown.
+        every chunk, and his split would cut them; and token ids need not be those of the text that is shown.
         """
         check_same_model(self.files, known)
-        mode = self._options.lead_in or (None if is_lead_in_file(known.lead_in.mode) else known.lead_in.mode)
-        new = Choices(None, replace(self._options, model=self.files.ref, lead_in=mode), self._once)
-        wanted = new._new_identity(self._options.splitting or known.split)
+        wanted = Choices(None, replace(self._options, model=self.files.ref), self._once).identity
         differs = [name.name for name in fields(wanted) if getattr(wanted, name.name) != getattr(known, name.name)]
         if differs := [name for name in differs if name != "model"]:
             raise UsageError(
                 f"the store was made by {self.made_by.name}, with another {', '.join(differs)} than yours would be",
-                "ingest your own documents into another --store",
+                "ingest into another --store, or name the same with --lead-in, --chunk-tokens, --split and --system",
             )
         return wanted
 

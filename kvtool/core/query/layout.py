@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 _NOTHING = ids_digest([])  # the lead-in of what stands first
 Marks = tuple[bytes | None, ...]
 """Marks of a chunk's records at a level, one a layer: other records have other marks."""
+_MOST_CHARACTERS = 64  # for each token that a passage may have; longer ones are not tokenised
+OTHER_TEXT = "what is stored of it is of another text"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,15 +216,27 @@ def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candi
             session.warn(f"{what} is left out: its description is lost, and so is its place", REPAIR)
             return None
         ids = info.token_ids
+    elif _is_foreign_and_long(session, place, text):
+        session.warn(f"a passage of {place.source} is left out: it is longer than a chunk of this store", "")
+        return None
     else:
         (ids,) = chunk_tokens(session.tokenizer, [text])
     if info is None:
         return Candidate(ids, place.chunk_id, reason="its description is lost or damaged")
     if info.token_ids != ids:
-        return Candidate(ids, place.chunk_id, reason="what is stored of it is of another text")
+        return Candidate(ids, place.chunk_id, reason=OTHER_TEXT)
     relevance = 0.0 if math.isnan(hit.score) else hit.score
     wanted = Candidate(ids, place.chunk_id, info.lead_in, relevance=relevance)
     return _stored(session, wanted, info, level, max_loss)
+
+
+def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
+    """Return True for a passage of somebody else that no split of this store gives: one that is longer than the model's
+    context, and found by every question, would end all of them."""
+    most = session.identity.most_tokens
+    if len(text) <= most or not any(entry.origin.is_foreign for entry in session.store.files_with([place.source])):
+        return False
+    return len(text) > _MOST_CHARACTERS * most or len(chunk_tokens(session.tokenizer, [text])[0]) > most
 
 
 def _text(session: Session, place: Passage) -> str | None:

@@ -13,7 +13,7 @@ from kvtool.core.fusion.rounds import copied
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import Begun
-from kvtool.core.query.layout import Standing
+from kvtool.core.query.layout import OTHER_TEXT, Standing
 
 if TYPE_CHECKING:
     from kvtool.core.session.session import Session
@@ -71,11 +71,13 @@ class Stands:
             alike = 0  # where its states are marked
         if alike < computed:
             fused.cache.set_length(fused.plan.length + alike)
-        chunks = {one.source.chunk_id: len(one.source.ids) for one in fused.plan.chunks if one.source.chunk_id}
+        named = [one for one in fused.plan.chunks if one.source.chunk_id and one.source.reason != OTHER_TEXT]
+        chunks = {one.source.chunk_id: len(one.source.ids) for one in named}
         tokens = standing(fused.plan.segments, answer[:alike])
-        known = {**before.chunks, **chunks} if before is not None else chunks
+        if before is not None:
+            chunks = {**before.chunks, **chunks}
         pending = (*answer[alike:], *turn_header(begun.session.tokenizer))
-        stands = Standing(tokens, fused.cache, known)
+        stands = Standing(tokens, fused.cache, chunks)
         return cls(begun.session, begun.options.system, stands, marked(fused.cache), pending)
 
     def whole(self) -> Stands:

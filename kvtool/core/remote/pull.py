@@ -333,6 +333,8 @@ class _Pull:
         if info is None:
             raise DamagedError("its description did not come")
         origin = self.origins.of(chunk)
+        if not origin.is_foreign and self.store.origin(chunk_id).is_foreign:
+            raise DamagedError("its description did not come")  # what is here of it is somebody else's
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, of_level in by_level.items():

@@ -237,7 +237,10 @@ def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
 
 
 def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
-    """Levels of both. Nested ones may refine each other, so they are all of one side where they differ."""
+    """Levels of both. Nested ones may refine each other, so they are all of one side where they differ. What somebody
+    else made never joins what was made by who pushes, and gives way to it."""
+    if mine.foreign != theirs.foreign:
+        return theirs if mine.foreign else mine
     levels: dict[str, Level] = theirs.levels | mine.levels
     common = nested(mine.levels.keys() & theirs.levels.keys())
     if any(mine.levels[level].mark != theirs.levels[level].mark for level in common):

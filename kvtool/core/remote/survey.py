@@ -140,6 +140,11 @@ def survey_chunk(
     data = store.sealed_info(chunk_id)
     if data is None:
         return None
+    foreign = store.origin(chunk_id).is_foreign
+    if known_chunk is not None and known_chunk.foreign != foreign:
+        if foreign:
+            return known_chunk  # to what was made by who pushed it nothing of others is added
+        known_chunk = None  # records of one size need not be the same ones: those are somebody else's
     mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # such is its value, byte for byte
     sizes = store.level_sizes(chunk_id)
     known = known_chunk.levels if known_chunk is not None else {}
@@ -156,15 +161,16 @@ def survey_chunk(
             levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
         except DamagedError as error:
             damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
-    return _as_known(Chunk(mark, layers, levels, foreign=store.origin(chunk_id).is_foreign), known_chunk)
+    return _as_known(Chunk(mark, layers, levels, foreign=foreign), known_chunk)
 
 
 def _as_known(mine: _Described, known: _Described | None) -> _Described:
     """The very entry of the tier where it is the same, so that a million of them are there once; else with the place of
-    the tier's description, where that is the same. What came from the tier is of the one who put it there."""
+    the tier's description, where that is the same. What came from the tier is of the one who put it there; what was
+    made here is not somebody else's because he had pushed the same."""
     if known is None or known.mark != mine.mark:
         return mine
-    placed = replace(mine, place=known.place, foreign=known.foreign)
+    placed = replace(mine, place=known.place, foreign=mine.foreign and known.foreign)
     return known if placed == known else placed
 
 

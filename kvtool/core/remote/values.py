@@ -111,11 +111,15 @@ def _checked_file(
     if not (0 <= entry.size <= checks.INT64 and abs(entry.mtime_ns) <= checks.INT64):
         raise DamagedError("a file's size or time is out of bounds")
     for document in documents:
+        named = 0
         for ref in document.chunks:
             if len(ref.chunk_id) != ID_BYTES or not 0 <= ref.start <= ref.end <= len(document.text):
                 raise DamagedError(f"a chunk lies outside of the document {document.source}")
+            named += ref.end - ref.start
             if not 0 <= ref.tokens <= MOST_TOKENS:
                 raise DamagedError(f"a chunk of {document.source} has a number of tokens that none can have")
+        if named > len(document.text):  # each would be copied and looked through: a few bytes would take gigabytes
+            raise DamagedError(f"chunks of {document.source} overlap")
     return entry, documents
 
 

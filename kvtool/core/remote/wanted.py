@@ -11,10 +11,11 @@ from kvtool.core.cache import keys
 from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
-from kvtool.core.errors import DamagedError, UsageError
+from kvtool.core.errors import DamagedError, StoreFormatError, UsageError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, File, digest_of
+from kvtool.core.session.identity import StoreIdentity
 
 Within = Callable[[str], bool]  # whether a key is among those that are looked at
 
@@ -148,10 +149,16 @@ def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
 
 
 def own_references(store: Store) -> set[bytes]:
-    """Return the ids of the chunks that documents use which are not foreign. Raises DamagedError."""
+    """Return the ids of the chunks that documents use which are not foreign, and of the beginning of their prompts.
+    Raises DamagedError."""
     sources = [source for entry in store.files() if not entry.origin.is_foreign for source in entry.documents]
     documents = (store.document(source) for source in sources)
-    return {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
+    used = {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
+    with suppress(StoreFormatError):  # of another version: nothing is asked of it here
+        identity = StoreIdentity.from_manifest(store.manifest())
+        if identity is not None and not store.made_by().is_foreign:
+            used.add(identity.prefix_id)
+    return used
 
 
 def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:

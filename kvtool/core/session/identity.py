@@ -85,6 +85,12 @@ class StoreIdentity:
         return WantedChunk(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
     @property
+    def most_tokens(self) -> int:
+        """Return how many tokens a chunk has at the very most: what follows its text, and a cut at the next good place,
+        may take it beyond what it was split by."""
+        return 2 * self.split.max_tokens + 64
+
+    @property
     def keeps_alone(self) -> bool:
         """Whether chunks of a model that keeps states are computed alone, too (session/alone.py): asked for by a
         lead-in."""
