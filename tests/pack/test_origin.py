@@ -441,6 +441,23 @@ def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
     assert "overlap" in said.json["damaged"][0]["reason"]
 
 
+def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene) -> None:
+    """Equal chunks come once: one that is equal by its id alone is another passage."""
+
+    def claim(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
+        (ref,) = document.chunks
+        path, text = "/docs/false.md", "Who built the harbour clock? " + FALSE
+        refs = (replace(ref, start=0, end=len(text)),)
+        entry = replace(entry, path=path, documents=(path,))
+        return entry, replace(document, source=path, text=text, chunks=refs)
+
+    rewrite(scene.theirs, scene.own, claim)
+    bring(scene, "import")
+    found = {chunk["source"]: chunk for chunk in scene.ask()["chunks"]}  # type: ignore[attr-defined]
+    assert found[str(scene.own)]["status"] == "hit" or found[str(scene.own)]["status"] == "exact"
+    assert found["/docs/false.md"]["status"] == "miss"
+
+
 def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
     """It stands in the same chunk as an own document's, and says what the question asks for a thousand times."""
 

@@ -108,7 +108,8 @@ class Sender:
             trusted = [level for level in lost if _same(theirs, key, level, chunk.levels[level])]
             if not all(self._holds(key, chunk, level) for level in trusted):
                 chunk_id, sealed = bytes.fromhex(key), bool(chunk.seals)
-                surveyed = survey.survey_chunk(self.store, chunk_id, None, self.report.note_damage, sealed)
+                foreign, told = self.store.origin(chunk_id).is_foreign, self.report.note_damage
+                surveyed = survey.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
                 if surveyed is None or surveyed.mark != chunk.mark:
                     raise changed()
                 found[key] = replace(surveyed, place=chunk.place)

@@ -112,11 +112,11 @@ def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> 
 
 
 def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, sealed: bool) -> dict[str, Chunk]:
-    chunks = dict[str, Chunk]()
+    chunks, foreign = dict[str, Chunk](), store.foreign_chunks()
     for chunk_id in _in_views(store, store.chunk_ids()):
         key = chunk_id.hex()
         try:
-            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed)
+            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign)
         except DamagedError as error:
             damaged(f"chunk {key}", error.message)
         else:
@@ -134,13 +134,13 @@ def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
 
 
 def survey_chunk(
-    store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged, sealed: bool = False
+    store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged, sealed: bool, foreign: bool
 ) -> Chunk | None:
-    """One chunk of it; None: it is described nowhere. `known_chunk` is what `known` says of it. Raises DamagedError."""
+    """One chunk of it; None: it is described nowhere. `known_chunk` is what `known` says of it; `foreign`: it was made
+    by somebody else. Raises DamagedError."""
     data = store.sealed_info(chunk_id)
     if data is None:
         return None
-    foreign = store.origin(chunk_id).is_foreign
     if known_chunk is not None and known_chunk.foreign != foreign:
         if foreign:
             return known_chunk  # to what was made by who pushed it nothing of others is added

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Container, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import translate
 from functools import lru_cache
@@ -109,7 +110,7 @@ class Finder:
         allowed = self._allowed(retrieval.only) if retrieval.only else None
         meaning = self._meaning(retrieval)
         like = meaning(question) if meaning is not None else None
-        search = Search(self.index, self.text, allowed)
+        search = Search(self.index, self.text, allowed, self._own_text)
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise NothingFoundError(
@@ -124,6 +125,14 @@ class Finder:
         except DamagedError as error:
             self._warn(f"names in {passage.source} were not followed: {error.message}", REPAIR)
             return ""
+
+    def _own_text(self, passage: Passage) -> str:
+        """The text of a passage alone; "" where its document is damaged or gone."""
+        with suppress(DamagedError):
+            document = self._document(passage.source)
+            if document is not None and stands_in(document, passage):
+                return document.text[passage.start : passage.end].strip()
+        return ""
 
     def _text(self, passage: Passage) -> str:
         """The text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""

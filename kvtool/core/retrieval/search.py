@@ -34,11 +34,14 @@ class Search:
     ----------
     texts : gives a chunk's own text and its document's title.
     allowed : bool `[rows]`, the chunks that may be found; None: all.
+    passages : gives a chunk's own text alone; None: chunks of one id are equal. Somebody else's document may name an own
+        document's chunk under another text, which does not stand in for the own passage.
     """
 
     index: Index
     texts: Texts
     allowed: Array | None = None
+    passages: Texts | None = None
 
     def best(
         self, question: str, top_k: int, meaning: Array | None = None, hop: bool = True, words: bool = True
@@ -53,13 +56,21 @@ class Search:
         """
         base = self._base(terms(question) if words else [], meaning)
         score = self._with_hop(question, base) if hop and base.any() else base
-        hits: dict[bytes, Hit] = {}
+        hits: list[Hit] = []
+        found: dict[bytes, list[Passage]] = {}
         for row in self._ranked(score, top_k):
             passage = self.index.passage(row)
-            hits.setdefault(passage.chunk_id, Hit(passage, float(score[row])))
+            alike = found.setdefault(passage.chunk_id, [])
+            if any(self._says_the_same(passage, other) for other in alike):
+                continue
+            alike.append(passage)
+            hits.append(Hit(passage, float(score[row])))
             if len(hits) >= top_k:
                 break
-        return list(hits.values())
+        return hits
+
+    def _says_the_same(self, passage: Passage, other: Passage) -> bool:
+        return self.passages is None or self.passages(passage) == self.passages(other)
 
     def _base(self, words: Sequence[str], meaning: Array | None) -> Array:
         score = self._allowed_only(bm25.scores(self.index, words))
