@@ -34,8 +34,8 @@ class Search:
     ----------
     texts : gives a chunk's own text and its document's title.
     allowed : bool `[rows]`, the chunks that may be found; None: all.
-    passages : gives a chunk's own text alone; None: chunks of one id are equal. Somebody else's document may name an own
-        document's chunk under another text, which does not stand in for the own passage.
+    passages : gives a chunk's own text alone; None: chunks of one id are equal. A document of somebody else may name an
+        own document's chunk under another text, which does not stand in for the own passage.
     """
 
     index: Index
