@@ -69,7 +69,9 @@ def _shown(value: Any) -> Any:
 def _human(name: str, row: dict[str, Any]) -> tuple[str, str, str]:
     value = row["value"]
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    if value is None:
+    if isinstance(value, tuple | list):
+        text = ", ".join(map(str, value))
+    if value is None or value == ():
         instead = settings_of(SETTINGS)[name].instead
         text = f"({instead})" if instead else ""
     return name, text, f"{row['origin']} {row['where']}".rstrip()

@@ -45,7 +45,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Option, Options, Part, options_of
 from kvtool.core.options.resolve import O, Resolved, resolve
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.remote.options import RemoteOptions
+from kvtool.core.remote.options import RemoteOptions, TrustOptions
 from kvtool.serve.options import ServeOptions
 
 R = TypeVar("R")
@@ -53,7 +53,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Whose options a variable or a configuration file can give.
 SETTINGS: tuple[type[Options], ...] = (
     *(StoreOptions, LockOptions, ModelOptions),
-    *(IngestOptions, QueryOptions, RemoteOptions, ServeOptions),
+    *(IngestOptions, QueryOptions, RemoteOptions, TrustOptions, ServeOptions),
 )
 
 # What every command takes, so that a script can add it to all of them; it is shown where it means something.

@@ -28,6 +28,7 @@ Url = Annotated[
 
 
 _SHARED = "redis://cache:6379/0"
+_AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
 _REPLACE = "`kvtool store forget PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
 
 
@@ -105,7 +106,21 @@ def tell_origin(run: Run, report: TransferReport) -> None:
     if report.made_with and report.origin:
         run.out.status(f"made with the model {report.made_with}, as {report.origin} says")
     if not report.trusted and (report.files.moved or report.chunks.moved) and not report.dry_run:
-        run.out.status(f"noted to be from {report.origin}: own documents use nothing of it (--mine, --trust)")
+        if report.signer is not None:
+            tell_signer(run, report.origin, report.signer)
+        run.out.status(f"noted to be from {report.origin}: your own documents use none of its KV; {_AS_OWN}")
+
+
+def tell_signer(run: Run, place: str, signer: str) -> None:
+    """Tell the user that none of the trusted keys has signed something; `signer`: "" for nobody."""
+    from kvtool.core.remote.signing import UNSIGNED
+
+    if signer:
+        run.out.warning(
+            f"{place} is signed by {signer}, whom you do not trust", "name that public key with --trust FILE"
+        )
+    else:
+        run.out.warning(f"{place} is not signed", UNSIGNED)
 
 
 def _in_words(report: TransferReport) -> str:

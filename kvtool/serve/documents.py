@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
-from kvtool.core.errors import StoreNotFoundError, UsageError
+from kvtool.core.errors import NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
@@ -98,10 +98,17 @@ class Documents:
         files = tuple(path for path, _ in sent)
         paths = tuple(dict.fromkeys((*named, *files)))
         with self._held():
-            if self._uploads is not None:
-                self._uploads.keep(sent)
             options = replace(self._options, paths=paths, roots=(*self._roots, *files))
-            return self._engine.ingest(options).to_json()
+            if self._uploads is None:
+                return self._engine.ingest(options).to_json()
+            self._uploads.keep(sent)
+            try:
+                return self._engine.ingest(options).to_json()
+            except NoSpaceError:
+                self._uploads.undo([(path, data) for path, data in sent if not self._engine.has_file(path, data)])
+                raise
+            finally:
+                self._uploads.settle(sent)
 
     def _forget(self, source: str, much: bool) -> tuple[str, ...]:
         with self._held():

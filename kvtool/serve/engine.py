@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -172,12 +173,13 @@ class Engine:
         with self._writing:
             return forget(self.folder, [source], yes=much, lock_wait=10.0, before=before).sources
 
-    def has_file(self, path: Path) -> bool:
-        """Return True if the store has an entry of a file."""
+    def has_file(self, path: Path, data: bytes | None = None) -> bool:
+        """Return True if the store has an entry of a file; with `data`, of these bytes of it."""
         if not self._resident.exists():
             return False
         with Store.open(self.folder) as store:
-            return store.file(str(path)) is not None
+            entry = store.file(str(path))
+        return entry is not None and (data is None or entry.digest == hashlib.sha256(data).hexdigest())
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
         """What the store holds: documents with their chunks, as `kvtool store ls --json` has them.

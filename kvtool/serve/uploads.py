@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvtool.core.cache.layout import atomic_write, read_small
@@ -39,7 +39,7 @@ class Uploads:
         self.folder = folder.resolve()
         self._notes = self.folder / _NOTES
 
-    @contextmanager
+    @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the folder, so that no other request or server writes or removes a document meanwhile.
 
@@ -92,18 +92,42 @@ class Uploads:
     def keep(self, sent: Sequence[tuple[Path, bytes]]) -> None:
         """Store documents, in the place of what clients sent under their names; nothing where one is refused.
 
+        What was there before is kept until `settle` or `undo` is called with the same documents.
+
         Raises
         ------
         Refusal : see `check`; or the file system has no place for such a name.
+        NoSpaceError : the disk is full.
         """
         for path, _ in sent:
             self.check(path)
-        for path, data in sent:
+        for index, (path, data) in enumerate(sent):
             try:
                 self._write(path, data)
-            except OSError as error:  # a file where a folder is named, or the other way round; too long
-                why = (error.strerror or str(error)).lower()
+            except (OSError, KvtoolError, Refusal) as error:
+                self.undo(sent[:index])
+                if not isinstance(error, OSError):
+                    raise
+                why = (error.strerror or str(error)).lower()  # a file where a folder is named, or the other way round
                 raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
+
+    def settle(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+        """Let go of what was there before documents were kept."""
+        for path, _ in sent:
+            with contextlib.suppress(OSError):
+                self._former(path).unlink(missing_ok=True)
+
+    def undo(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+        """Bring back what was there before documents were kept. A file that has changed since is left alone."""
+        for path, data in reversed(sent):
+            former = self._former(path)
+            with contextlib.suppress(OSError, Refusal):
+                if _digest(path) != hashlib.sha256(data).hexdigest():
+                    former.unlink(missing_ok=True)
+                elif former.exists():
+                    os.replace(former, path)
+                else:
+                    self.remove(path)
 
     def remove_files(self, store: Store, going: Sequence[str]) -> None:
         """Remove the files of documents that are about to be forgotten. Documents of other folders have none here.
@@ -142,6 +166,10 @@ class Uploads:
         if os.path.isdir(path):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         digests = {hashlib.sha256(data).hexdigest(), _digest(path)} - {""}
+        if path.exists():
+            atomic_write(self._former(path), path.read_bytes())
+        else:
+            self._former(path).unlink(missing_ok=True)  # of a server that was killed
         note = {"name": self._name(path), "sha256": sorted(digests)}
         atomic_write(self._note(path), json.dumps(note).encode() + b"\n")
         atomic_write(path, data)
@@ -161,6 +189,10 @@ class Uploads:
 
     def _note(self, path: Path) -> Path:
         return self._notes / (hashlib.sha256(os.fsencode(self._name(path))).hexdigest() + ".json")
+
+    def _former(self, path: Path) -> Path:
+        """Return the place of what a document is replacing, while its ingest runs."""
+        return self._note(path).with_suffix(".former")
 
 
 def _digest(path: Path) -> str:

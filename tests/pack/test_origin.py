@@ -696,6 +696,44 @@ def test_a_signature_can_be_required(scene: Scene, tmp_path: Path, monkeypatch: 
     kvtool("store", "import", pack, "--store", scene.mine).failed(2, "kvtool.toml")  # it may be anybody's
 
 
+def test_trusted_keys_in_a_configuration_file(scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command reads it, those that trust nobody too; names of files are below its folder."""
+    key, pack, config = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack", tmp_path / "config.toml"
+    kvtool("store", "export", pack, "--store", scene.theirs, "--sign", key).fine()
+    config.write_text(f'trust = ["{key.name}.pub"]\n')
+    monkeypatch.chdir(scene.theirs)
+    assert f"{key.name}.pub" in kvtool("config", "show", "--config", config).fine().out
+    kvtool("store", "ls", "--store", scene.theirs, "--config", config).fine()
+    said = kvtool("store", "import", pack, "--store", tmp_path / "new", "--config", config, "--json").fine().json
+    assert said["trusted"] is True
+
+
+def test_why_a_trusted_key_did_not_help(scene: Scene, tmp_path: Path) -> None:
+    key, other, pack = make_key(tmp_path, "ada"), make_key(tmp_path, "mallory"), scene.pack()
+    trusting = ("--trust", f"{other}.pub", "--json", "--store")
+    said = kvtool("store", "import", pack, *trusting, tmp_path / "one").fine()
+    assert said.json["signer"] == ""
+    assert "is not signed\nhint: ask its owner to sign it" in said.err
+    said = kvtool("store", "pull", signed_tier(scene, key), *trusting, tmp_path / "other").fine()
+    assert "ada@example" in said.json["signer"]
+    assert "whom you do not trust" in said.err
+    assert kvtool("store", "import", pack, "--store", tmp_path / "plain", "--json").fine().json["signer"] is None
+
+
+def signed_tier(scene: Scene, key: Path) -> str:
+    """The URL of a shared store that a key has signed."""
+    url = f"file://{key.parent / 'signed'}"
+    kvtool("store", "push", url, "--store", scene.theirs, "--sign", key).fine()
+    return url
+
+
+def test_the_wrong_file_of_a_pair_of_keys(scene: Scene, tmp_path: Path) -> None:
+    key, pack = make_key(tmp_path, "ada"), scene.pack()
+    public, at = f"{key}.pub", ("--store", scene.theirs)
+    kvtool("store", "export", pack, *at, "--force", "--sign", public).failed(2, f"takes the private key: {key}\n")
+    kvtool("store", "import", pack, *at, "--trust", key).failed(2, f"takes a public key: {public}\n")
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [("", "no private key"), ("ssh-ed25519 AAAA x\n", "no private key"), (None, "there is no key file")],

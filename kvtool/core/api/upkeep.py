@@ -51,7 +51,7 @@ class Upkeep(Held):
         with self._beside() as folder:
             return compact(folder, lock_wait=wanted.lock_wait)
 
-    @alone()
+    @alone(LockOptions)
     def budget(self, *size: int | str | None) -> Budget:
         """The size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts it."""
         from kvtool.core.upkeep.budget import keep_budget, read_budget
@@ -59,6 +59,7 @@ class Upkeep(Held):
         with self._beside() as folder:
             if size:
                 wanted = None if size[0] == "none" else size[0]
-                return keep_budget(folder, options_of(IngestOptions)["max_size"].accept(wanted, "size"))
+                most = options_of(IngestOptions)["max_size"].accept(wanted, "size")
+                return keep_budget(folder, most, lock_wait=self._wanted(LockOptions, {}).lock_wait)
             with Store.open(folder) as store:
                 return read_budget(store)

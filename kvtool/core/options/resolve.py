@@ -194,7 +194,7 @@ def _file_layer(names: _Names, layer: Literal["project", "user"], path: Path) ->
             raise UsageError(f"{path}: {option.key} is set twice", "keep one of the two lines")
         if option.own and layer == "project":
             raise UsageError(
-                f"{path}: {name} is not taken from a working folder, which may be anybody's: it starts programs",
+                f"{path}: {name} is not taken from a working folder, which may be anybody's",
                 f"give it as {option.flag}, or in your own file, {default_config_file(os.environ)}",
             )
         seen.add(option.key)
@@ -252,7 +252,15 @@ def _known(name: str, known: Mapping[str, Option], path: Path) -> Option:
 
 def _expanded(option: Option, value: Any, folder: Path | None = None) -> Any:
     """Expand `~`; make a path in a file relative to that file. URLs stay as they are."""
-    if option.unit != "path" or not value or option.many or is_url(str(value)):
+    if option.unit != "path" or not value:
+        return value
+    if option.many:
+        return tuple(_path(option, each, folder) for each in value)
+    return _path(option, value, folder)
+
+
+def _path(option: Option, value: Any, folder: Path | None) -> Any:
+    if is_url(str(value)):
         return value
     path = Path(value).expanduser()
     return option.kind(folder / path if folder else path)

@@ -97,6 +97,7 @@ def _take_store(
             report = adopt(store, writer, blobs, catalogue, origin, None, newer=True, timeout=_SECONDS, events=events)
         except StoreFormatError as error:
             raise StoreFormatError(f"{error.message} than {source}", "merge into another --store") from error
+        report.signer = trust.signer(None)
         for what, why in lost:
             report.note_damage(what, why)
         if not origin.is_foreign:

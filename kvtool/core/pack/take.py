@@ -60,13 +60,15 @@ def take(
             raise UsageError(f"{pack} is an archive, but no pack", "name a file that `kvtool store export` wrote")
         catalogue = _catalogue(reader)
         blobs = PackBlobs(reader, catalogue)
-        origin = (trust or Trust()).origin(catalogue.proof, pack.name)
+        trust = trust or Trust()
+        origin = trust.origin(catalogue.proof, pack.name)
         _check_manifest(blobs, catalogue, pack)
         with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
             try:
                 report = adopt(
                     store, writer, blobs, catalogue, origin, None, newer=True, timeout=_SECONDS, events=events
                 )
+                report.signer = trust.signer(catalogue.proof)
                 if origin == HERE:  # no signature covers them, and they are parts of own documents' prompts, too
                     stretches.take(store, writer, reader, report)
                 return report

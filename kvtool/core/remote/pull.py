@@ -103,6 +103,7 @@ def pull(
             before, catalogue = report, latest  # what did not come may have been deleted with the one before
             report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
             report.goes_on_from(before)
+        report.signer = trust.signer(catalogue.proof)
         return report
 
 
@@ -152,6 +153,7 @@ def preview(
     origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
     trusted = not origin.is_foreign
     report = TransferReport("pull", blobs.url, dry_run=True, origin=origin.name, trusted=trusted)
+    report.signer = (trust or Trust()).signer(catalogue.proof)
     try:
         with Store.open(path) as store:
             if mine := store.manifest():

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _CONTEXT = b"kvtool catalogue 1\0"  # no signature of anything else is one of a catalogue
 _MOST_KEY_FILE = 2**16
+_OPEN = "`ssh-keygen -p -N '' -f KEY` removes the passphrase, best of a copy"
 _MAKE = "`ssh-keygen -t ed25519 -N '' -f KEY` makes KEY to sign with, and KEY.pub for those who trust it"
+UNSIGNED = "ask its owner to sign it: `store export --sign KEY`, `store push --sign KEY`"
 _INSTALL = "`pip install 'kvtool[sign]'`"
 
 
@@ -104,13 +106,26 @@ class Trust:
         if proof is not None and (trusted or self.keys or self.required) and not is_valid(proof):
             raise DamagedError(f"the signature of {place} does not fit its contents", "get it again from its signer")
         if self.required and not trusted:
-            by = "is not signed" if proof is None else f"is signed by {proof.signer}, whom you do not trust"
-            raise UntrustedError(
-                f"{place} {by}, and require_signature is set", "name its signer's public key with --trust FILE"
-            )
+            if proof is None:
+                by, hint = (
+                    "is not signed",
+                    "ask its owner to sign it: `store export --sign KEY`, `store push --sign KEY`",
+                )
+            else:
+                by, hint = (
+                    f"is signed by {proof.signer}, whom you do not trust",
+                    "name that public key with --trust FILE",
+                )
+            raise UntrustedError(f"{place} {by}, and require_signature is set", hint)
         if trusted and proof is not None:
-            return Origin(f"signed by {proof.signer}")
+            return Origin(f"its signer {proof.signer}")
         return HERE if self.mine else Origin(place, trusted=False)
+
+    def signer(self, proof: Proof | None) -> str | None:
+        """Return who has signed something, "" for nobody; None: no key is trusted, so the signature was not checked."""
+        if not self.keys:
+            return None
+        return "" if proof is None else proof.signer
 
 
 def fingerprint(key: bytes) -> str:
@@ -169,9 +184,9 @@ def signing_key(path: Path) -> SigningKey:
     try:
         private = load(data, password=None)
     except TypeError as error:
-        raise UsageError(f"the key {path} has a passphrase, which kvtool does not ask for", _MAKE) from error
+        raise UsageError(f"the key {path} has a passphrase, which kvtool does not ask for", _OPEN) from error
     except Exception as error:
-        raise UsageError(f"{path} holds no private key", _MAKE) from error
+        raise UsageError(f"{path} holds no private key", _hint(path, "--sign takes the private key")) from error
     if not isinstance(private, _library().Ed25519PrivateKey):
         raise UsageError(f"the key {path} is not an Ed25519 key", _MAKE)
     return SigningKey(private, _comment(path))
@@ -202,10 +217,18 @@ def _public(path: Path, load: Any, data: bytes) -> bytes:
     try:
         key = load(data)
     except Exception as error:
-        raise UsageError(f"{path} holds something else than public keys", _MAKE) from error
+        raise UsageError(
+            f"{path} holds something else than public keys", _hint(path, "--trust takes a public key")
+        ) from error
     if not isinstance(key, _library().Ed25519PublicKey):
         raise UsageError(f"{path} holds a key that is not Ed25519", _MAKE)
     return bytes(key.public_bytes_raw())
+
+
+def _hint(path: Path, wanted: str) -> str:
+    """Return a hint that names the other file of a pair of keys, where that file exists."""
+    other = path.with_suffix("") if path.suffix == ".pub" else path.with_name(path.name + ".pub")
+    return f"{wanted}: {other}" if other.is_file() else _MAKE
 
 
 def _key_file(path: Path) -> bytes:

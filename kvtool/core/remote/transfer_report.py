@@ -34,6 +34,8 @@ class TransferReport:
     trusted : whether they may replace and serve the store's own.
     kept : paths of files that stayed as they are, since they are of another origin.
     made_with : the model that the store was made for, where it began with this.
+    signer : the owner of the key that has signed what came, "" for nobody; None: no key is trusted, so no signature was
+        checked.
     """
 
     direction: str
@@ -52,6 +54,7 @@ class TransferReport:
     trusted: bool = True
     kept: list[str] = field(default_factory=list)
     made_with: str = ""
+    signer: str | None = None
 
     def note_damage(self, what: str, why: str) -> None:
         """Something was left out."""

@@ -1,0 +1,176 @@
+"""A store with a size budget behind a server: what does not fit is refused, and nothing else suffers from it."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import kvtool
+from kvtool.core.cache.store import Store
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.upkeep.pins import pin
+from kvtool.serve.job import Answer, Ask, Event
+from tests.cli.working import QUESTION, process
+from tests.serve.conftest import PATIENCE, Served, serving, wait_until
+
+DOCUMENTS = "/v1/documents"
+
+
+def text_of(number: int, lines: int = 40) -> str:
+    """A document of some chunks that no other has."""
+    return "\n\n".join(f"Kite {number} of line {line} was flown over Oslo in {1900 + line}." for line in range(lines))
+
+
+@pytest.fixture
+def uploads(tmp_path: Path) -> Path:
+    return tmp_path / "sent"
+
+
+@pytest.fixture
+def client(store: Path, uploads: Path) -> Iterator[httpx2.Client]:
+    with serving(store, uploads=uploads) as served, served.client as client:
+        yield client
+
+
+def send(client: httpx2.Client, name: str, text: str) -> httpx2.Response:
+    return client.post(DOCUMENTS, json={"documents": [{"name": name, "text": text}]})
+
+
+def sources(client: httpx2.Client) -> set[str]:
+    return {row["source"] for row in client.get(DOCUMENTS).json()["data"]}
+
+
+def answers(client: httpx2.Client, question: str = QUESTION) -> str:
+    """The answer to a question, after a look at /health."""
+    assert client.get("/health").status_code == 200
+    asked = {"messages": [{"role": "user", "content": question}], "max_tokens": 4, "temperature": 0}
+    answer = client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def full(answer: httpx2.Response) -> dict[str, Any]:
+    """The error of what did not fit."""
+    assert answer.status_code == 507, answer.text
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["code"] == "no_space"
+    assert "over its budget of" in error["message"]
+    assert "store prune" in error["hint"] or "store compact" in error["hint"]
+    assert error["hint"] in error["message"]
+    return error
+
+
+def leave(store: Path, spare: int) -> None:
+    """Set a budget that leaves so many bytes."""
+    with kvtool.open(store) as cache:
+        cache.budget(cache.budget().used + spare)
+
+
+def kept(store: Path) -> dict[str, set[str]]:
+    """The levels of each chunk of the store."""
+    with Store.open(store) as opened:
+        return {chunk.hex(): set(opened.sizes_here(chunk)) for chunk in opened.chunk_ids()}
+
+
+def test_documents_until_the_budget_is_met(store: Path, uploads: Path, client: httpx2.Client) -> None:
+    owners, before = sources(client), kept(store)
+    pinned = sorted(owners)[0]
+    pin(store, [pinned])
+    leave(store, 2 * 2**20)
+    fitting, said = set(), answers(client)
+    for number in range(40):
+        if (answer := send(client, f"{number}.md", text_of(number))).status_code != 200:
+            break
+        fitting.add(str(uploads / f"{number}.md"))
+        said = answers(client)
+    assert fitting
+    full(answer)
+    lost = uploads / f"{number}.md"
+    assert sources(client) == owners | fitting
+    assert not lost.exists()
+    assert len(list((uploads / ".kvtool-sent").glob("*.json"))) == len(fitting)
+    assert before.items() <= kept(store).items()
+    assert answers(client) == said
+    with kvtool.open(store) as cache:
+        held = cache.budget()
+    assert held.budget is not None
+    assert held.used <= held.budget + 2**20
+    gone = client.delete(DOCUMENTS, params={"source": sorted(fitting)[0]})
+    assert gone.status_code == 200, gone.text
+    again = send(client, lost.name, text_of(number))
+    assert again.status_code == 200, again.text
+    assert str(lost) in sources(client)
+
+
+def test_a_new_version_that_does_not_fit_leaves_the_old_one(store: Path, uploads: Path, client: httpx2.Client) -> None:
+    assert send(client, "a.md", "The kite is in Oslo.").status_code == 200
+    leave(store, -1)
+    full(send(client, "a.md", text_of(1)))
+    assert (uploads / "a.md").read_text() == "The kite is in Oslo."
+    assert str(uploads / "a.md") in sources(client)
+    assert client.get(DOCUMENTS, params={"source": "a.md"}).status_code == 200
+    with kvtool.open(store) as cache:
+        cache.budget(None)
+    assert send(client, "a.md", "The kite is in Bergen.").json()["documents"]["changed"] == 1
+    assert client.delete(DOCUMENTS, params={"source": str(uploads / "a.md")}).status_code == 200
+
+
+def test_of_several_those_that_fitted_stay(store: Path, uploads: Path, client: httpx2.Client) -> None:
+    owners = sources(client)
+    leave(store, 2 * 2**20)
+    rows = [{"name": f"{number:02}.md", "text": text_of(number)} for number in range(30)]
+    full(client.post(DOCUMENTS, json={"documents": rows}))
+    listed = sources(client) - owners
+    assert listed == {str(path) for path in uploads.glob("*.md")}
+
+
+def test_prune_from_another_process_makes_room(store: Path, uploads: Path, client: httpx2.Client) -> None:
+    said = answers(client)
+    leave(store, -1)
+    full(send(client, "a.md", text_of(1)))
+    assert process("store", "prune", "--store", str(store), "--yes").code == 0
+    assert send(client, "a.md", "The kite is in Oslo.").status_code == 200
+    assert answers(client) == said
+
+
+def test_a_budget_smaller_than_the_store(store: Path, uploads: Path) -> None:
+    with kvtool.open(store) as cache:
+        cache.budget(1000)
+    before = kept(store)
+    with serving(store, uploads=uploads) as served, served.client as client:
+        answers(client)
+        full(send(client, "a.md", "The kite is in Oslo."))
+        answers(client)
+        assert not list(uploads.glob("*.md"))
+    assert kept(store) == before
+
+
+def test_a_hole_is_not_filled_over_the_budget(store: Path) -> None:
+    """A question of its own, as a shell asks it, stores what it had to compute."""
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.drop_level([*opened.chunk_ids()], "raw")
+    with kvtool.open(store) as cache:
+        cache.budget(1000)
+    with serving(store) as served:
+        ask(served)
+        wait_until(lambda: any("could not be stored" in text and "over its budget" in text for text in served.warnings))
+        assert not any(kept(store).values())
+        with kvtool.open(store) as cache:
+            cache.budget(None)
+        ask(served)
+        wait_until(lambda: any(kept(store).values()))
+
+
+def ask(served: Served) -> None:
+    """Wait for the answer to a question that is no conversation."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    served.engine.submit(Ask(Request(QUESTION), QueryOptions(max_tokens=4)), events.put)
+    while isinstance(event := events.get(timeout=PATIENCE), str):
+        pass
+    assert isinstance(event, Answer), event
