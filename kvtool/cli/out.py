@@ -254,7 +254,7 @@ class Out:
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
             self.end_line()  # on one screen, or in one file, not behind half an answer
-        text = clean(text).replace("\n", "\n  ") if label else clean(text)  # a file's name may hold a line of its own
+        text = clean(text).replace("\n", "\n  ")  # a file's name may hold a line of its own
         line = (f"{self._coloured(label, colour)}: " if label else "") + text + "\n"
         with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
             if self._bars is not None:

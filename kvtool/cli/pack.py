@@ -9,6 +9,7 @@ import typer
 
 from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import one_line
 from kvtool.cli.transfer import told
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
@@ -46,7 +47,8 @@ def export(run: Run, pack: Pack) -> int | None:
 
     def show() -> None:
         what = f"{counted(report.documents, 'document')} and {counted(report.chunks, 'chunk')} at a level"
-        run.out.print(f"written: {report.path}: {what}, {report.bytes / 1e6:,.1f} MB, {report.seconds:.1f} s")
+        text = f"written: {report.path}: {what}, {report.bytes / 1e6:,.1f} MB, {report.seconds:.1f} s"
+        run.out.print(one_line(text))
 
     run.out.report(report.to_json(), human=show)
     return EXIT_DAMAGED if report.damaged else None

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.out import Out
+from kvtool.cli.text import clean
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import ReplyChunk
 
+_MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # what stands between places, or behind one
 _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
@@ -29,10 +33,16 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
 
 
 def cited(chunk: ReplyChunk) -> str:
-    """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line,
-    whatever the file is called."""
+    """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line, and
+    one place, whatever the file and its origin are called."""
     path = Path(chunk.source)
     with suppress(ValueError, OSError):
         path = path.relative_to(Path.cwd())
-    made_by = f" (from {chunk.origin})" if chunk.origin else ""
-    return chunk.behind(str(path).replace("\n", "\\n")) + made_by + _SINCE.get(chunk.since_ingest, "")
+    made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
+    return _unmistakable(chunk.behind(str(path))) + made_by + _SINCE.get(chunk.since_ingest, "")
+
+
+def _unmistakable(name: str) -> str:
+    """A name, in quotation marks where it could be read as several places, or as what is said of one."""
+    name = name.replace("\n", "\\n")
+    return json.dumps(name, ensure_ascii=False) if _MISLEADING.search(clean(name)) else name

@@ -9,6 +9,7 @@ import typer
 
 from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import one_line
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
@@ -92,7 +93,7 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 
     def show() -> None:
         for report in reports:
-            run.out.print(_in_words(report))
+            run.out.print(one_line(_in_words(report)))
 
     run.out.report(value, human=show)
     return EXIT_DAMAGED if any(report.damaged for report in reports) else None

@@ -51,7 +51,7 @@ def forget(run: Run, targets: Targets) -> None:
 
     def show() -> None:
         for source in plan.sources:
-            run.out.print(source)
+            run.out.print(source.replace("\n", "\\n"))
         what = "would be forgotten" if dry_run else "forgotten"
         count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
         run.out.print(f"{what}: {count}, {sized(plan.size)}")
@@ -190,7 +190,7 @@ def unpin(run: Run, targets: Targets) -> None:
 def _show_pins(run: Run, pins: dict[str, Any]) -> None:
     def show() -> None:
         for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
-            run.out.print(name)
+            run.out.print(name.replace("\n", "\\n"))
         if not pins["sources"] and not pins["chunks"]:
             run.out.status("nothing is pinned")
 

@@ -6,6 +6,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import one_line
 from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED, KvtoolError
@@ -65,7 +66,7 @@ def _verify(run: Run, repairs: bool, sample: Fraction | None) -> int | None:
     def show() -> None:
         for row in rows:
             where = f"{row['chunk']} {row['level']} layer {row['layer']}: " if row["chunk"] else ""
-            run.out.print(f"damaged: {where}{row['reason']}")
+            run.out.print(one_line(f"damaged: {where}{row['reason']}"))
         if rows or run.out.verbosity >= 0:
             part = "" if sample is None else f", the KV of {sample} of them checked"
             dropped = f", {counted(repaired, 'entry', 'entries')} dropped" if repaired else ""

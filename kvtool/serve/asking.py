@@ -51,6 +51,7 @@ _KNOWN = (
 )
 _MOST_STOPS, _LONGEST_STOP = 16, 1000  # characters
 _MOST_MESSAGES = 4096
+_LONGEST_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,12 @@ def _bounded(value: Any, name: str) -> Any:
     """Return an option's value, its texts no longer and no more than names may be. Raises Refusal."""
     if isinstance(value, list) and len(value) > MOST_NAMES:
         raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
-    return [within(each, name) for each in value] if isinstance(value, list) else within(value, name)
+    if not isinstance(value, list):
+        return within(value, name)
+    texts_of_it = [within(each, name) for each in value]
+    if (length := sum(len(each) for each in texts_of_it if isinstance(each, str))) > _LONGEST_LIST:
+        raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_LONGEST_LIST:,}", name)
+    return texts_of_it
 
 
 def _check_names(value: Mapping[str, Any], asked: str) -> None:

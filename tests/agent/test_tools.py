@@ -18,7 +18,7 @@ from kvtool.core.agent.tools import Tools
 from kvtool.core.cache.store import Store
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from tests.cli.working import QUESTION, kvtool, listing
+from tests.cli.working import PREFIX, QUESTION, kvtool, listing
 from tests.retrieval.making import ingest
 
 Talk = Callable[[Client], Awaitable[None]]
@@ -95,6 +95,29 @@ def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path
             assert same["since_ingest"] == chunk["since_ingest"]
         answer = await call(client, "answer", question="Who built the mill?", top_k=5)
         assert {Path(each["source"]).stem: each["since_ingest"] for each in answer["sources"]} == said
+
+    talk(place, say)
+
+
+def test_an_excerpt_says_whose_document_it_is_of(tiny: Path, tmp_path: Path) -> None:
+    own, place, pack = tmp_path / "own.md", tmp_path / "fresh", tmp_path / "theirs.kvpack"
+    own.write_text("The mill of my own was built by baker Z.")
+    (theirs := tmp_path / "theirs.md").write_text("The mill of theirs was built by baker Q.")
+    kvtool("ingest", theirs, "--store", tmp_path / "theirs", "--model", tiny, *PREFIX).fine()
+    kvtool("store", "export", pack, "--store", tmp_path / "theirs").fine()
+    kvtool("store", "import", pack, "--store", place).fine()
+    kvtool("ingest", own, "--store", place, *PREFIX).fine()
+
+    async def say(client: Client) -> None:
+        found = (await call(client, "search", question="Who built the mill?", top_k=50))["chunks"]
+        said = {chunk["source"]: chunk["origin"] for chunk in found}
+        assert said.pop(str(own)) == ""
+        assert {*said.values()} == {"theirs.kvpack"}
+        for chunk in found:
+            read = (await call(client, "read", chunk=chunk["id"], before=0, after=0))["chunks"]
+            assert [each["origin"] for each in read] == [chunk["origin"]]
+        answer = await call(client, "answer", question="Who built the mill?", top_k=5)
+        assert {each["origin"] for each in answer["sources"]} == {"", "theirs.kvpack"}
 
     talk(place, say)
 

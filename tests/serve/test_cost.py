@@ -58,6 +58,10 @@ def ran(code: str) -> str:
         # a word that known ones are compared with
         "from kvtool.core.errors import did_you_mean\n"
         "did_you_mean('fu' * 500_000, ['fusion', 'ratio']); print('refused')",
+        # brackets of globs that none closes
+        "from kvtool.core.retrieval.finder import _matcher\n_matcher(['[' * 4000 + str(n) for n in range(128)])\n"
+        "from kvtool.core.upkeep.naming import matches_glob\n"
+        "for n in range(128): matches_glob('[' * 4000 + str(n), 'a', 'a')\nprint('refused')",
         # quotation marks that do not end
         "from kvtool.serve.wire import _check_shape\n_check_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",
     ],
@@ -117,6 +121,14 @@ def test_globs_are_one_pattern() -> None:
     ]
 
 
+def test_brackets_that_none_closes_are_letters() -> None:
+    is_meant = _matcher(["[a-c]x[", "y[]", "[!a][[z", "[]]", "[]v[", "[!]w[a"])
+    assert [is_meant(name) for name in ("bx[", "y[]", "b[[z", "]", "[]v[", "[!]w[a", "dx[", "a[[z", "y]")] == [
+        *(True,) * 6,
+        *(False,) * 3,
+    ]
+
+
 def test_a_follow_up_looks_back_at_few_questions() -> None:
     looked = 0
 
@@ -166,6 +178,7 @@ def body(**more: Any) -> dict[str, Any]:
         (CHAT, body(kvtool={"documents": ["d"] * (MOST_NAMES + 1)})),
         (CHAT, body(kvtool={"only": ["*"] * (MOST_NAMES + 1)})),
         (CHAT, body(kvtool={"only": ["*a" * 10**5]})),
+        (CHAT, body(kvtool={"only": ["*a" * 2000 + str(number) for number in range(9)]})),
         (CHAT, body(metadata=[[]] * 10**5)),
         ("/v1/completions", {"prompt": "a" * (LONGEST_TEXT + 1)}),
         ("/v1/embeddings", {"input": ["a"] * 3000}),

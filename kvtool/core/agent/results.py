@@ -18,6 +18,7 @@ class Excerpt:
     place : `file:line` where the chunk begins.
     score : how well it matches, the best match of words alone is 1; None where nothing was searched for.
     since_ingest : `changed` or `gone` where the file is no longer what was ingested, so the text may be out of date.
+    origin : the pack, store or signer that the document came from; empty for one that was ingested here.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Excerpt:
     text: str
     score: float | None = None
     since_ingest: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True)

@@ -113,4 +113,5 @@ def _excerpt(store: Store, passage: Passage, since: Mapping[str, str], hit: Hit 
     place, text = place_and_text(store, passage)
     score = None if hit is None else round(hit.score, 4)
     source = passage.source
-    return Excerpt(passage.chunk_id.hex(), place.behind(source), source, text, score, since[source])
+    origin = store.origin_of(source)
+    return Excerpt(passage.chunk_id.hex(), place.behind(source), source, text, score, since[source], origin)

@@ -92,7 +92,7 @@ class Tools:
         return Answer(
             answer=reply.answer,
             sources=[
-                Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest)
+                Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest, each.origin)
                 for each in reply.sources
             ],
             fusion=reply.fusion,

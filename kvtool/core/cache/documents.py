@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.snapshot import checked_payload
+from kvtool.core.errors import DamagedError
 
 
 class Documents(Opened):
@@ -50,6 +52,12 @@ class Documents(Opened):
                 entry.path: entry for entry in self.files() if not lost.isdisjoint((entry.path, *entry.documents))
             }
         return [found[path] for path in sorted(found)]
+
+    def origin_of(self, source: str) -> str:
+        """Name the pack, store or signer that a document came from; "" for one that was ingested here."""
+        with suppress(DamagedError):
+            return next((entry.origin.name for entry in self.files_with([source])), "")
+        return ""
 
     def file_marks(self) -> dict[bytes, bytes]:
         """A mark of every file's entry, by key: another mark, and something of the entry is another."""

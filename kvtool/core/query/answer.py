@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.hot import HotSource
@@ -244,16 +242,9 @@ def _reply_chunk(session: Session, hit: Hit, *, tokens: int, status: str, reason
         tokens=tokens,
         status=status,
         reason=reason,
-        origin=_origin(session, hit.passage.source),
+        origin=session.store.origin_of(hit.passage.source),
         text=text,
     )
-
-
-def _origin(session: Session, source: str) -> str:
-    """Name the pack, store or signer that a document came from; "" for one that was ingested here."""
-    with suppress(DamagedError):
-        return next((entry.origin.name for entry in session.store.files_with([source])), "")
-    return ""
 
 
 # ---- after the answer ----

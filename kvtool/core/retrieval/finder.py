@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from fnmatch import translate
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtool.core.cache.layout import REPAIR
+from kvtool.core.common.globs import regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
 from kvtool.core.retrieval import bm25
@@ -211,7 +211,7 @@ def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
 
     A document of a JSON-lines file is matched by its file's path, too.
     """
-    match = re.compile("|".join(translate(form) for glob in globs for form in (glob, f"*/{glob}"))).match
+    match = re.compile("|".join(regex_of(form) for glob in globs for form in (glob, f"*/{glob}"))).match
 
     def is_meant(source: str) -> bool:
         return any(match(name) is not None for name in (source, source.rpartition("#")[0]) if name)

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from kvtool.core.cache.store import Store
+from kvtool.core.common.globs import closed
 from kvtool.core.common.spelling import composed
 from kvtool.core.errors import UsageError, did_you_mean
 
@@ -101,7 +102,7 @@ def matches_glob(glob: str, source: str, file: str) -> bool:
     """A glob matches a whole path, or its end from some folder on; of a JSON-lines file's document its file's, too."""
     if not set("*?[") & set(glob):
         return False
-    return any(fnmatchcase(name, form) for form in (glob, f"*/{glob}") for name in (source, file))
+    return any(fnmatchcase(name, closed(form)) for form in (glob, f"*/{glob}") for name in (source, file))
 
 
 def _ending(target: str, named: Named) -> list[str]:
