@@ -24,7 +24,11 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 @takes(
     ExportOptions,
     StoreOptions,
-    examples=("store export all.kvpack", 'store export part.kvpack --only "notes/*.md" --level 2'),
+    examples=(
+        "store export all.kvpack",
+        "store export all.kvpack --sign key",
+        'store export part.kvpack --only "notes/*.md" --level 2',
+    ),
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV into one file."""
@@ -54,7 +58,11 @@ def export(run: Run, pack: Pack) -> int | None:
     return EXIT_DAMAGED if report.damaged else None
 
 
-@takes(ImportOptions, StoreOptions, examples=("store import all.kvpack", "store import all.kvpack --store ./kv"))
+@takes(
+    ImportOptions,
+    StoreOptions,
+    examples=("store import all.kvpack --store ./kv", "store import all.kvpack --trust key.pub"),
+)
 def import_(run: Run, pack: Pack) -> int | None:
     """Take a pack into a store of the same model and settings.
 

@@ -49,7 +49,7 @@ def levels_option() -> tuple[str, ...]:
 class SignOptions(Options, settings=False, group=TRUSTED):
     """How others can tell who made what they get."""
 
-    sign: Path | None = option(None, "Sign it with this Ed25519 key.", metavar="KEY")
+    sign: Path | None = option(None, "Sign it with this Ed25519 private key.", metavar="KEY")
 
     @property
     def key(self) -> SigningKey | None:
@@ -64,9 +64,9 @@ class TrustOptions(Options, group=TRUSTED):
     """Whose documents and KV count as made here."""
 
     trust: tuple[str, ...] = option(
-        (), "Trust what these public keys have signed.", metavar="FILE", unit="path", own=True, instead="nobody"
+        (), "Trust what a public key in this file has signed.", metavar="FILE", unit="path", own=True, instead="nobody"
     )
-    mine: bool = option(False, "Trust what is named now: you made it yourself.", setting=False)
+    mine: bool = option(False, "Treat what is taken as your own: you made it.", setting=False)
 
     def trusted(self, store: StoreOptions | None = None) -> Trust:
         """Return whom the user trusts. Raises UsageError."""
