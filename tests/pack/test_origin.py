@@ -66,6 +66,13 @@ def test_own_documents_are_never_replaced(way: str, scene: Scene, tiny: Path) ->
     assert scene.ask()["answer"] == answered["answer"]
 
 
+@pytest.mark.parametrize("name", ["signed by me (0123456789abcdef)", "\u200bSigned by me", "\uff53igned by me"])
+def test_a_name_of_a_pack_does_not_make_it_signed(name: str, scene: Scene, tmp_path: Path) -> None:
+    pack, store = scene.pack(name), tmp_path / "empty"
+    kvtool("store", "import", pack, "--store", store).fine()
+    assert scene.ask(store=store)["chunks"][0]["origin"] == f"unsigned: {name}"
+
+
 def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scene, tmp_path: Path) -> None:
     store = tmp_path / "empty"
     bring(scene, "import", store=store)

@@ -109,8 +109,8 @@ class Trust:
                 f"{place} {by}, and require_signature is set", "name its signer's public key with --trust FILE"
             )
         if trusted and proof is not None:
-            return Origin(f"signed by {proof.signer}")
-        return HERE if self.mine else Origin(place, trusted=False)
+            return Origin.signed(proof.signer)
+        return HERE if self.mine else Origin.untrusted(place)
 
 
 def fingerprint(key: bytes) -> str:

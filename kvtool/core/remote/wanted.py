@@ -95,7 +95,7 @@ class Origins:
     """
 
     def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
-        self.own, self._other = own, own if mirror else Origin(place, trusted=False)
+        self.own, self._other = own, own if mirror else Origin.untrusted(place)
 
     def of(self, entry: File | Chunk) -> Origin:
         """Return the origin of a file, or of a chunk."""
