@@ -40,16 +40,18 @@ def ls(run: Run) -> None:
 
 
 def _value(store: Store, rows: Sequence[Row], filtered: bool) -> dict[str, Any]:
-    from kvtool.core.upkeep.listing import Listed, about, as_documents
+    from kvtool.core.upkeep.listing import Listed, about, as_documents, origins_of
 
     documents = as_documents(rows)
     if not filtered:  # one that gave no chunk is there, too
-        documents += [about(Listed.of(document)) for document in store.documents() if not document.chunks]
+        origins = origins_of(store)
+        documents += [about(Listed.of(document, origins)) for document in store.documents() if not document.chunks]
     chunks = {row.ref.chunk_id: row.bytes for row in rows}
     return {"documents": documents, "chunks": len(chunks), "bytes": sum(chunks.values())}
 
 
 def _told(row: Row) -> tuple[object, ...]:
-    where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]{' (pinned)' if row.pinned else ''}"
+    made_by = f" (from {row.document.origin})" if row.document.origin else ""
+    where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]{' (pinned)' if row.pinned else ''}{made_by}"
     used = "never" if row.last_used is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.last_used))
     return row.ref.chunk_id.hex()[:_DIGITS], row.ref.tokens, " ".join(row.levels) or "none", row.bytes, used, where

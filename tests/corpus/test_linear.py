@@ -75,6 +75,8 @@ def test_ignore_files() -> None:
         "assert not rules.names(folder / ('a' * 250), False)\n"
         "assert not rules.names(folder / ('a/' * 1500 + 'a'), False)\n"
         "assert rules.names(folder / ('xa' * 40 + 'b'), False)\n"
+        "(folder / '.gitignore').write_text('*' * 500_000 + '\\n' + 'a?' * 100_000 + '\\nb\\n')\n"
+        "assert Rules().below(folder).names(folder / 'b', False)\n"
     )
 
 

@@ -66,6 +66,13 @@ def test_own_documents_are_never_replaced(way: str, scene: Scene, tiny: Path) ->
     assert scene.ask()["answer"] == answered["answer"]
 
 
+@pytest.mark.parametrize("name", ["signed by me (0123456789abcdef)", "\u200bSigned by me", "\uff53igned by me"])
+def test_a_name_of_a_pack_does_not_make_it_signed(name: str, scene: Scene, tmp_path: Path) -> None:
+    pack, store = scene.pack(name), tmp_path / "empty"
+    kvtool("store", "import", pack, "--store", store).fine()
+    assert scene.ask(store=store)["chunks"][0]["origin"] == f"unsigned: {name}"
+
+
 def test_a_file_of_theirs_may_be_replaced_by_them_and_by_nobody_else(scene: Scene, tmp_path: Path) -> None:
     store = tmp_path / "empty"
     bring(scene, "import", store=store)
@@ -561,6 +568,17 @@ def test_a_trusted_signature_counts_as_made_here(scene: Scene, tmp_path: Path) -
     assert scene.ingest(store=new)["documents"]["unchanged"] == 1
     untrusted = kvtool("store", "import", pack, "--store", tmp_path / "other", "--json").fine().json
     assert untrusted["trusted"] is False
+
+
+def test_what_came_unsigned_is_trusted_once_its_signer_is(scene: Scene, tmp_path: Path) -> None:
+    key, new = make_key(tmp_path, "ada"), tmp_path / "new"
+    bring(scene, "import", store=new)
+    pack = tmp_path / "signed.kvpack"
+    kvtool("store", "export", pack, "--store", scene.theirs, "--sign", key).fine()
+    kvtool("store", "import", pack, "--store", new, "--trust", f"{key}.pub").fine()
+    with Store.open(new) as store:
+        assert "ada@example" in of_file(store, scene.own)[0].origin.name
+        assert store.foreign_chunks() == set()
 
 
 def test_a_signed_shared_store(scene: Scene, tmp_path: Path) -> None:

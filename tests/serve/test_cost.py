@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.common import spelling
-from kvtool.core.errors import EXIT_TERMINATED
+from kvtool.core.errors import EXIT_TERMINATED, UsageError
 from kvtool.core.model.text_stream import _overlap
 from kvtool.core.query.follow_up import BACK, search_text
 from kvtool.core.retrieval import terms as of_terms
@@ -108,6 +108,8 @@ def test_a_label_is_looked_for_at_few_places(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(Exception, match="has no"):
         places.of_chunks("z " * 2000 + "row 9")
     assert len(tried) == _MOST_SPLITS
+    with pytest.raises(UsageError, match="names no chunk"):
+        places.of_chunks("a.md:" + "9" * 5000)
     tried.clear()
     with pytest.raises(Exception, match="has no"):
         places.of_chunks("my book.xlsx Costs row 9")

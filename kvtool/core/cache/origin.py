@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 
 from kvtool.core.cache.record import Bytes, Kind, seal, unseal
+from kvtool.core.common.json_text import UNSEEN
+from kvtool.core.common.spelling import normalised
 from kvtool.core.errors import DamagedError
+
+_LIKE_SIGNED = re.compile(r"^\W*signed", re.IGNORECASE)
+_UNSEEN = re.compile(f"[{UNSEEN}\u200c\u200d]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +27,17 @@ class Origin:
 
     name: str = ""
     trusted: bool = True
+
+    @classmethod
+    def signed(cls, signer: str) -> Origin:
+        """Return the origin of what a trusted key has signed."""
+        return cls(f"signed by {signer}")
+
+    @classmethod
+    def untrusted(cls, place: str) -> Origin:
+        """Return the origin of what is from a place that is not trusted. A file's name does not make it a signer's."""
+        is_like_signed = _LIKE_SIGNED.search(normalised("NFKC", _UNSEEN.sub("", place)))
+        return cls(f"unsigned: {place}" if is_like_signed else place, trusted=False)
 
     @property
     def is_foreign(self) -> bool:

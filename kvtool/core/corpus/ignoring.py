@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FILES = (".gitignore", ".kvtoolignore")  # in each folder; of two that speak of a name the later one counts
 _MOST_BYTES = 1 << 20  # of an ignore file
+_LONGEST_LINE = 4096  # characters, as paths have it: patterns are compiled in quadratic time
 _STAR, _FOLDERS, _FOLDERS_FIRST = "[^/]*", "(?:/.+)?", "^(?:.+/)?"  # what pathspec makes of `*`, `/**/` and `**/`
 _OWN = frozenset((".git", *FILES))  # hidden names that nobody has to be told of
 
@@ -155,7 +156,8 @@ def _is_folded(folder: Path) -> bool:
 
 
 def _read(path: Path) -> GitIgnoreSpec | None:
-    """An ignore file, its lines that are no patterns left aside; None where there is none, or it cannot be read."""
+    """An ignore file, its lines that are no patterns, or longer than any path, left aside; None where there is none, or
+    it cannot be read."""
     try:
         lines = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
     except OSError:
@@ -164,7 +166,7 @@ def _read(path: Path) -> GitIgnoreSpec | None:
 
     with warnings.catch_warnings():  # `re` warns of `[[`, which is any other character to git
         warnings.simplefilter("ignore", FutureWarning)
-        spec = GitIgnoreSpec.from_lines(line for line in lines if _is_pattern(line))
+        spec = GitIgnoreSpec.from_lines(line for line in lines if len(line) <= _LONGEST_LINE and _is_pattern(line))
         for pattern in spec.patterns:
             if pattern.regex is not None:
                 pattern.regex = re.compile(_linear(pattern.regex.pattern))

@@ -260,7 +260,7 @@ class _Pull:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
                 raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
-            origin = Origin(self.blobs.url, trusted=False) if mirror else self.origins.own
+            origin = Origin.untrusted(self.blobs.url) if mirror else self.origins.own
             self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
             self.report.made_with = str(catalogue.identity.get("model", ""))
 

@@ -204,6 +204,7 @@ class RedisBlobs:
             text = str(error).rstrip(".")  # a sentence, which goes on behind it
             for secret in self._secrets:
                 text = text.replace(secret, HIDDEN)
+            text = text[-_MOST_SAID:]
             raise self._in_words(error, text) from (error if text == str(error).rstrip(".") else None)
 
     def _in_words(self, error: Exception, text: str) -> KvtoolError:
@@ -227,6 +228,7 @@ class RedisBlobs:
 
 
 _CHECK = "check the address and that the server runs"
+_MOST_SAID = 1000  # characters of what a server says of an error
 _OPTIONS = "such as redis://host:6379/0; behind `?` stand options of redis-py"
 
 

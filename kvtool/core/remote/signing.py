@@ -118,8 +118,8 @@ class Trust:
                 )
             raise UntrustedError(f"{place} {by}, and require_signature is set", hint)
         if trusted and proof is not None:
-            return Origin(f"its signer {proof.signer}")
-        return HERE if self.mine else Origin(place, trusted=False)
+            return Origin.signed(proof.signer)
+        return HERE if self.mine else Origin.untrusted(place)
 
     def signer(self, proof: Proof | None) -> str | None:
         """Return who has signed something, "" for nobody; None: no key is trusted, so the signature was not checked."""

@@ -95,7 +95,7 @@ class Origins:
     """
 
     def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
-        self.own, self._other = own, own if mirror else Origin(place, trusted=False)
+        self.own, self._other = own, own if mirror else Origin.untrusted(place)
 
     def of(self, entry: File | Chunk) -> Origin:
         """Return the origin of a file, or of a chunk."""
@@ -114,6 +114,8 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
         key = keys.name_key(entry.path).hex()
         if key not in catalogue.files:
             continue
+        if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
+            continue  # the same file from a trusted source counts as made here
         with suppress(DamagedError):  # replaced by the tier's
             mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
         if not _may_replace(origins.of(catalogue.files[key]), entry.origin):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _LABEL = re.compile(r"(?:p\.|text line|slide|cell|ch\.|¶) \d")
 _ROW = re.compile(r" row \d")
+_MOST_DIGITS = 18  # of a line, or a page: Python reads no number of over 4,300
 _MOST_SPLITS = 32  # places of a name at which a label may begin; each costs a look at all sources
 
 
@@ -61,7 +62,7 @@ class Places:
     def _at(self, place: str) -> list[Passage]:
         """The passages at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
         path, sign, number = place.rpartition(":")
-        if sign and number.isdecimal():
+        if sign and number.isdecimal() and len(number) <= _MOST_DIGITS:
             return self._at_number(path, int(number))
         refused = None
         for at in islice(_label_starts(place), _MOST_SPLITS):  # files have spaces in their names, and so have sheets

@@ -7,7 +7,7 @@ import operator
 import re
 import shlex
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -37,11 +37,17 @@ class Listed:
     source: str
     kind: str
     characters: int
+    origin: str
 
     @classmethod
-    def of(cls, document: DocumentEntry) -> Listed:
-        """What is told of a document."""
-        return cls(document.source, document.kind, len(document.text))
+    def of(cls, document: DocumentEntry, origins: Mapping[str, str]) -> Listed:
+        """What is told of a document; `origins` as of :func:`origins_of`."""
+        return cls(document.source, document.kind, len(document.text), origins.get(document.source, ""))
+
+
+def origins_of(store: Store) -> dict[str, str]:
+    """Map the documents that were not ingested here to the pack, store or signer they came from. Raises DamagedError."""
+    return {source: entry.origin.name for entry in store.files() if entry.origin.name for source in entry.documents}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +83,9 @@ Test = Callable[[Row], bool]
 def rows_of(store: Store) -> Iterator[Row]:
     """All chunks of all documents, in the documents' order. Raises DamagedError."""
     used, pins, now = store.last_used(), store.pins(), time.time()
-    sources, chunks = set(pins["sources"]), set(pins["chunks"])
+    sources, chunks, origins = set(pins["sources"]), set(pins["chunks"]), origins_of(store)
     for document in store.documents():
-        listed = Listed.of(document)
+        listed = Listed.of(document, origins)
         for ref in document.chunks:
             last = used.get(ref.chunk_id)
             age = NEVER if last is None else max(0.0, now - last)
@@ -236,4 +242,5 @@ def as_documents(rows: Iterable[Row]) -> list[dict[str, Any]]:
 
 def about(document: Listed) -> dict[str, Any]:
     """A document's own facts, without any chunk."""
-    return {"source": document.source, "kind": document.kind, "characters": document.characters, "chunks": []}
+    names = ("source", "kind", "characters", "origin")
+    return {name: getattr(document, name) for name in names} | {"chunks": []}
