@@ -46,7 +46,7 @@ class Listed:
 
 
 def origins_of(store: Store) -> dict[str, str]:
-    """Map the documents that were not ingested here to the pack, store or signer they came from. Raises DamagedError."""
+    """Map documents that were not ingested here to the pack, store or signer they came from. Raises DamagedError."""
     return {source: entry.origin.name for entry in store.files() if entry.origin.name for source in entry.documents}
 
 
