@@ -22,7 +22,7 @@ from kvtool.core.query.reply import Request
 from kvtool.core.remote.signing import Trust, public_keys, signing_key
 from kvtool.core.remote.survey import records_of
 from kvtool.core.session.session import Session
-from tests.cli.working import PREFIX, damages, kvtool
+from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
 
 WAYS = ("import", "merge", "pull", "sync")
@@ -800,3 +800,23 @@ def test_trust_decides() -> None:
     assert Trust(mine=True).origin(None, "x") == HERE
     with pytest.raises(UntrustedError):
         Trust(required=True, mine=True).origin(None, "x")
+
+
+def test_a_document_is_unpacked_once_for_all_of_its_passages(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is held against its text, before the first token."""
+    from kvtool.core.query.layout import lay_out
+
+    corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)
+    kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()
+    read: list[str] = []
+    plain = Store.document
+    monkeypatch.setattr(Store, "document", lambda store, source: read.append(source) or plain(store, source))
+    with Store.open(tmp_path / "store") as store:
+        session = Session(store)
+        session.finder.index  # noqa: B018
+        read.clear()
+        asked = lay_out(session, Request("Who built the first mill?"), QueryOptions(max_tokens=2))
+        assert len(asked.plan.chunks) > 2
+        assert len(read) == 1

@@ -242,7 +242,7 @@ def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
 def _text(session: Session, place: Passage) -> str | None:
     """Return the text of a passage; None where its document is lost, damaged or holds it no more."""
     with suppress(DamagedError):
-        document = session.store.document(place.source)
+        document = session.finder.document(place.source)
         if document is not None and stands_in(document, place):
             return document.text[place.start : place.end]
     return None

@@ -26,6 +26,7 @@ from kvtool.core.retrieval.terms import spellings, terms
 from kvtool.core.retrieval.vectors import Meaning, remember, remembered
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.entries import DocumentEntry
     from kvtool.core.cache.store import Store
 
 _DOCUMENTS = 16  # held unpacked
@@ -67,7 +68,7 @@ class Finder:
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
         self._embedders: dict[str, Embeds] = {}
-        self._document = lru_cache(maxsize=_DOCUMENTS)(store.document)  # its chunks are asked for one after the other
+        self._read = lru_cache(maxsize=_DOCUMENTS)(lambda source, revision: store.document(source))
 
     @property
     def index(self) -> Index:
@@ -81,7 +82,7 @@ class Finder:
         if self._index is not None and self._index.revision != self._store.documents_revision():
             self._index = None
             self._meanings.clear()
-            self._document.cache_clear()
+            self._read.cache_clear()
 
     def find(
         self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None
@@ -118,6 +119,11 @@ class Finder:
             )
         return hits
 
+    def document(self, source: str) -> DocumentEntry | None:
+        """Return a document as it is now; its chunks are asked for one after the other, so it is kept for a while.
+        Raises DamagedError."""
+        return self._read(source, self._store.documents_revision())
+
     def text(self, passage: Passage) -> str:
         """The text by which a chunk is found; "" where its document is damaged or gone: questions go on without."""
         try:
@@ -129,14 +135,14 @@ class Finder:
     def _own_text(self, passage: Passage) -> str:
         """The text of a passage alone; "" where its document is damaged or gone."""
         with suppress(DamagedError):
-            document = self._document(passage.source)
+            document = self.document(passage.source)
             if document is not None and stands_in(document, passage):
                 return document.text[passage.start : passage.end].strip()
         return ""
 
     def _text(self, passage: Passage) -> str:
         """The text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
-        document = self._document(passage.source)
+        document = self.document(passage.source)
         if document is None or not stands_in(document, passage):
             raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
         return found_by(document)[passage.index]
