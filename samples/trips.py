@@ -24,7 +24,7 @@ from types import FrameType
 
 KNOW_NOTHING = ("common", "errors", "options", "codec", "corpus")
 TERMINAL = ("cli/out.py", "cli/streams.py", "cli/spinner.py", "cli/text.py", "cli/progress.py")
-HELD = ("session/session.py", "session/identity.py", "cache/store.py")
+HELD = ("session/session.py", "session/identity.py", "cache/store.py", "retrieval/finder.py")
 TEXT = "The mill at Orrin was built by Ada Brook in 1842. It ground barley for the harbour until the flood of 1911."
 
 

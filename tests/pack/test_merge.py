@@ -68,12 +68,12 @@ def test_what_is_no_part_is_said(value: str) -> None:
 
 
 def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> None:
-    merge(tmp_path / "all", _all(parts))
+    merge(tmp_path / "all", _all(parts), trust=MINE)
     assert state(tmp_path / "all") == state(parts / "whole")
     assert damages(tmp_path / "all") == []
-    merge(tmp_path / "other", _all(parts)[::-1])
+    merge(tmp_path / "other", _all(parts)[::-1], trust=MINE)
     assert state(tmp_path / "other") == state(parts / "whole")
-    again = merge(tmp_path / "all", _all(parts))
+    again = merge(tmp_path / "all", _all(parts), trust=MINE)
     assert [report.files.moved + report.chunks.moved + report.bytes for report in again] == [0] * PARTS
 
 
@@ -106,7 +106,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
 def test_a_pack_and_a_store_merge(parts: Path, tmp_path: Path) -> None:
     first, *others = _all(parts)
     export(first, tmp_path / "first.kvpack")
-    merge(tmp_path / "all", [*others, tmp_path / "first.kvpack"])
+    merge(tmp_path / "all", [*others, tmp_path / "first.kvpack"], trust=MINE)
     assert state(tmp_path / "all") == state(parts / "whole")
 
 
@@ -174,7 +174,7 @@ def test_a_source_that_is_written_to_is_taken_as_it_was(
         return found
 
     monkeypatch.setattr(merging, "survey", surveyed)
-    (report,) = merge(tmp_path / "all", [source])
+    (report,) = merge(tmp_path / "all", [source], trust=MINE)
     assert report.damaged == []
     assert state(tmp_path / "all") == state(parts / "whole")
 
