@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,11 @@ class Proof:
         """Name the key for people: its comment, and how its digest begins."""
         return f"{self.name or 'a key'} ({fingerprint(self.key)})"
 
+    @property
+    def message(self) -> bytes:
+        """Return what the signature is of: the catalogue, and the key and the name that it is shown with."""
+        return _CONTEXT + self.digest + self.key + self.name.encode("utf-8", "surrogatepass")
+
 
 @dataclass(frozen=True, slots=True)
 class SigningKey:
@@ -63,7 +68,8 @@ class SigningKey:
 
     def sign(self, digest: bytes) -> Proof:
         """Sign a catalogue by its digest."""
-        return Proof(self.name, self.public, self.private.sign(_CONTEXT + digest), digest)
+        proof = Proof(self.name, self.public, b"", digest)
+        return replace(proof, signature=self.private.sign(proof.message))
 
     def has_signed(self, proof: Proof | None) -> bool:
         """Return True if a catalogue's signature is of this key, and fits."""
@@ -107,15 +113,10 @@ class Trust:
             raise DamagedError(f"the signature of {place} does not fit its contents", "get it again from its signer")
         if self.required and not trusted:
             if proof is None:
-                by, hint = (
-                    "is not signed",
-                    "ask its owner to sign it: `store export --sign KEY`, `store push --sign KEY`",
-                )
+                by, hint = "is not signed", UNSIGNED
             else:
-                by, hint = (
-                    f"is signed by {proof.signer}, whom you do not trust",
-                    "name that public key with --trust FILE",
-                )
+                by = f"is signed by {proof.signer}, whom you do not trust"
+                hint = "name that public key with --trust FILE"
             raise UntrustedError(f"{place} {by}, and require_signature is set", hint)
         if trusted and proof is not None:
             return Origin.signed(proof.signer)
@@ -134,11 +135,11 @@ def fingerprint(key: bytes) -> str:
 
 
 def is_valid(proof: Proof) -> bool:
-    """Check a signature. Raises UsageError where no library for that is installed."""
+    """Check a signature. Raises KvtoolError where no library for that is installed."""
     from_library = _library()
     try:
         key: Ed25519PublicKey = from_library.Ed25519PublicKey.from_public_bytes(proof.key)
-        key.verify(proof.signature, _CONTEXT + proof.digest)
+        key.verify(proof.signature, proof.message)
     except Exception:  # of the library's own kinds; whatever it is, it is no valid signature
         return False
     return True
