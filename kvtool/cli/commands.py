@@ -57,7 +57,8 @@ class _Described:
             rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
             return rest
         except typer.TyperException as error:
-            error.ctx = getattr(error, "ctx", None) or ctx
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
             raise
 
     def get_params(self, ctx: Any) -> list[Any]:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.out import Out
 from kvtool.cli.text import clean
+from kvtool.core.common.marks import as_named_here
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import ReplyChunk
@@ -29,17 +28,14 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
-        out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+        out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
 
 
 def cited(chunk: ReplyChunk) -> str:
     """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line, and
     one place, whatever the file and its origin are called."""
-    path = Path(chunk.source)
-    with suppress(ValueError, OSError):
-        path = path.relative_to(Path.cwd())
     made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
-    return _unmistakable(chunk.behind(str(path))) + made_by + _SINCE.get(chunk.since_ingest, "")
+    return _unmistakable(chunk.behind(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
 
 
 def _unmistakable(name: str) -> str:
