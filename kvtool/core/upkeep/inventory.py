@@ -157,7 +157,7 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
     index = index_of(store)
     holders = index.holders({chunk for chunk_ids in refs.values() for chunk in chunk_ids})
     with store.snapshot() as snapshot:
-        chunks = {chunk: Holding(chunk, _levels(snapshot, chunk), pinned=chunk in pinned) for chunk in holders}
+        chunks = {chunk: Holding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in holders}
         names = {source: keys.name_key(source) for source in refs}
         texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
         free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
@@ -277,7 +277,7 @@ def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
     return sizes, max(0, store.environment.allocated_bytes() - live)
 
 
-def _levels(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
+def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
     """Bytes of a chunk by level."""
     levels: dict[str, int] = {}
     for _, level, size in _records(snapshot, chunk_id):
