@@ -133,10 +133,20 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
 
 def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
     """Find the files of the store below the given paths that are not there any more."""
-    roots = {place for path in paths for place in places(path)}
-    for entry in store.files():
-        if entry.path not in present and is_below(entry, roots) and not _exists(Path(entry.path)):
-            yield entry
+    return (entry for entry in store.files() if _is_gone(entry.path, _roots(paths), present))
+
+
+def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
+    """List the paths of unfinished files, likewise."""
+    return [path for path in store.unfinished() if _is_gone(path, _roots(paths), present)]
+
+
+def _roots(paths: Sequence[Path]) -> set[Path]:
+    return {place for path in paths for place in places(path)}
+
+
+def _is_gone(path: str, roots: set[Path], present: set[str]) -> bool:
+    return path not in present and is_below(path, roots) and not _exists(Path(path))
 
 
 def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
@@ -158,10 +168,9 @@ def holds_anything(path: Path) -> bool:
         return True
 
 
-def is_below(entry: FileEntry, roots: set[Path]) -> bool:
-    """Whether a file of the store is one of these, or lies in one of these folders."""
-    path = Path(entry.path)
-    return not roots.isdisjoint((path, *path.parents))
+def is_below(path: str, roots: set[Path]) -> bool:
+    """Return True if a file is one of these, or in one of these folders."""
+    return not roots.isdisjoint((Path(path), *Path(path).parents))
 
 
 def _exists(path: Path) -> bool:

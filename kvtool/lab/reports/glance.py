@@ -81,6 +81,9 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
         what = counted(kept["count"] - kept["alone"], "stretch", "stretches")
         alone = f", and {counted(kept['alone'], 'chunk')} alone" if kept["alone"] else ""
         yield f"prompts  {what} of what was answered{alone}, {kept['bytes'] / 1e6:,.1f} MB"
+    if (kept := value["unfinished"])["files"]:
+        what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
+        yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest goes on from there"
     served = value["served"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]
