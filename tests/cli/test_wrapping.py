@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from rich.cells import cell_len
@@ -37,7 +38,7 @@ def test_no_word_is_broken_and_no_line_is_too_long(text: str, columns: int) -> N
         lines = streamed(text, columns, seed).split("\n")
         assert max(map(cell_len, lines)) <= columns
         assert " ".join(lines) == text
-        for line, after in zip(lines, lines[1:], strict=False):  # as much as fits stands on each line
+        for line, after in pairwise(lines):  # as much as fits stands on each line
             assert cell_len(f"{line} {after.split(' ')[0]}") > columns
 
 
