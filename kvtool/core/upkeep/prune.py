@@ -51,8 +51,9 @@ def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
 
     What nobody refers to goes first, then documents that are to be forgotten whatever the size, then, if it is in the
     way, what interrupted ingests have stored of files, then stretches of answered prompts, and those of chunks alone,
-    that are cold or in the way, then the fine levels of what is cold. Only then, and only as far as the goal asks: exact records where a level with a measured loss stands, finer levels before
-    coarser, all KV of chunks whose text stays, the codec's profile where no KV is left, and last the documents that may
+    that are cold or in the way, then the fine levels of what is cold. Only then, and only as far as the goal asks:
+    exact records where a level with a measured loss stands, finer levels before coarser, all KV of chunks whose text
+    stays, the codec's profile where no KV is left, and last the documents that may
     be forgotten. Of a store in front of a tier all of a chunk's KV goes at once: a coarse level that is left there
     saves less fetching than the KV of a chunk that is asked for more often (samples/results/front.md); its profile
     stays, since what is fetched next names it.
