@@ -91,6 +91,7 @@ class Tools:
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
         return Answer(
             answer=reply.answer,
+            finish=reply.finish,
             sources=[
                 Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest, each.origin)
                 for each in reply.sources

@@ -51,6 +51,7 @@ class QueryArguments(TypedDict, total=False):
 
     max_tokens: int
     system: str | None
+    stop_repeats: bool
     temperature: float
     seed: int
     force: bool
