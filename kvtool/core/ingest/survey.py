@@ -61,9 +61,10 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
     except FileNotFoundError:
         return Skipped(path, Skip.GONE, "gone since the folder was listed")
     except UnreadableFile as error:
-        return _unreadable(file, known, error, reading)
+        outcome = _unreadable(file, known, error, reading)
+        return seen.compared(store, outcome, reading.means(file.path)) if isinstance(outcome, Failure) else outcome
     except Exception as error:
-        return Failure(path, reason_of(error))
+        return seen.compared(store, Failure(path, reason_of(error)))
 
 
 def reason_of(error: Exception) -> str:
@@ -88,7 +89,7 @@ def _look(
         return UnchangedFile(known)
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
-        return _unreadable(file, known, failure, reading, before=True)
+        return _unreadable(file, known, failure, reading, read=False)
     before = os.stat(file.name)
     data = read_regular(file.name, _LARGEST + 1) if before.st_size <= _LARGEST else b""
     if max(before.st_size, len(data)) > _LARGEST:
@@ -107,19 +108,19 @@ def _look(
 
 
 def _unreadable(
-    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, before: bool = False
+    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, read: bool = True
 ) -> Failure | Skipped:
     """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
     path = file.name
     if known is not None and known.documents:
-        return Failure(path, f"{error.message}; what was read from it before stays in the store", before)
+        return Failure(path, f"{error.message}; what was read from it before stays in the store", not read, read)
     if isinstance(error, EmptyFile):
         return Skipped(path, Skip.EMPTY, error.message)
     if isinstance(error, MissingPackage):
         return Skipped(path, Skip.UNINSTALLED, f"{error.message} ({error.hint})")
     if isinstance(error, BinaryFile) and not reading.takes(file.path):
         return Skipped(path, Skip.UNSUPPORTED, error.message)
-    return Failure(path, error.message, before)
+    return Failure(path, error.message, not read, read)
 
 
 def _is_whole(entry: FileEntry, store: Store) -> bool:
