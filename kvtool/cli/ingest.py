@@ -17,6 +17,7 @@ from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
+from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.log import EventLog
@@ -121,8 +122,9 @@ def _show(run: Run, report: IngestReport) -> None:
     if report.still_failing:
         run.out.print(still_failing(report))
     if any(report.skipped.values()):
-        kinds = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items() if count)
-        run.out.print(f"files skipped: {kinds}{' (-v names them)' if run.out.verbosity == 0 else ''}")
+        kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
+        told = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
+        run.out.print(f"files skipped: {told}{' (-v names them)' if run.out.verbosity == 0 else ''}")
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")
@@ -144,6 +146,10 @@ def still_failing(report: IngestReport) -> str:
     documents = counted(len(report.still_failing), "document")
     ways = f"--retry tries {them}, --strict counts {them}"
     return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
+
+
+def _counted(count: int, kind: str) -> str:
+    return counted(count, kind) if kind in ("image", "archive") else f"{count} {kind}"
 
 
 def is_mostly_beside(report: IngestReport) -> bool:

@@ -81,7 +81,9 @@ def report_app(report: Report) -> typer.Typer:
     command.__doc__ = report.find.__doc__
     command.__signature__ = signatures.Signature(parameters)  # type: ignore[attr-defined]
     alone = new_app()
-    alone.command(cls=Question if report.about == "QUESTION" else ManyValues)(takes(*report.takes, *_EVERY, examples=report.examples)(command))
+    alone.command(cls=Question if report.about == "QUESTION" else ManyValues)(
+        takes(*report.takes, *_EVERY, examples=report.examples)(command)
+    )
     return alone
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.marks import as_named_here
 from kvtool.core.upkeep.options import ListOptions
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 _CHUNKS = ("chunk", "tokens", "levels", "bytes", "used", "where")
 _DOCUMENTS = ("chunks", "tokens", "levels", "bytes", "used", "modified", "document")
+_DAY = "%Y-%m-%d"
 _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 
 
@@ -55,8 +57,8 @@ def _chunk(row: Row) -> tuple[object, ...]:
 
 
 def _document(row: DocumentRow) -> tuple[object, ...]:
-    where = row.document.source + _more(row)
-    return row.chunks, row.tokens, _levels(row), row.bytes, _used(row), _time(row.document.modified, ""), where
+    where = as_named_here(row.document.source) + _more(row)
+    return row.chunks, row.tokens, _levels(row), row.bytes, _used(row), _time(row.document.modified, "", _DAY), where
 
 
 def _levels(row: Row | DocumentRow) -> str:
@@ -64,7 +66,7 @@ def _levels(row: Row | DocumentRow) -> str:
 
 
 def _used(row: Row | DocumentRow) -> str:
-    return _time(row.last_used, "never")
+    return _time(row.last_used, "never", f"{_DAY} %H:%M")
 
 
 def _more(row: Row | DocumentRow) -> str:
@@ -72,5 +74,5 @@ def _more(row: Row | DocumentRow) -> str:
     return f"{' (pinned)' if row.pinned else ''}{made_by}"
 
 
-def _time(seconds: int | None, otherwise: str) -> str:
-    return otherwise if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
+def _time(seconds: int | None, otherwise: str, form: str) -> str:
+    return otherwise if seconds is None else time.strftime(form, time.localtime(seconds))

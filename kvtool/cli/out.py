@@ -278,8 +278,11 @@ class Out:
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
             self.end_line()  # on one screen, or in one file, not behind half an answer
-        text = clean(text).replace("\n", "\n  ")  # a file's name may hold a line of its own
-        line = (f"{self._coloured(label, colour)}: " if label else "") + text + "\n"
+        text = clean(f"{label}: {text}" if label else text)
+        if label != "hint" and (columns := self._stderr.columns):  # a hint's command is copied in one piece
+            text = wrapped(text, max(1, columns - 2))
+        text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
+        line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
         with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
             if self._bars is not None:
                 self._above(self._bars, line)
@@ -297,4 +300,4 @@ class Out:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
 
     def _coloured(self, label: str, colour: int) -> str:
-        return label if self._isplain() else f"\x1b[1;{colour}m{label}\x1b[0m"
+        return label if self._isplain() or not label else f"\x1b[1;{colour}m{label}\x1b[0m"

@@ -21,14 +21,22 @@ _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
     """Where an answer comes from, the best first; with the passages themselves, if they are wanted. With -v in the
     order of the prompt, too."""
-    best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))
     if not passages:
-        out.status("sources: " + (", ".join(dict.fromkeys(map(cited, best_first))) or "what was said before"))
-    for chunk in best_first if passages else ():
+        out.status(source_line(chunks))
+    for chunk in _best_first(chunks) if passages else ():
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
         out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
+
+
+def source_line(chunks: Sequence[ReplyChunk]) -> str:
+    """Where an answer comes from, on one line."""
+    return "sources: " + (", ".join(dict.fromkeys(map(cited, _best_first(chunks)))) or "what was said before")
+
+
+def _best_first(chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
+    return sorted(chunks, key=lambda chunk: -(chunk.score or 0))
 
 
 def cited(chunk: ReplyChunk) -> str:

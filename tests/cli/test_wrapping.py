@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from rich.cells import cell_len
 
+from kvtool.cli.rendering import render_quote
 from kvtool.cli.wrapping import WordWrap, wrapped
 
 ENGLISH = "The observatory at Kellhaven was founded by Ilse Varnholt, who owned the hill outright."
@@ -37,7 +39,7 @@ def test_no_word_is_broken_and_no_line_is_too_long(text: str, columns: int) -> N
         lines = streamed(text, columns, seed).split("\n")
         assert max(map(cell_len, lines)) <= columns
         assert " ".join(lines) == text
-        for line, after in zip(lines, lines[1:], strict=False):  # as much as fits stands on each line
+        for line, after in pairwise(lines):  # as much as fits stands on each line
             assert cell_len(f"{line} {after.split(' ')[0]}") > columns
 
 
@@ -63,6 +65,20 @@ def test_what_is_shown_waits_for_one_word_at_most() -> None:
     assert wrap.take("yy", 20) == "yy"
     assert wrap.take(" z", 20) == ""
     assert wrap.rest(20) == "\nz"
+
+
+@pytest.mark.parametrize(
+    "text", [ENGLISH, KOREAN, CHINESE, f"{URL} {KOREAN}", "    indented    a b c d e f g  " + "x" * 30]
+)
+def test_a_passage_breaks_between_words_whatever_is_marked_in_it(text: str) -> None:
+    for seed in range(20):
+        for columns in (4, 20, 33):
+            marked = [(piece, "<{}>") for piece in pieces(text, seed)]
+            lines = [line[2:] for line in render_quote(marked, columns).replace("<", "").replace(">", "").splitlines()]
+            assert "".join("".join(lines).split()) == "".join(text.split())
+            assert all(cell_len(line) <= columns - 2 for line in lines)
+            words = {word for word in text.split() if 2 * len(word) <= columns - 2}  # a letter may take two cells
+            assert words <= {word for line in lines for word in line.split()}
 
 
 def test_lines_of_the_text_and_of_code_are_its_own() -> None:

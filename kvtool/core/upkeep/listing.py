@@ -1,4 +1,4 @@
-"""What a store holds, by document or by chunk, by conditions and in an order. kvtool/docs/listing.md has the grammar."""
+"""A listing of documents or chunks, by conditions and in an order: kvtool/docs/listing.md has the grammar."""
 
 from __future__ import annotations
 

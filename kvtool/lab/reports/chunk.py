@@ -24,9 +24,7 @@ def chunk(desk: Desk) -> Findings:
     from kvtool.core.retrieval.places import Places
 
     if desk.about is None:
-        raise UsageError(
-            "inspect chunk needs a chunk's id, or its place", "`kvtool store ls --chunks` lists both"
-        )
+        raise UsageError("inspect chunk needs a chunk's id, or its place", "`kvtool store ls --chunks` lists both")
     if is_id(desk.about):
         named, more = chunk_named(desk.about, desk.store.chunk_ids()), []
     else:
