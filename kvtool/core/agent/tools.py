@@ -121,7 +121,8 @@ class Tools:
             unchanged=counts.unchanged,
             failed=counts.failed,
             chunks_computed=report.chunks.computed,
-            problems=[f"{each['path']}: {each['error']}" for each in report.failures] + report.warnings,
+            problems=[f"{each['path']}: {each['error']}" for each in (*report.failures, *report.still_failing)]
+            + report.warnings,
         )
 
     def _below_a_root(self, path: str, roots: Roots) -> Path:

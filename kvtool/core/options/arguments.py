@@ -28,6 +28,7 @@ class IngestArguments(TypedDict, total=False):
     read_timeout: float | str
     read_memory: int | str
     retry: bool
+    strict: bool
     dry_run: bool
     continue_on_error: bool
     log: str | Path | None
