@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from kvtool.core.retrieval.passages import Hit, Passage, found_by, hot_first, st
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
-from kvtool.core.retrieval.terms import spellings, terms
+from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms
 from kvtool.core.retrieval.vectors import Meaning, remember, remembered
 
 if TYPE_CHECKING:
@@ -150,15 +151,17 @@ class Finder:
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
         """The words of a question that stand in a chunk, as they are spelled there; what tells it from the others best
         (TF-IDF) first."""
-        text, asked = self.text(passage), set(terms(question))
-        spelled, both = spellings(text), [term for term in terms(text) if term in asked]
+        text = self.text(passage)
+        language = language_of(text)
+        asked = {*itertools.chain(*asked_terms(question, (language,)))}
+        spelled, both = spellings(text, language), [term for term in terms(text, language)[0] if term in asked]
         return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, both, most)))
 
     def rare_words(self, text: str, share: float) -> int:
         """How many of a text's terms tell chunks apart: they stand in at most this share of all, and in some."""
         with self._store.view():
             self.follow()
-            return bm25.rare(self.index, terms(text), share)
+            return bm25.rare(self.index, asked_terms(text, self.index.languages), share)
 
     # ---- meaning ----
 
