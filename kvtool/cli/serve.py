@@ -49,7 +49,7 @@ class ServeFlags(Options, settings=False):
 @takes(
     ServeOptions,
     ServeFlags,
-    QueryOptions.some("fusion", "ratio", "top_k", "level", "max_tokens"),
+    QueryOptions.some("fusion", "ratio", "top_k", "min_score", "level", "max_tokens"),
     StoreOptions,
     ModelOptions,
     LockOptions,

@@ -21,6 +21,7 @@ from kvtool.core.retrieval.terms import terms
 _WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
 _NAMED = 0.2  # what a document's best chunk gains when the question names it, beside 1 for the best match
 _HOP = 0.4  # what it gains, times the score of the chunk that names it
+_ADDED = 0.05  # share of a question's words, by weight, for which a chunk is kept that scores far less than the best
 _FIRST = 5  # chunks of the first hop that are read for names
 
 Texts = Callable[[Passage], str]
@@ -68,6 +69,24 @@ class Search:
             if len(hits) >= top_k:
                 break
         return hits
+
+    def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
+        """Cut hits, given best first, where they stop helping.
+
+        The best one is kept, and each that scores at least `min_score` times as much, or has words of the question that
+        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf.
+        """
+        worth = bm25.weights(self.index, terms(question))
+        enough = _ADDED * sum(worth.values())
+        kept: list[Hit] = []
+        known: set[str] = set()
+        for hit in hits:
+            held = worth.keys() & terms(self.texts(hit.passage))
+            is_near = not kept or hit.score >= min_score * kept[0].score
+            if is_near or sum(worth[term] for term in held - known) >= enough:
+                kept.append(hit)
+                known |= held
+        return kept
 
     def _says_the_same(self, passage: Passage, other: Passage) -> bool:
         return self.passages is None or self.passages(passage) == self.passages(other)
