@@ -85,8 +85,7 @@ def show_runs(out: Out, replies: Sequence[Reply]) -> None:
     full = replies[0].timing_ms["ttft"]
     rows = [
         (
-            reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})",
-            reply.answer,
+            _mode(reply),
             f"{reply.comparison['kl_first']:.3f}",
             f"{reply.comparison['kl_answer']:.3f}",
             reply.tokens["reused"],
@@ -97,5 +96,12 @@ def show_runs(out: Out, replies: Sequence[Reply]) -> None:
         )
         for reply in replies
     ]
-    columns = ("mode", "answer", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
+    columns = ("mode", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
     out.table(columns, rows, title=replies[0].question)
+    for number, reply in enumerate(replies):
+        same = number and reply.answer == replies[0].answer
+        out.prose(f"{_mode(reply)}: {f'as {_mode(replies[0])}' if same else reply.answer}")
+
+
+def _mode(reply: Reply) -> str:
+    return reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})"

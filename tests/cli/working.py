@@ -6,13 +6,19 @@ Most runs are in this process (`kvtool`): a process of its own imports torch, wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
+import re
 import shutil
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
@@ -90,6 +96,40 @@ def kvtool(*args: object, stdin: bytes = b"") -> Done:
     finally:
         sys.stdin = before
     return Done(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def terminal(columns: int) -> Iterator[Callable[[], str]]:
+    """A terminal of so many columns as stdout; what is given says what was written to it, without colours."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    written = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # its end
+            while data := os.read(master, 4096):
+                written.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        with open(slave, "w", encoding="utf-8") as screen, contextlib.redirect_stdout(screen):
+            yield lambda: re.sub(r"\x1b\[[0-9;]*m", "", written.decode().replace("\r\n", "\n"))
+    finally:
+        reader.join()
+        os.close(master)
+
+
+def on_terminal(*args: object, columns: int = 100) -> Done:
+    """Run kvtool in this process with a terminal as its stdout; nobody types."""
+    err = io.StringIO()
+    before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
+    try:
+        with terminal(columns) as written, contextlib.redirect_stderr(err):
+            code = main([str(arg) for arg in args])
+    finally:
+        sys.stdin = before
+    return Done(code, written(), err.getvalue())
 
 
 def command(*args: object) -> list[str]:
