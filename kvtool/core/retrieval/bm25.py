@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -56,24 +56,31 @@ def idf(with_term: int, count: int) -> float:
     return math.log(1 + (count - with_term + 0.5) / (with_term + 0.5))
 
 
+def weights(index: Index, words: Iterable[Forms]) -> dict[Forms, float]:
+    """Return the idf of each of the words that some chunk has."""
+    count, _ = _living(index)
+    return {forms: idf(with_word, count) for forms, with_word in _holding(index, words).items() if with_word}
+
+
 def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
     """The terms that tell a text from the others: highest count × idf first, ties by the term."""
-    count, _ = _living(index)
-    worth = {
-        term: times * idf(sum(len(_living_postings(segment, term)[0]) for segment in index.segments), count)
-        for term, times in Counter(words).items()
-    }
+    times = Counter(words)
+    worth = {term: times[term] * weight for (term,), weight in weights(index, ((term,) for term in times)).items()}
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
 
 
 def rare(index: Index, words: Sequence[Forms], share: float) -> int:
     """How many of the words stand in some chunks, but in no more than this share of all."""
     most = max(1.0, share * _living(index)[0])
-    found = (
-        sum(len(_living_postings(segment, form)[0]) for segment in index.segments for form in forms)
+    return sum(0 < with_word <= most for with_word in _holding(index, words).values())
+
+
+def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
+    """Count the living chunks that have each of the words; one that has several of its forms counts for each."""
+    return {
+        forms: sum(len(_living_postings(segment, form)[0]) for segment in index.segments for form in forms)
         for forms in {*words}
-    )
-    return sum(0 < count <= most for count in found)
+    }
 
 
 def _living(index: Index) -> tuple[int, int]:

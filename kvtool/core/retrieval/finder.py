@@ -19,7 +19,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFou
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embeds, embedder_of
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Hit, Passage, found_by, hot_first, stands_in
+from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, hot_first, stands_in
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
@@ -44,12 +44,15 @@ class Retrieval:
     embedder : the vectors' model; None: the one that the store remembers.
     offline : the network must not be touched.
     only : globs; documents whose path, or the end of it, matches one of them. None given: all.
+    min_score : share of the best score below which a chunk has to add words of the question; 0 cuts nothing. Found by
+        vectors alone, nothing is cut: cosines of chunks that help and of others differ too little.
     """
 
     retriever: str = "auto"
     embedder: str | None = None
     only: tuple[str, ...] = ()
     offline: bool = False
+    min_score: float = 0.0
 
 
 class Finder:
@@ -85,10 +88,8 @@ class Finder:
             self._meanings.clear()
             self._read.cache_clear()
 
-    def find(
-        self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None
-    ) -> list[Hit]:
-        """Find the best chunks, best first.
+    def find(self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None) -> Found:
+        """Find the best chunks, `top_k` at most, and cut them where they stop helping.
 
         Parameters
         ----------
@@ -102,17 +103,23 @@ class Finder:
         """
         with self._store.view():
             self.follow()
-            if prefer is None:
-                return self._find(question, top_k, retrieval)
-            return hot_first(self._find(question, top_k + _TIES, retrieval), prefer)[:top_k]
+            search = self._search(retrieval)
+            hits = self._best(search, question, top_k if prefer is None else top_k + _TIES, retrieval)
+            hits = hits if prefer is None else hot_first(hits, prefer)[:top_k]
+            if not retrieval.min_score or retrieval.retriever == "dense":
+                return Found(hits)
+            kept = search.helpful(question, hits, retrieval.min_score)
+            return Found(kept, len(hits) - len(kept))
 
-    def _find(self, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
+    def _search(self, retrieval: Retrieval) -> Search:
         if not len(self.index):
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
         allowed = self._allowed(retrieval.only) if retrieval.only else None
+        return Search(self.index, self.text, allowed, self._own_text)
+
+    def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
         meaning = self._meaning(retrieval)
         like = meaning(question) if meaning is not None else None
-        search = Search(self.index, self.text, allowed, self._own_text)
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise NothingFoundError(

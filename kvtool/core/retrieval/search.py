@@ -23,6 +23,7 @@ from kvtool.core.retrieval.terms import asked_terms
 _WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
 _NAMED = 0.2  # what a document's best chunk gains when the question names it, beside 1 for the best match
 _HOP = 0.4  # what it gains, times the score of the chunk that names it
+_ADDED = 0.05  # share of a question's words, by weight, for which a chunk is kept that scores far less than the best
 _FIRST = 5  # chunks of the first hop that are read for names
 
 Texts = Callable[[Passage], str]
@@ -70,6 +71,25 @@ class Search:
             if len(hits) >= top_k:
                 break
         return hits
+
+    def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
+        """Cut hits, given best first, where they stop helping.
+
+        The best one is kept, and each that scores at least `min_score` times as much, or has words of the question that
+        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf.
+        """
+        worth = bm25.weights(self.index, asked_terms(question, self.index.languages))
+        enough = _ADDED * sum(worth.values())
+        kept: list[Hit] = []
+        known: set[Forms] = set()
+        for hit in hits:
+            forms = {*itertools.chain.from_iterable(asked_terms(self.texts(hit.passage), self.index.languages))}
+            held = {word for word in worth if not forms.isdisjoint(word)}
+            is_near = not kept or hit.score >= min_score * kept[0].score
+            if is_near or sum(worth[word] for word in held - known) >= enough:
+                kept.append(hit)
+                known |= held
+        return kept
 
     def _says_the_same(self, passage: Passage, other: Passage) -> bool:
         return self.passages is None or self.passages(passage) == self.passages(other)
