@@ -14,6 +14,8 @@ from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Run, takes
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.sizes import counted
+from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.ingest.log import EventLog
@@ -101,8 +103,9 @@ def _show(run: Run, report: IngestReport) -> None:
     if report.not_read_again:
         run.out.print(f"failed before, and not read again until they change: {report.not_read_again} (--retry does)")
     if any(report.skipped.values()):
-        kinds = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items() if count)
-        run.out.print(f"files skipped: {kinds}{' (-v names them)' if run.out.verbosity == 0 else ''}")
+        kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
+        told = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
+        run.out.print(f"files skipped: {told}{' (-v names them)' if run.out.verbosity == 0 else ''}")
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")
@@ -114,6 +117,10 @@ def _show(run: Run, report: IngestReport) -> None:
     )
     if run.out.verbosity > 0 or is_mostly_beside(report):
         run.out.print(time_of(report))
+
+
+def _counted(count: int, kind: str) -> str:
+    return counted(count, kind) if kind in ("image", "archive") else f"{count} {kind}"
 
 
 def is_mostly_beside(report: IngestReport) -> bool:

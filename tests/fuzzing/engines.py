@@ -286,7 +286,7 @@ class EngineLife:
         self.system += 1
         path = self.folder / "instruction.txt"
         path.write_text(f"Answer from the passages, in {self.system} words.", encoding="utf-8")
-        self._ingest("--system", path)
+        self._ingest("--system", f"@{path}")
 
     def _remade(self, dice: random.Random) -> None:
         """The same lossy level is made otherwise: its records have other numbers under the same names."""

@@ -135,9 +135,8 @@ def test_all_of_it_is_a_hole(store: Path) -> None:
     assert payloads(store) == before
 
 
-def test_an_instruction_of_ones_own_is_told_by_what_it_is(store: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text("Answer in one word.", "utf-8")
-    done = ask(store, "--fusion", "reuse", "--system", str(tmp_path / "own.txt"))
+def test_an_instruction_of_ones_own_is_told_by_what_it_is(store: Path) -> None:
+    done = ask(store, "--fusion", "reuse", "--system", "Answer in one word.")
     assert "the prompt's beginning was computed in place: another instruction than the store's" in done.err
 
 

@@ -58,6 +58,8 @@ class Account:
     def skip(self, skipped: Skipped) -> None:
         """Count a file that is passed over; one that was asked for by name is worth a warning."""
         self.report.skipped[skipped.kind.value] += 1
+        if skipped.kind is Skip.UNSUPPORTED:
+            self.report.unsupported[skipped.what] = self.report.unsupported.get(skipped.what, 0) + 1
         if skipped.kind is Skip.UNINSTALLED and self.report.skipped[skipped.kind.value] == 1:
             self.warn(f"{skipped.path} and its like are skipped: {skipped.reason.partition(' (')[0]}", EXTRA)
         elif skipped.path in self._named:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtool.core.cache.writer import Writer
+from kvtool.core.errors import DamagedError
 from kvtool.core.ingest.ingest_report import IngestReport
 from kvtool.core.records.wanted import WantedChunk
-from kvtool.core.session.alone import keep_beginning, put
+from kvtool.core.session.alone import alone_id, keep_beginning, put
 from kvtool.core.session.session import Session
 
 
@@ -34,6 +36,9 @@ class AloneStorer:
         with turns.turn():  # of a served model, between two steps of the answers
             report.kv_bytes += keep_beginning(maker, store, writer)
         for chunk in chunks:
+            with suppress(DamagedError):
+                if store.stretch(alone_id(self.session.identity, chunk.ids)) is not None:
+                    continue  # it is of a run that was interrupted
             with turns.turn():
                 started = time.perf_counter()
                 made = maker.chunk(chunk.ids)

@@ -37,6 +37,7 @@ class IngestReport:
     skipped : how many files were passed over, by kind; nothing is wrong with them.
     phases : seconds of what comes beside reading and prefill: `model_download`, `model_unpack` (a GGUF file, converted
         at its first use), `model_files` (settings and tokenizer), `model_load`, `lead_in`, `index`, `gate`.
+    unsupported : of these, the files without a reader, by what they are: `image`, `archive`, `binary`, an ending.
     failures : what should have been read and was not.
     not_read_again : how many of these could not be read before, lie there as they did, and were not tried again.
     """
@@ -49,6 +50,7 @@ class IngestReport:
     prefill_seconds: float = 0.0
     phases: dict[str, float] = field(default_factory=dict)
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
+    unsupported: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, str]] = field(default_factory=list)
     not_read_again: int = 0
     warnings: list[str] = field(default_factory=list)

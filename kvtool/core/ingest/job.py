@@ -153,7 +153,7 @@ class _Job:
             report.tokens += sum(len(chunk.ids) for chunk in new)
         report.chunks.reused = novelties.reused
         report.documents.removed = sum(len(entry.documents) for entry in self.stream.gone)
-        paths |= {entry.path for entry in self.stream.gone}
+        paths |= {entry.path for entry in self.stream.gone} | {*self.stream.abandoned}
         if paths:
             report.chunks.removed = novelties.orphaned(paths, self.choices.identity.prefix_id)
         return report
@@ -185,7 +185,8 @@ class _Job:
         for entry in self.stream.gone:
             writer.remove_file(entry.path)
             self.account.removed(entry)
-        stale = self._changed or self.stream.gone or self._is_other or not store.is_collected()
+        writer.end_unfinished(self.stream.abandoned)
+        stale = self._changed or self.stream.gone or self.stream.abandoned or self._is_other or not store.is_collected()
         if stale:
             referred = partial(referred_in, store, self.account)
             report.chunks.removed = writer.collect(keep=[self.choices.identity.prefix_id], referred=referred)
@@ -217,6 +218,7 @@ class _Job:
     def _take_files(self, store: Store, writer: Writer) -> None:
         """Bring every changed file into the store; the model is loaded for the first chunk that is new."""
         novelties, storer = Novelties(store), None
+        writer.needed = lambda: novelties.seen | {self.choices.identity.prefix_id}
         try:
             for file in self.stream:
                 new = novelties.of(file)
@@ -273,6 +275,7 @@ class _Job:
             if not self._fits(file, new, storer.check_length):
                 return False
             self._keep_identity(writer)
+            writer.begin_file(file.entry.path, file.chunk_ids)
             storer.take(writer, self.account.report, new)
             self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
         self._changed = True

@@ -106,6 +106,13 @@ class Storer(ABC):
         self._batch.tokens += length
         self._batch.size += size
 
+    def _spanning(self, batch: Batch) -> list[PreparedFile]:
+        """List the files of a batch that need other chunks, too: they are unfinished once it is written."""
+        files: dict[str, tuple[_Waiting, int]] = {}
+        for waiting in (waiting for chunk in batch.chunks for waiting in self._waiting[chunk.chunk_id]):
+            files[waiting.file.entry.path] = waiting, files.get(waiting.file.entry.path, (waiting, 0))[1] + 1
+        return [waiting.file for waiting, here in files.values() if waiting.chunks > here]
+
     def _hand_over(self) -> None:
         if self._batch.chunks:
             batch, self._batch = self._batch, Batch([])

@@ -19,7 +19,17 @@ from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.seen import Seen
-from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey, vanished
+from kvtool.core.ingest.survey import (
+    ChangedFile,
+    Outcome,
+    UnchangedFile,
+    abandoned,
+    gone,
+    is_below,
+    reason_of,
+    survey,
+    vanished,
+)
 
 
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
@@ -69,7 +79,11 @@ class Stream:
         UsageError : it has, and nobody said that they are to be forgotten.
         """
         roots, sync = set(places(path)), self._options.sync
-        count = sum(len(entry.documents) for entry in self.store.files() if is_below(entry, roots)) if self.store else 0
+        count = (
+            sum(len(entry.documents) for entry in self.store.files() if is_below(entry.path, roots))
+            if self.store
+            else 0
+        )
         if count and not sync:
             raise UsageError(
                 f"{path} is not there any more; the store holds {count} document(s) of it",
@@ -80,10 +94,19 @@ class Stream:
     @cached_property
     def gone(self) -> list[FileEntry]:
         """Files of the store that `--sync` forgets."""
+        return list(gone(*self._synced)) if self._synced else []
+
+    @cached_property
+    def abandoned(self) -> list[str]:
+        """Unfinished files that `--sync` forgets."""
+        return abandoned(*self._synced) if self._synced else []
+
+    @cached_property
+    def _synced(self) -> tuple[list[Path], Store, set[str]] | None:
         if not self._options.sync or self.store is None:
-            return []
+            return None
         paths = [path for path in self._options.paths if path not in self.kept]
-        return list(gone(paths, self.store, {file.name for file in self.walked.files}))
+        return paths, self.store, {file.name for file in self.walked.files}
 
     @cached_property
     def kept(self) -> list[Path]:

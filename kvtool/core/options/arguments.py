@@ -93,7 +93,8 @@ class CompressArguments(TypedDict, total=False):
     max_loss: float | None
     questions: int
     chunks: str | Iterable[str]
-    keep_raw: bool
+    keep_raw: bool | None
+    yes: bool
     fit: bool
     fit_prompts: int
     profile: str | Path | None
