@@ -45,6 +45,7 @@ from tests.compress.making import (
 )
 from tests.families import save_tiny
 
+
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
