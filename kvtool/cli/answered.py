@@ -16,6 +16,7 @@ Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     """What was chosen, loaded and computed, and how long it took."""
+    show_end(out, facts)
     show_decision(out, facts)
     _show_rounds(out, facts)
     tokens, timing = facts["tokens"], facts["timing_ms"]
@@ -30,6 +31,14 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
     _show_stream(out, facts)
+
+
+def show_end(out: Out, facts: Facts) -> None:
+    """Say that an answer was not ended by the model, which nothing in its text need tell."""
+    if facts["finish"] == "length":
+        out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
+    elif facts["finish"] == "repeat":
+        out.status("… ended where the answer repeats itself: --no-stop-repeats lets it go on")
 
 
 def show_decision(out: Out, facts: Facts) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kvtool.cli.answered import show_states
+from kvtool.cli.answered import show_end, show_states
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.json_out import error_json
 from kvtool.cli.keyboard import typed_ahead
@@ -161,6 +161,7 @@ class Chat:
             self._out.end_line()
         else:
             self._out.print()
+        show_end(self._out, {"finish": reply.finish, "tokens": reply.tokens})
         counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
         computed = counts["recomputed"] + counts["fresh"]
         self._out.status(

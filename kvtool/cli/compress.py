@@ -14,11 +14,10 @@ from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of
+from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.query.options import QueryOptions
 
 app = new_app()
 
@@ -29,7 +28,7 @@ def compress(run: Run) -> None:
     """Encode stored records: small, fast to read, with a loss that is measured and shown."""
     options = run.get(CompressOptions)
     if options.max_loss is None:
-        options = replace(options, levels=options.levels or (DEFAULT_LOSSY,), max_loss=_of_questions(run))
+        options = replace(options, levels=options.levels or (DEFAULT_LOSSY,), max_loss=run.max_loss)
     tell_budget(run, options.max_size)
     report = _compress(run, options)
     run.out.report(report.to_json(), human=lambda: _show(run, options, report))
@@ -44,11 +43,6 @@ def _compress(run: Run, options: CompressOptions) -> CompressReport:
 
     with JobView(run) as view:
         return run_compress(run.folder, options, view.events)
-
-
-def _of_questions(run: Run) -> float:
-    """Get what questions may lose as the user has set it."""
-    return run.resolved.get(QueryOptions, "max_loss").max_loss
 
 
 def _agrees(run: Run, question: str) -> bool:
@@ -95,9 +89,7 @@ def _result(report: CompressReport) -> str:
     if report.file_without_exact is not None:
         way = ": --drop-raw" if _is_offered(report) else ""
         sizes.append(f"{shown_size(report.file_without_exact)} without the exact records{way}")
-    loss = "not measured" if report.loss is None else f"{report.loss:.4f}"
-    allowed = f"{report.max_loss:g} nats a token"
-    return f"{shown_size(report.file_after)} ({'; '.join(sizes)}); loss {loss} of at most {allowed}"
+    return f"{shown_size(report.file_after)} ({'; '.join(sizes)}); {shown_loss(report.loss, report.max_loss)}"
 
 
 def _is_offered(report: CompressReport) -> bool:
@@ -108,7 +100,7 @@ def _is_offered(report: CompressReport) -> bool:
 def _why_they_stay(report: CompressReport) -> str:
     """Say why dropping the exact records is not proposed."""
     if _lacks_rows(report):
-        return "exact records stay; --drop-raw would give them up, and for good the rows that were left out here"
+        return "exact records stay: --drop-raw would give them up, and for good the rows that were left out here"
     if report.loss is None:
         return "exact records stay: --drop-raw asks for a measured loss, so leave --questions 0 out"
     return "exact records stay, and questions go on reading them"
@@ -120,7 +112,7 @@ def _tell_of_profile(run: Run, report: CompressReport) -> None:
     if level.chunks and level_of(level.level).profiled and size > level.bytes > 0:
         run.out.status(
             f"the codec's profile takes {shown_size(size)}, once, and saves {counted(level.chunks, 'chunk')} about "
-            f"{shown_size(level.bytes)}: --fit pays from about {math.ceil(size * level.chunks / level.bytes):,} such chunks"
+            f"{shown_size(level.bytes)}: --fit pays from {math.ceil(size * level.chunks / level.bytes):,} such on"
         )
 
 
@@ -134,7 +126,7 @@ def _loss(level: LevelReport) -> float:
 
 def _tell_of_losses(run: Run, report: CompressReport) -> None:
     """Which levels a question does not read by itself, although they are there now."""
-    allowed = _of_questions(run)
+    allowed = run.max_loss
     for level in report.levels:
         if (loss := _loss(level)) > allowed:
             run.out.status(

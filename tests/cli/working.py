@@ -33,13 +33,17 @@ from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.shard import Shard
-from tests.families import save_tiny
+from kvtool.core.model import generate
+from kvtool.core.model.generate import Sampling
+from kvtool.core.model.tokens import encode
+from tests.families import save_tiny, tiny_tokenizer
 
 LAYERS = 4  # of the tiny model
 QUESTION = "Who built the third mill?"
 CHUNKS = ("--chunk-tokens", "64")
 PREFIX = ("--lead-in", "prefix")  # short: the warm passages are a thousand tokens in the tiny vocabulary
 SHORT = ("--max-tokens", "4")
+_END = 1  # the token
 SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
@@ -309,3 +313,19 @@ def fresh(tiny: Path, tmp_path: Path) -> Any:
         return kvtool("ingest", *paths, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
 
     return ingest
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let every answer be this text: a tiny random model says nothing that could be a sentence."""
+
+    def say(text: str) -> None:
+        ids, said = [*encode(tiny_tokenizer(), text), _END], dict[torch.Generator, int]()
+
+        def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
+            said[sampling.draw] = said.get(sampling.draw, -1) + 1
+            return ids[said[sampling.draw]]
+
+        monkeypatch.setattr(generate, "next_token", next_token)
+
+    return say

@@ -303,7 +303,7 @@ class EngineLife:
 
     def _drop_raw(self, dice: random.Random) -> None:
         level = dice.choice(("lossless", "1", "2"))
-        self._command("compress", "--level", level, "--drop-raw", "--questions", 0, fine=False)
+        self._command("compress", "--level", level, "--drop-raw", "--yes", "--questions", 0, fine=False)
 
     def _prune(self, dice: random.Random) -> None:
         size = sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())

@@ -43,7 +43,7 @@ def compress(
 
     Raises
     ------
-    UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit does not allow to drop.
+    UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit keeps.
     KvtoolError : `fit` without a single exact record; workers of Ray that do not answer, or fail.
     StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
     """

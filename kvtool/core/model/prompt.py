@@ -15,6 +15,7 @@ from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds
 
 Cut = TypeVar("Cut")
 _SEPARATOR = "\n\n"
+_ASKS = "Question:"
 _SYSTEM = "kvtoolSystemText"
 _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
@@ -58,7 +59,12 @@ def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
 
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
     """The token ids of the last segment: the question as ordinary text, then the answer's header."""
-    return (*encode(tokenizer, f"Question: {question.strip()}"), *parts.answer_header)
+    return (*encode(tokenizer, f"{_ASKS} {question.strip()}"), *parts.answer_header)
+
+
+def stop_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts that end an answer: of a base model, which knows no turns, the next question that it asks."""
+    return () if tokenizer.chat_template else (f"\n{_ASKS}",)
 
 
 def turn_header(tokenizer: Any) -> Ids:
