@@ -89,7 +89,7 @@ def _show_stream(out: Out, facts: Facts) -> None:
         say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
 
 
-def show_runs(out: Out, replies: Sequence[Reply]) -> None:
+def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
     """Answers of several modes, beside the one of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
@@ -106,7 +106,7 @@ def show_runs(out: Out, replies: Sequence[Reply]) -> None:
         for reply in replies
     ]
     columns = ("mode", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
-    out.table(columns, rows, title=replies[0].question)
+    out.table(columns, rows, title=title)
     for number, reply in enumerate(replies):
         same = number and reply.answer == replies[0].answer
         out.prose(f"{_mode(reply)}: {f'as {_mode(replies[0])}' if same else reply.answer}")
