@@ -187,7 +187,7 @@ def test_a_damaged_document_fails_no_question(
     monkeypatch.setattr(store, "document", document)
     warned: list[str] = []
     finder = Finder(store, lambda text, hint: warned.append(text))
-    assert {hit.passage.source for hit in finder.find("mill stream", 2, Retrieval("bm25"))} == {"a", "b"}
+    assert {hit.passage.source for hit in finder.find("mill stream", 2, Retrieval("bm25")).hits} == {"a", "b"}
     assert [text for text in warned if "names in a were not followed" in text]
     with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
         finder.find("mill", 1, Retrieval("dense", str(static_model)))
