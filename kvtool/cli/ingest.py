@@ -12,8 +12,10 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
 from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import one_line
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
@@ -40,12 +42,29 @@ def ingest(
     options = replace(run.get(IngestOptions), paths=tuple(paths))
     tell_budget(run, options.max_size)
     report = _ingest(run, options)
+    is_lossy = report.chunks.computed > 0 and not options.dry_run and not level_of(options.level).lossless
+    if is_lossy and (report.loss is None or report.loss > run.max_loss):
+        run.out.warning(*_what_is_lost(options.level, report.loss, run.max_loss))
     run.out.report(report.to_json(), human=lambda: _show(run, report))
+    if is_lossy and run.out.verbosity >= 0:
+        run.out.print(f"level {options.level}, no exact records; {shown_loss(report.loss, run.max_loss)}")
     return _code(report)
 
 
 def _code(report: IngestReport) -> int:
     return EXIT_PARTIAL if report.failures else EXIT_DONE
+
+
+def _what_is_lost(level: str, loss: float | None, allowed: float) -> tuple[str, str]:
+    if loss is None:
+        return (
+            f"nobody has measured what level {level} loses here, and no exact records are there to measure it on",
+            "ingest without --level, then `kvtool compress --fit --drop-raw` measures it before anything exact goes",
+        )
+    return (
+        f"level {level} loses {loss:.4f} nats a token, more than the {allowed:g} that questions allow",
+        "a finer level, or exact records, come of ingest into a new store",
+    )
 
 
 def _ingest(run: Run, options: IngestOptions) -> IngestReport:
@@ -91,8 +110,8 @@ def _show(run: Run, report: IngestReport) -> None:
         f"documents: {documents.added} {would}added, {documents.changed} changed, {documents.unchanged} unchanged, "
         f"{documents.removed} removed, {documents.failed} failed"
     )
-    if report.not_read_again:
-        run.out.print(f"failed before, and not read again until they change: {report.not_read_again} (--retry does)")
+    if report.still_failing:
+        run.out.print(still_failing(report))
     if any(report.skipped.values()):
         kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
         told = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
@@ -111,6 +130,16 @@ def _show(run: Run, report: IngestReport) -> None:
     )
     if run.out.verbosity > 0 or is_mostly_beside(report):
         run.out.print(time_of(report))
+
+
+def still_failing(report: IngestReport) -> str:
+    """Word in one line which documents could not be read before either."""
+    first, *others = report.still_failing
+    more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
+    are, them = ("are", "them") if others else ("is", "it")
+    documents = counted(len(report.still_failing), "document")
+    ways = f"--retry tries {them}, --strict counts {them}"
+    return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
 
 
 def _counted(count: int, kind: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from datetime import timedelta
 from typing import Any
 
 from kvtool.cli.options import Run
@@ -18,6 +20,7 @@ class JobView:
         self._progress: Any = None
         self._bar: Any = None
         self._label, self._doing = "", ""  # of the step; and what is done in it, or beside it, now
+        self._since = time.monotonic()  # when that began
         self._reminder: Reminder | None = None
         self.events = Events(
             step=self._step,
@@ -41,7 +44,8 @@ class JobView:
 
     def _told(self) -> str:
         """How far the job is, and what it does where that has no count."""
-        return ", ".join(filter(None, (self._bar.told() if self._bar else "", self._doing))) or "working"
+        doing = f"{self._doing} for {timedelta(seconds=round(time.monotonic() - self._since))}" if self._doing else ""
+        return "; ".join(filter(None, (self._bar.told() if self._bar else "", doing))) or "working"
 
     def _step(self, label: str, total: int, unit: str) -> None:
         self._close()
@@ -66,7 +70,7 @@ class JobView:
             self._bar.advance(count)
 
     def _status(self, text: str) -> None:
-        self._doing = text
+        self._doing, self._since = text, time.monotonic()
         if self._out.mode == "jsonl":
             self._out.status(text)
         else:

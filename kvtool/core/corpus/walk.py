@@ -48,11 +48,18 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be taken, and why; `before`: that is known of an earlier run, and it was not read now."""
+    """A file that could not be taken, and why.
+
+    Attributes
+    ----------
+    known : it failed so in an earlier run, and lies there as it did.
+    read : it was tried in this run.
+    """
 
     path: str
     error: str
-    before: bool = False
+    known: bool = False
+    read: bool = True
 
 
 class Skip(StrEnum):

@@ -25,15 +25,12 @@ class Account:
     def __init__(self, options: IngestOptions, events: Events) -> None:
         self.report = IngestReport(dry_run=options.dry_run)
         self.events = events
-        self._fail_fast = not options.continue_on_error
+        self._fail_fast, self._strict = not options.continue_on_error, options.strict
         self.wanted = 0  # tokens that have to be computed, of the files that are read
         self._estimate = Estimate(())
         self._computes = False  # whether progress is counted in tokens
-        self._computed, self._began, self._computed_at = (
-            0,
-            0.0,
-            0.0,
-        )  # tokens; seconds of the first and the last of them
+        self._computed = 0  # tokens
+        self._began = self._computed_at = 0.0  # seconds of the first and the last of them
         self._options = options
         self._named = {str(place) for path in options.paths for place in places(path)}
 
@@ -68,19 +65,24 @@ class Account:
             self.events.skipped(skipped.path, skipped.reason)
 
     def fail(self, failure: Failure) -> None:
-        """Count a file that failed, and go on with the others.
+        """Count a file that failed, and go on with the others; one that failed so before is only noted.
 
         Raises
         ------
         KvtoolError : the first failure is to end the run.
         """
+        row = {"path": failure.path, "error": failure.error}
+        self.report.not_read_again += not failure.read
+        if failure.known and not self._strict:
+            self.report.still_failing.append(row)
+            self.events.skipped(failure.path, f"{failure.error}, as before")
+            return
         if self._fail_fast:
             raise KvtoolError(
                 f"{failure.path}: {failure.error}", "without --fail-fast the other files are ingested all the same"
             )
         self.report.documents.failed += 1
-        self.report.not_read_again += failure.before
-        self.report.failures.append({"path": failure.path, "error": failure.error})
+        self.report.failures.append(row)
         self.events.failed(failure.path, failure.error)
 
     def begin(self, files: Sequence[FoundFile]) -> None:

@@ -101,8 +101,10 @@ class IngestReport:
     phases : seconds of what comes beside reading and prefill, by `PHASES`.
     unsupported : of these, the files without a reader, by what they are: `image`, `archive`, `binary`, an ending.
     forecast : what it was expected to take, before the first chunk; None: no chunk was to be computed.
-    failures : what should have been read and was not.
-    not_read_again : how many of these could not be read before, lie there as they did, and were not tried again.
+    failures : what should have been read and was not; with `strict` all of it.
+    still_failing : what could not be read before either, and has not changed; not among `failures`.
+    loss : nats a token of the answer that the level of new chunks loses; None: not measured, or none was computed.
+    not_read_again : how many of both were not tried again.
     """
 
     documents: Documents = field(default_factory=Documents)
@@ -115,7 +117,9 @@ class IngestReport:
     skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
     unsupported: dict[str, int] = field(default_factory=dict)
     failures: list[dict[str, str]] = field(default_factory=list)
+    still_failing: list[dict[str, str]] = field(default_factory=list)
     not_read_again: int = 0
+    loss: float | None = None
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] | None = None

@@ -16,7 +16,6 @@ from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.reading import Reading
-from kvtool.core.corpus.walk import Failure
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
@@ -30,6 +29,7 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
 from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.core.session.levels import MeasuredLosses
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.alone import AloneStorer
@@ -176,6 +176,9 @@ class _Job:
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)
+        if self.account.report.chunks.computed:
+            exact = level_of(self.options.level).lossless
+            self.account.report.loss = 0.0 if exact else MeasuredLosses(store).of_new(self.options.level)
         return self.account.report
 
     def _take(self, store: Store, writer: Writer) -> None:
@@ -278,8 +281,7 @@ class _Job:
         try:
             check(new)
         except UsageError as error:
-            self.stream.seen.take_back(file.entry.path)
-            self.account.fail(Failure(file.entry.path, f"{error.message}: {error.hint}"))
+            self.stream.fail(file.entry.path, f"{error.message}: {error.hint}")
             self.account.wanted -= sum(len(chunk.ids) for chunk in new)
             return False
         return True

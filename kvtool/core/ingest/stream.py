@@ -143,7 +143,8 @@ class Stream:
         walked = self.walked
         with self._account.phase("model_files"):
             settings = self._choices.identity.settings_digest()
-        bad: list[Outcome] = [*walked.skipped, *walked.failures]
+        bad: list[Outcome] = [*walked.skipped]
+        bad += [self.seen.compared(self.store, failure) for failure in walked.failures]
         nothing = not self.gone
         for file in walked.files:
             outcome = survey(file, self.store, settings, self._reading, self.seen)
@@ -176,11 +177,15 @@ class Stream:
         try:
             file = prepare(changed, identity, tokenizer)
         except Exception as error:
-            self.seen.take_back(path)
-            self._account.fail(Failure(path, reason_of(error)))
+            self.fail(path, reason_of(error))
         for note in changed.notes:
             self._account.warn(f"{path}: {note}")
         return file
+
+    def fail(self, path: str, error: str) -> None:
+        """Count a file that failed after it was read, and is not stored."""
+        self.seen.take_back(path)
+        self._account.fail(self.seen.compared(self.store, Failure(path, error)))
 
     def _tell_paths(self) -> None:
         """Tell of given paths that are gone, and of folders that are bare."""

@@ -62,10 +62,13 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
     except FileNotFoundError:
         return Skipped(path, Skip.GONE, "gone since the folder was listed")
     except UnreadableFile as error:
-        return _unreadable(file, known, error, reading)
+        outcome = _unreadable(file, known, error, reading)
+        return seen.compared(store, outcome, reading.means(file.path)) if isinstance(outcome, Failure) else outcome
     except Exception as error:
         reason = reason_of(error)
-        return Skipped(path, Skip.UNSUPPORTED, reason) if file.guessed and not known else Failure(path, reason)
+        if file.guessed and not known:
+            return Skipped(path, Skip.UNSUPPORTED, reason)
+        return seen.compared(store, Failure(path, reason))
 
 
 def reason_of(error: Exception) -> str:
@@ -90,7 +93,7 @@ def _look(
         return UnchangedFile(known)
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
-        return _unreadable(file, known, failure, reading, before=True)
+        return _unreadable(file, known, failure, reading, read=False)
     before = os.stat(file.name)
     try:
         if file.guessed:
@@ -111,12 +114,12 @@ def _look(
 
 
 def _unreadable(
-    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, before: bool = False
+    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, read: bool = True
 ) -> Failure | Skipped:
     """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
     path = file.name
     if known is not None and known.documents:
-        return Failure(path, f"{error.message}; what was read from it before stays in the store", before)
+        return Failure(path, f"{error.message}; what was read from it before stays in the store", not read, read)
     if isinstance(error, EmptyFile):
         return Skipped(path, Skip.EMPTY, error.message)
     if isinstance(error, MissingPackage):
@@ -125,7 +128,7 @@ def _unreadable(
         return Skipped(path, Skip.SECRET, error.message)
     if file.guessed or (isinstance(error, BinaryFile) and not reading.takes(file.path)):
         return Skipped(path, Skip.UNSUPPORTED, error.message)
-    return Failure(path, error.message, before)
+    return Failure(path, error.message, not read, read)
 
 
 def _is_whole(entry: FileEntry, store: Store) -> bool:

@@ -15,7 +15,7 @@ from kvtool.core.fusion.selectors import AUTO
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.model.generate import Generated
+    from kvtool.core.model.generate import Finish, Generated
     from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkSpans
 
@@ -93,6 +93,8 @@ class Reply:
 
     Attributes
     ----------
+    finish : how the answer ended: `stop`, `length` where it was cut off at its longest, `repeat` where it began to say
+        the same again.
     revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
@@ -117,6 +119,7 @@ class Reply:
     generated: Generated
     fused: Fused
     selector: Selector
+    finish: Finish = "stop"
     revision: int = 0
     segments: dict[str, Any] | None = None
     explained: list[ChunkSpans] = field(default_factory=list)
@@ -187,6 +190,7 @@ class Reply:
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
+            "finish": self.finish,
             "fusion": self.fusion,
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],

@@ -165,7 +165,7 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
     held = {chunk for chunk_ids in refs.values() for chunk in chunk_ids}
     holders = index.holders(held)
     with store.snapshot() as snapshot:
-        chunks = {chunk: Holding(chunk, _levels(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
+        chunks = {chunk: Holding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
         names = {source: keys.name_key(source) for source in refs}
         texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
         free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
@@ -285,7 +285,7 @@ def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
     return sizes, max(0, store.environment.allocated_bytes() - live)
 
 
-def _levels(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
+def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
     """Bytes of a chunk by level."""
     levels: dict[str, int] = {}
     for _, level, size in _records(snapshot, chunk_id):

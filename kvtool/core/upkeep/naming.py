@@ -12,7 +12,7 @@ from kvtool.core.common.globs import closed
 from kvtool.core.common.spelling import composed
 from kvtool.core.errors import UsageError, did_you_mean
 
-_LISTED = "`kvtool store ls` lists documents and chunks"
+_LISTED = "`kvtool store ls` lists documents, with --chunks their chunks"
 Named = Mapping[str, str]  # source of a document -> path of its file; a file without documents names itself
 
 

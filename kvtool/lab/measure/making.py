@@ -85,7 +85,7 @@ def _answer(session: Session, question: str, text: str) -> str:
     parts, tokenizer = session.parts, session.tokenizer
     pieces = (parts.prefix, *chunk_tokens(tokenizer, [text]), question_tokens(tokenizer, question, parts))
     said = _said(session, pieces, _ANSWER_TOKENS)
-    return said.text.strip() if said.end is not None else ""
+    return said.text.strip() if said.finish == "stop" else ""
 
 
 def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> Generated:
