@@ -44,8 +44,9 @@ class JobView:
 
     def _told(self) -> str:
         """How far the job is, and what it does where that has no count."""
-        doing = f"{self._doing} for {timedelta(seconds=round(time.monotonic() - self._since))}" if self._doing else ""
-        return "; ".join(filter(None, (self._bar.told() if self._bar else "", doing))) or "working"
+        if self._doing:
+            return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
+        return self._bar.told() if self._bar else "working"
 
     def _step(self, label: str, total: int, unit: str) -> None:
         self._close()
@@ -66,7 +67,7 @@ class JobView:
         if self._bar is not None:
             if self._doing:
                 self._doing = ""
-                self._bar.describe(self._label)
+                self._show(self._label, pace=True)
             self._bar.advance(count)
 
     def _status(self, text: str) -> None:
@@ -75,8 +76,12 @@ class JobView:
             self._out.status(text)
         else:
             self._out.doing(text)
+        self._show(text, pace=False)
+
+    def _show(self, text: str, pace: bool) -> None:
         if isinstance(self._bar, Bar):
             self._bar.describe(text)
+            self._bar.show_pace(pace)
 
     def _say(self, text: str, hint: str) -> None:
         self._out.status(text)

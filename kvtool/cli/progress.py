@@ -136,6 +136,10 @@ class Bar:
     def describe(self, label: str) -> None:
         self._bars.update(self._task, description=one_line(label))
 
+    def show_pace(self, shown: bool) -> None:
+        """Show how far it is, or nothing of that while something goes on that has no count."""
+        self._bars.update(self._task, pace=self._pace if shown else None)
+
     def told(self) -> str:
         return self._pace.told()
 
@@ -172,7 +176,7 @@ def speed_text(speed: float | None, unit: str) -> str:
 
 def rich_bars(stream: SafeStream) -> RichProgress:
     from rich.console import Console
-    from rich.progress import BarColumn, ProgressColumn, Task, TaskProgressColumn, TextColumn
+    from rich.progress import BarColumn, ProgressColumn, Task, TextColumn
     from rich.progress import Progress as RichProgress
     from rich.text import Text
 
@@ -180,8 +184,9 @@ def rich_bars(stream: SafeStream) -> RichProgress:
         """In place of rich's own columns: these know no speed where a step takes longer than their window."""
 
         def render(self, task: Task) -> Text:
-            return Text(task.fields["pace"].told())
+            pace: Pace | None = task.fields["pace"]
+            return Text(pace.told() if pace else "")
 
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), TaskProgressColumn(), PaceColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(12), PaceColumn())  # within 80 columns
     console = Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False)
     return RichProgress(*columns, console=console, transient=True)

@@ -513,7 +513,7 @@ def test_a_job_without_a_bar_says_a_line_now_and_then(make: Make, monkeypatch: p
         events.expect(500)
 
     out, _, stderr = make()
-    assert told(out, stderr, load).startswith("loading the model for 0:00:0")
+    assert told(out, stderr, load).startswith("loading the model, for 0:00:0")
     assert told(out, stderr, compute).startswith("computing KV: 100/500 tokens, ")
     for mode, verbosity, tty in (("human", -1, False), ("human", 0, True), ("jsonl", 0, False), ("human", 1, False)):
         out, _, stderr = make(mode, verbosity, tty=tty)

@@ -35,10 +35,11 @@ class Account:
         self._named = {str(place) for path in options.paths for place in places(path)}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str, told: bool = True) -> Iterator[None]:
         """Tell that a phase of the run begins (`ingest_report.PHASES`), and count the time inside of this towards it;
-        that of a phase in it to that one alone."""
-        self.events.status(PHASES[name])
+        that of a phase in it to that one alone. `told`: what is inside does not tell it better."""
+        if told:
+            self.events.status(PHASES[name])
         phases = self.report.phases
         started, others = time.perf_counter(), sum(phases.values())
         try:

@@ -21,7 +21,7 @@ _SPEED, _FORMAT = "speeds/ingest.json", 1
 _FEWEST_TOKENS = 1000  # of a run whose speed is worth remembering
 _BYTES_A_TOKEN, _PACKED_BYTES_A_TOKEN = 4.0, 20.0  # of a file; of a PDF or an office document
 _WEIGHT = 20_000  # bytes of files that this guess counts for
-_LIKELY = 1 << 18  # bytes of a file of an unknown kind that may be text
+_LIKELY = 1 << 20  # bytes of a file of an unknown kind that may be text
 
 
 class Estimate:

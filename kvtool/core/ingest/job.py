@@ -335,7 +335,7 @@ class _Job:
 
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
         """Load the model."""
-        with self.account.phase("model_load"):
+        with self.account.phase("model_load", told=False):
             from kvtool.core.ingest.compute import ChunkStorer, Maker
 
             self._session = session = self._open(store)
@@ -349,7 +349,7 @@ class _Job:
         """Have models loaded by Ray's actors; none is loaded here."""
         from kvtool.core.ingest.ray_storer import far_storer
 
-        with self.account.phase("model_load"):
+        with self.account.phase("model_load", told=False):
             storer, resolved = far_storer(store, writer, self.account, self.options, self.choices)
         self.account.report.resolved = resolved
         return storer
@@ -361,7 +361,7 @@ class _Job:
         from kvtool.core.ingest.alone import AloneStorer
 
         if self._session is None:
-            with self.account.phase("model_load"):
+            with self.account.phase("model_load", told=False):
                 self._session = self._open(store)
         return AloneStorer(self._session)
 
