@@ -26,6 +26,9 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
     show_states(out, facts)
+    if cut := facts.get("cut"):
+        say = out.status if "shift" in facts else out.detail
+        say(f"{counted(cut, 'further chunk')} found, and cut: too far behind the best, and no new words (--min-score)")
     if spared := facts.get("records_spared"):
         read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
         out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
@@ -86,7 +89,7 @@ def _show_stream(out: Out, facts: Facts) -> None:
         say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
 
 
-def show_runs(out: Out, replies: Sequence[Reply]) -> None:
+def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
     """Answers of several modes, beside the one of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
@@ -103,7 +106,7 @@ def show_runs(out: Out, replies: Sequence[Reply]) -> None:
         for reply in replies
     ]
     columns = ("mode", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
-    out.table(columns, rows, title=replies[0].question)
+    out.table(columns, rows, title=title)
     for number, reply in enumerate(replies):
         same = number and reply.answer == replies[0].answer
         out.prose(f"{_mode(reply)}: {f'as {_mode(replies[0])}' if same else reply.answer}")

@@ -101,7 +101,7 @@ def show(run: Run, report: Report, about: str | None = None) -> int | None:
 def _tell(run: Run, told: Sequence[str | Quote | Table]) -> None:
     for part in told:
         if isinstance(part, str):
-            run.out.print(part)
+            run.out.prose(part)
         elif isinstance(part, Quote):
             run.out.quote(part.text)
         else:

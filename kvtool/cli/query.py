@@ -299,4 +299,4 @@ def _compare(run: Run, session: Session, request: Request, options: QueryOptions
     for reply in replies:
         show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
-    run.out.result(value, human=lambda: show_runs(run.out, replies))
+    run.out.result(value, human=lambda: show_runs(run.out, replies, request.question))

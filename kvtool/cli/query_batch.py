@@ -92,7 +92,7 @@ class Batch:
 
     def _tell(self, replies: list[Reply]) -> None:
         if self._modes is not None:
-            show_runs(self._run.out, replies)
+            show_runs(self._run.out, replies, title="")
         else:
             self._run.out.prose(replies[0].answer)
         self._run.out.prose(f"{source_line(replies[0].chunks)}\n")

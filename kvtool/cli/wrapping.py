@@ -17,7 +17,7 @@ class WordWrap:
 
     def __init__(self) -> None:
         self._column = 0
-        self._blank = self._held = ""  # what is not shown yet
+        self._held = ""  # a word that may go on
         self._runs_on = self._is_code = False  # within a word that is longer than a line; within a block of code
 
     def take(self, text: str, columns: int) -> str:
@@ -32,26 +32,24 @@ class WordWrap:
 
     def rest(self, columns: int) -> str:
         """Return what was held back: the text has ended."""
-        return (self._placed(self._held, columns) if self._held else "") + self._blank
+        return self._placed(self._held, columns) if self._held else ""
 
     def _placed(self, unit: str, columns: int) -> str:
-        """A unit with the break or the blanks before it."""
-        blank, self._blank = self._blank, ""
-        if unit == "\n" or unit.isspace():
+        """A unit with the break before it; blanks that a line has no room for go."""
+        if unit == "\n":
+            self._column, self._runs_on = 0, False
+            return unit
+        width = _cells(unit)
+        full, fits = self._column == columns, self._column + width <= columns
+        if unit.isspace():
             self._runs_on = False
-            if unit == "\n":
-                self._column = 0
-                return unit
-            self._blank = unit
-            return ""
-        if not self._column and not blank and unit.startswith(_FENCE):
+            self._column = min(self._column + width, columns)
+            return unit if fits or self._is_code else ""
+        if not self._column and unit.startswith(_FENCE):
             self._is_code = not self._is_code
-        width, ahead = _cells(unit), self._column + _cells(blank)
-        if ahead and ahead + width > columns >= width and not self._runs_on and not self._is_code:
-            self._column = width
-            return "\n" + unit
-        self._column = (ahead + width - 1) % columns + 1
-        return blank + unit
+        breaks = self._column and not fits and (width <= columns or full) and not self._runs_on and not self._is_code
+        self._column = ((0 if breaks else self._column) + width - 1) % columns + 1
+        return "\n" * bool(breaks) + unit
 
 
 def wrapped(text: str, columns: int | None) -> str:

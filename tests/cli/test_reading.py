@@ -139,6 +139,7 @@ def test_a_batch_of_modes_in_a_terminal(batch: Path, store: Path) -> None:
     summary = shown.out.split("1 without an answer\n")[1]
     assert [line.split()[0] for line in summary.splitlines() if " 0" in line] == ["full", "reuse", "epic"]
     assert shown.out.count("\nepic: ") == 2
+    assert shown.out.count(QUESTION) == 1
 
 
 def test_modes_are_compared_within_100_columns_and_answers_stand_below(store: Path) -> None:

@@ -42,7 +42,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def found(store: Store, question: str, retrieval: Retrieval, top_k: int = 5) -> list[str]:
-    return [hit.passage.source for hit in Finder(store).find(question, top_k, retrieval)]
+    return [hit.passage.source for hit in Finder(store).find(question, top_k, retrieval).hits]
 
 
 def test_a_word_that_is_not_there_is_found_by_its_meaning(store: Store, static_model: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
     gone = static_model.rename(static_model.with_name("gone"))
     try:
         warned: list[str] = []
-        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval())
+        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval()).hits
         assert hits[0].passage.source == "a"
         assert "found by words alone" in warned[0]
         for how in (Retrieval("hybrid"), Retrieval("auto", str(static_model))):
