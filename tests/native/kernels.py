@@ -127,14 +127,15 @@ def _rows() -> Kernels:
     from kvtool.core.model.flash.tiling import STORED
     from kvtool.core.model.ir_offsets import offsets_module
     from kvtool.core.model.rotation import rotation_module
+    from kvtool.core.native.isa import AVX2
 
     for stored in STORED:
         for kept in dict.fromkeys((stored, "float32")):
-            yield f"rotation/{stored}/{kept}", lambda stored=stored, kept=kept: rotation_module(stored, kept)
+            yield f"rotation/{stored}/{kept}", lambda stored=stored, kept=kept: rotation_module(stored, kept, AVX2)
         for lanes, (dim, half) in product((8, 16), ((64, 32), (128, 0), (96, 16))):
             yield (
                 f"offsets/{stored}/{lanes}/{dim}/{half}",
-                lambda s=stored, w=lanes, d=dim, h=half: offsets_module(s, w, d, h),
+                lambda s=stored, w=lanes, d=dim, h=half: offsets_module(AVX2, s, w, d, h),
             )
 
 
@@ -361,7 +362,8 @@ def main(action: str = "", *rest: str) -> None:
             )
             sys.stdout.write(f"{name}: {'the same machine code' if same else 'other machine code'}\n")
             if len(rest) > 1:
-                sys.stdout.writelines(difflib.unified_diff(before.splitlines(True), after.splitlines(True)))
+                lines = [re.sub(r"%\d+", "%", text).splitlines(True) for text in (before, after)]
+                sys.stdout.writelines(difflib.unified_diff(*lines))
     else:
         sys.exit(__doc__)
 
