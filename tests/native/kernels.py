@@ -2,7 +2,7 @@
 
 python -m tests.native.kernels write              # writes kernels.json anew: after a change that was meant
 python -m tests.native.kernels show NAME          # the normal form of one kernel
-python -m tests.native.kernels diff TREE [NAME]   # what differs from another checkout, and whether machine code does
+python -m tests.native.kernels diff TREE [NAME]   # which differ from another checkout, and in which instructions
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _transforms() -> Kernels:
 
 def _flash() -> Kernels:
     from kvtool.core.model.flash.ir import attention_module
-    from kvtool.core.model.flash.tiling import STORED, Tiling
-    from kvtool.core.native.compiling import ISAS
-    from kvtool.core.native.ir import AVX512_BF16
+    from kvtool.core.model.flash.tiling import Tiling
+    from kvtool.core.native.formats import STORED
+    from kvtool.core.native.isa import AVX512_BF16, ISAS
 
     for name, stored in product(ISAS, STORED):
         yield f"flash/{stored}/{name}", lambda name=name, stored=stored: attention_module(Tiling(ISAS[name], stored))
@@ -79,27 +79,27 @@ def _quantised() -> Kernels:
     from kvtool.core.model.quantised.ir_share import share
     from kvtool.core.model.quantised.ir_unpack import unpack
     from kvtool.core.model.quantised.matrix import LAYOUTS
-    from kvtool.core.native.compiling import ISAS
-    from kvtool.core.native.ir import AVX512_BF16
+    from kvtool.core.native.builder import module
+    from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
 
     for (name, isa), (kind, layout) in product(ISAS.items(), LAYOUTS.items()):
         for height in (1, 3, 4):
-            yield f"product/{kind}/{height}/{name}", lambda i=isa, k=kind, h=height: multiply(i, k, h)
-        yield f"few/{kind}/float32/{name}", lambda i=isa, k=kind: few(i, k, "float32")
+            yield f"product/{kind}/{height}/{name}", lambda i=isa, k=kind, h=height: module(multiply(i, k, h))
+        yield f"few/{kind}/float32/{name}", lambda i=isa, k=kind: module(few(i, k, "float32"))
         for to in () if layout.dense else ("float32", "bfloat16"):
-            yield f"unpack/{kind}/{to}/{name}", lambda i=isa, k=kind, t=to: unpack(i, k, t)
+            yield f"unpack/{kind}/{to}/{name}", lambda i=isa, k=kind, t=to: module(unpack(i, k, t))
     for kind, layout in LAYOUTS.items():
-        yield f"few/{kind}/bfloat16/avx512bf16", lambda k=kind: few(AVX512_BF16, k, "bfloat16")
+        yield f"few/{kind}/bfloat16/avx512bf16", lambda k=kind: module(few(AVX512_BF16, k, "bfloat16"))
         if not layout.dense:
-            yield f"unpack/{kind}/bfloat16/avx512bf16", lambda k=kind: unpack(AVX512_BF16, k, "bfloat16")
-    for function in ("product_q4_0", "unpack_q4_0_float32"):
-        yield f"share/{function}", lambda function=function: share(function)
+            yield f"unpack/{kind}/bfloat16/avx512bf16", lambda k=kind: module(unpack(AVX512_BF16, k, "bfloat16"))
+    for function in (multiply(AVX2, "q4_0"), unpack(AVX2, "q4_0", "float32")):
+        yield f"share/{function.name}", lambda function=function: module(share(function))
 
 
 def _rowwise() -> Kernels:
     from kvtool.core.model.rowwise import ir, ir_panels
-    from kvtool.core.model.stepping.ir_rows import ACTIVATIONS
     from kvtool.core.native.compiling import ISAS
+    from kvtool.core.native.simd import ACTIVATIONS
 
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
         yield f"rowwise/{element}/{act}/{name}", lambda n=name, e=element, a=act: ir.module(ISAS[n], e, a)
@@ -124,9 +124,9 @@ def _decoding() -> Kernels:
 
 
 def _rows() -> Kernels:
-    from kvtool.core.model.flash.tiling import STORED
     from kvtool.core.model.ir_offsets import offsets_module
     from kvtool.core.model.rotation import rotation_module
+    from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX2
 
     for stored in STORED:
@@ -253,7 +253,7 @@ def _ordered(text: str, keys: dict[str, str]) -> str:
 
 def _constants(text: str) -> str:
     """Float constants by their bits, zeros alike."""
-    text = re.sub(r"(?<=[\s(])-?\d+\.\d+(?=[\s,)]|$)", lambda one: _bits(float(one[0])), text)
+    text = re.sub(r"(?<=[\s(\[])-?\d+\.\d+(?=[\s,)]|$)", lambda one: _bits(float(one[0])), text)
     return re.sub(r"splat \(\w+ (0|0x0+)\)", "zeroinitializer", text)
 
 
@@ -313,21 +313,32 @@ def _elsewhere(tree: str) -> dict[str, str]:
     return made
 
 
-def _machine_code(name: str, text: str) -> bytes:
-    """What LLVM makes of a kernel for its instruction set."""
+def _compared(name: str, before: str, after: str) -> str:
+    """What LLVM makes of two texts for the kernel's instruction set: as they are, or optimised first."""
+    if _machine_code(name, before) == _machine_code(name, after):
+        return "the same machine code"
+    if _machine_code(name, before, optimised=True) == _machine_code(name, after, optimised=True):
+        return "the same machine code once optimised"
+    return "other machine code"
+
+
+def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
     from kvtool.core.native import compiling
-    from kvtool.core.native.ir import AVX512_BF16
+    from kvtool.core.native.isa import AVX512_BF16, ISAS
 
     llvm = compiling._llvm()
-    isas = {**compiling.ISAS, "avx512bf16": AVX512_BF16}
-    isa = isas.get(name.rpartition("/")[2], isas["avx2"])
+    isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)
     called = set(re.findall(r"call void (@(?:product|unpack)_\w+)(\([^)]*\))", text))  # of modules that others make
     for function, arguments in called:
         if not re.search(rf"define .*{function}\(", text):
             text += f"declare void {function}({', '.join(one.split()[0] for one in arguments[1:-1].split(','))})\n"
-    code: bytes = machine.emit_object(llvm.parse_assembly(_declared(text)))
+    module = llvm.parse_assembly(_declared(text))
+    if optimised:
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+        builder.getModulePassManager().run(module, builder)
+    code: bytes = machine.emit_object(module)
     return code
 
 
@@ -355,15 +366,11 @@ def main(action: str = "", *rest: str) -> None:
             before, after = normal(theirs.get(name, "")), normal(mine.get(name, ""))
             if before == after:
                 continue
-            same = (
-                name in mine
-                and name in theirs
-                and (_machine_code(name, theirs[name]) == _machine_code(name, mine[name]))
-            )
-            sys.stdout.write(f"{name}: {'the same machine code' if same else 'other machine code'}\n")
+            both = name in mine and name in theirs
+            sys.stdout.write(f"{name}: {_compared(name, theirs[name], mine[name]) if both else 'only in one'}\n")
             if len(rest) > 1:
-                lines = [re.sub(r"%\d+", "%", text).splitlines(True) for text in (before, after)]
-                sys.stdout.writelines(difflib.unified_diff(*lines))
+                lines = [sorted(re.sub(r"%\d+", "%", text).splitlines(True)) for text in (before, after)]
+                sys.stdout.writelines(difflib.unified_diff(*lines, n=0))
     else:
         sys.exit(__doc__)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvtool.core.native.builder import FunctionBuilder, Value, WorkQueue, module
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, module
 from kvtool.core.native.formats import SIZES
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.job import Fields, Job
+from kvtool.core.native.job import Job
 from kvtool.core.native.simd import rotate, total
 
 # Strides in numbers. A unit is one head of one run.
@@ -34,12 +34,12 @@ def offsets_module(isa: Isa, stored: str, lanes: int, head_dim: int, half: int) 
     stored : the format of the rows.
     half : of the numbers that are rotated; those behind them are not.
     """
-    return module(_keep(stored, head_dim), _Add(isa, stored, lanes, head_dim, half).function())
+    return module(_keep(isa, stored, head_dim), _Add(isa, stored, lanes, head_dim, half).function())
 
 
-def _keep(stored: str, head_dim: int) -> FunctionBuilder:
-    k = FunctionBuilder("keep", job="ptr")
-    job = JOB.load(k, k.arguments[0])
+def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
+    k = FunctionBuilder("keep", isa, "ptr job")
+    job = JOB.load(k, k.args.job)
     behind = job.probes * head_dim * job.heads
     size = k.constant("i64", head_dim * SIZES[stored])
     with k.loop(job.heads) as head:
@@ -57,14 +57,14 @@ class _Add:
     """Writes `add`: one head of one run after the other."""
 
     def __init__(self, isa: Isa, stored: str, lanes: int, head_dim: int, half: int) -> None:
-        self._k = FunctionBuilder("add", isa, job="ptr")
+        self._k = FunctionBuilder("add", isa, "ptr job")
         self._k.keeps_nan = True
         self._stored, self._lanes, self._head_dim, self._half = stored, lanes, head_dim, half
 
     def function(self) -> FunctionBuilder:
         k = self._k
-        job = JOB.load(k, k.arguments[0])
-        with WorkQueue(k, k.arguments[0], 1, job.units) as queue:
+        job = JOB.load(k, k.args.job)
+        with WorkQueue(k, k.args.job, 1, job.units) as queue:
             unit = queue.first
             run, head = unit // job.heads, unit % job.heads
             first, rows, probe, probes = (job.runs.at(run * 4).load(number) for number in range(4))

@@ -137,7 +137,7 @@ def _function(isa: Isa, stored: str, kept: str) -> Callable[[int, int], None]:
 
 def rotation_module(stored: str, kept: str, isa: Isa) -> str:
     """LLVM IR of `void rotate(jobs, number)`: numbers stored in one format go to places of the same or a wider one."""
-    k = FunctionBuilder("rotate", isa, **JOBS)
+    k = FunctionBuilder("rotate", isa, JOBS)
     k.keeps_nan = True
     with _JOB.each(k) as job, k.loop(job.rows, may_be_empty=True) as row:
         cos, sin = (side.at(row * job.table_row) for side in (job.cos, job.sin))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from types import TracebackType
 from typing import TypeAlias
 
 from kvtool.core.native.formats import STORED, narrow, widen
-from kvtool.core.native.isa import SCALAR, Isa
+from kvtool.core.native.isa import Isa
 
 BYTES = {"i1": 1, "i8": 1, "half": 2, "bfloat": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
 _REAL = ("half", "bfloat", "float", "double")
@@ -155,6 +155,10 @@ class Value:
     def __ge__(self, other: Operand) -> Value:
         return self._than("ge", other)
 
+    def eq(self, other: Operand) -> Value:
+        """Compare whole numbers for being the same."""
+        return self.compare("eq", other)
+
     def ne(self, other: Operand) -> Value:
         """Compare whole numbers or pointers for being different."""
         if self.type == "ptr":
@@ -262,24 +266,46 @@ def _bits(element: str) -> int:
     return int(element[1:])
 
 
+class Fields:
+    """Values by name, as attributes: of a job, or a function's arguments."""
+
+    def __init__(self, values: dict[str, Value]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Value:
+        return self._values[name]
+
+    def __getitem__(self, name: str) -> Value:
+        return self._values[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the values, in their order."""
+        return tuple(self._values)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self._values.values())
+
+
 class FunctionBuilder:
     """The instructions of one function without a result.
 
     Parameters
     ----------
     isa : whose code is made of it.
-    arguments : name to type; `TYPE*` is a pointer to such.
+    arguments : types and names, such as "i64* rows, i64 count": `TYPE*` is a pointer to such.
     features : as `Isa.extra`, where it takes more of the CPU than its instruction set.
 
     Attributes
     ----------
-    keeps_nan : whether numbers that are not one stay so where they are rounded.
+    args : the arguments. keeps_nan : whether numbers that are not one stay so where they are rounded.
     """
 
-    def __init__(self, name: str, isa: Isa = SCALAR, *, internal: bool = False, features: str = "", **arguments: str):
+    def __init__(self, name: str, isa: Isa, arguments: str = "", *, internal: bool = False, features: str = ""):
         self.name, self.isa, self.block, self.keeps_nan = name, isa, "entry", False
         self.declarations: set[str] = set()
-        self.arguments = [Value(self, kind, f"%{argument}") for argument, kind in arguments.items()]
+        pairs = [one.split() for one in arguments.split(",") if one]
+        self.args = Fields({name: Value(self, kind, f"%{name}") for kind, name in pairs})
         self._internal, self._features = internal, features
         self._lines = ["entry:"]
         self._values = self._blocks = 0
@@ -307,6 +333,11 @@ class FunctionBuilder:
         """A vector of zeros; of no lanes a number."""
         return self.constant(vector(lanes, element))
 
+    def lanes(self, element: str, numbers: Iterable[int]) -> Value:
+        """A constant vector."""
+        texts = [f"{element} {number}" for number in numbers]
+        return Value(self, vector(len(texts), element), f"<{', '.join(texts)}>")
+
     def poison(self, kind: str) -> Value:
         """A value that nobody reads."""
         return Value(self, kind, "poison")
@@ -316,19 +347,20 @@ class FunctionBuilder:
         size = "" if count == 1 else f" i64 {count},"
         return self.emit_value("ptr", f"alloca {kind},{size} align 64", kind)
 
-    def call(self, name: str, result: str, *operands: Value, flags: str = "") -> Value:
-        """Call a function of LLVM's or of the module's; its result."""
+    def call(self, name: str | Value, result: str, *operands: Value, flags: str = "") -> Value:
+        """Call a function: of LLVM's or of the module's by its name, or another by its address; its result."""
         text = self._call(name, result, operands)
         return self.emit_value(result, text if not flags else text.replace("call", f"call {flags}", 1))
 
-    def do(self, name: str, *operands: Value) -> None:
+    def do(self, name: str | Value, *operands: Value) -> None:
         """Call a function that has no result."""
         self.emit(self._call(name, "void", operands))
 
-    def _call(self, name: str, result: str, operands: Sequence[Value]) -> str:
-        if name.startswith("llvm."):
-            self.declarations.add(f"declare {result} @{name}({', '.join(one.type for one in operands)})")
-        return f"call {result} @{name}({', '.join(one.typed for one in operands)})"
+    def _call(self, name: str | Value, result: str, operands: Sequence[Value]) -> str:
+        function = f"@{name}" if isinstance(name, str) else name.name
+        if function.startswith("@llvm."):
+            self.declarations.add(f"declare {result} {function}({', '.join(one.type for one in operands)})")
+        return f"call {result} {function}({', '.join(one.typed for one in operands)})"
 
     def minimum(self, first: Value, second: Value | int, signed: bool = False) -> Value:
         """The smaller of two i64."""
@@ -337,6 +369,10 @@ class FunctionBuilder:
     def atomic_add(self, pointer: Value, number: Value | int) -> Value:
         """Add to an i64 that other threads add to as well; what it was."""
         return self.emit_value("i64", f"atomicrmw add ptr {pointer}, i64 {number} monotonic")
+
+    def prefetch(self, pointer: Value) -> None:
+        """Ask for the cache line at an address, into a core's second cache."""
+        self.do("llvm.prefetch.p0", pointer, *(self.constant("i32", number) for number in (0, 2, 1)))
 
     # ---- blocks ----
 
@@ -381,7 +417,7 @@ class FunctionBuilder:
 
     def text(self) -> str:
         """The whole function, which ends here."""
-        arguments = ", ".join(one.typed for one in self.arguments)
+        arguments = ", ".join(one.typed for one in self.args)
         features = f' "target-features"="{self._features}"' if self._features else ""
         head = f"define {'internal ' if self._internal else ''}void @{self.name}({arguments}){features} {{"
         return "\n".join([head, *self._lines, "  ret void", "}", ""])

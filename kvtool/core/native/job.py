@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.native.builder import FunctionBuilder, Value
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 
 LINE = 64  # bytes of a cache line
 _WORD = 8  # bytes of a field
-JOBS = {"jobs": "i64*", "number": "i64"}  # arguments of a function that does several
+JOBS = "i64* jobs, i64 number"  # arguments of a function that does several
 _own = threading.local()
 
 
@@ -44,9 +44,8 @@ class Job:
     @contextlib.contextmanager
     def each(self, k: FunctionBuilder) -> Iterator[Fields]:
         """Emit what is done for each job of a function of `JOBS`; at least one."""
-        jobs, number = k.arguments
-        with k.loop(number) as index:
-            yield self.load(k, jobs.at(index * len(self)))
+        with k.loop(k.args.number) as index:
+            yield self.load(k, k.args.jobs.at(index * len(self)))
 
     def row(self, values: Mapping[str, int | float]) -> list[int]:
         """The words of one job.
@@ -62,19 +61,6 @@ class Job:
     def pack(self, **values: int | float) -> ctypes.Array[ctypes.c_int64]:
         """One job in memory; raises as `row` does."""
         return (ctypes.c_int64 * len(self))(*self.row(values))
-
-
-class Fields:
-    """The loaded fields of a job, as attributes."""
-
-    def __init__(self, values: dict[str, Value]) -> None:
-        self._values = values
-
-    def __getattr__(self, name: str) -> Value:
-        return self._values[name]
-
-    def __getitem__(self, name: str) -> Value:
-        return self._values[name]
 
 
 class Jobs:
