@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+from kvtool.core.native.isa import AVX2 as AVX2
+from kvtool.core.native.isa import AVX512 as AVX512
+from kvtool.core.native.isa import AVX512_BF16 as AVX512_BF16
+from kvtool.core.native.isa import SCALAR as SCALAR
+from kvtool.core.native.isa import Isa as Isa
 
 _ALIGNMENT = {"i8": 1, "half": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class Isa:
-    """An instruction set: i32 lanes handled together, LLVM's name of the CPU, and the features it must have.
-
-    The CPU is a named level, not the host: the same code everywhere, and an old CPU's code can be tested on a new one.
-    Without a name it is the least of its architecture.
-    """
-
-    width: int
-    cpu: str
-    features: frozenset[str] = frozenset()
-    extra: str = ""
-
-
-_V3 = frozenset("avx avx2 bmi bmi2 f16c fma lzcnt movbe popcnt".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi2".split())
-
-AVX512 = Isa(16, "x86-64-v4", _V4, "+avx512vbmi2")
-AVX2 = Isa(8, "x86-64-v3", _V3)
-AVX512_BF16 = Isa(16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
-SCALAR = Isa(8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
 
 
 class Body:
