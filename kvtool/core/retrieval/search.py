@@ -76,7 +76,8 @@ class Search:
         """Cut hits, given best first, where they stop helping.
 
         The best one is kept, and each that scores at least `min_score` times as much, or has words of the question that
-        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf.
+        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf. A score above 1 counts as 1:
+        the rest comes from names, and where they lead from chunk to chunk several are needed.
         """
         worth = bm25.weights(self.index, asked_terms(question, self.index.languages))
         enough = _ADDED * sum(worth.values())
@@ -85,7 +86,7 @@ class Search:
         for hit in hits:
             forms = {*itertools.chain.from_iterable(asked_terms(self.texts(hit.passage), self.index.languages))}
             held = {word for word in worth if not forms.isdisjoint(word)}
-            is_near = not kept or hit.score >= min_score * kept[0].score
+            is_near = not kept or hit.score >= min_score * min(kept[0].score, 1.0)
             if is_near or sum(worth[word] for word in held - known) >= enough:
                 kept.append(hit)
                 known |= held
