@@ -50,7 +50,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     top_k: int = option(5, "How many chunks to find at most.", group=CHUNKS, lowest=1)
     min_score: float = option(
         0.7,
-        "Share of the best match by words below which a chunk is cut, unless it adds words of the question; 0 cuts none.",
+        "Share of the best match below which a chunk is cut, unless it adds words of the question; 0 cuts none.",
         group=CHUNKS,
         lowest=0,
         highest=1,

@@ -76,8 +76,8 @@ class Search:
         """Cut hits, given best first, where they stop helping.
 
         The best one is kept, and each that scores at least `min_score` times as much, or has words of the question that
-        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf. A score above 1 counts as 1:
-        the rest comes from names, and where they lead from chunk to chunk several are needed.
+        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf. A score above 1 counts as
+        1: the rest comes from names, and where they lead from chunk to chunk several are needed.
         """
         worth = bm25.weights(self.index, asked_terms(question, self.index.languages))
         enough = _ADDED * sum(worth.values())
