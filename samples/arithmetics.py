@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 import kvtool
+from kvtool.core.model.options import EARLIER_SYSTEM
 
 SAMPLES = Path(__file__).resolve().parent
 STORES = {  # name: what computed it, what it keeps
@@ -104,7 +105,7 @@ def main() -> None:
     paths, questions = chosen(given.documents, given.questions)
     for name, (computed, kept) in STORES.items():
         with kvtool.open(given.folder / name.replace(" ", "-"), model=given.model, dtype=computed) as cache:
-            report = cache.ingest(paths, store_dtype=kept)
+            report = cache.ingest(paths, store_dtype=kept, system=EARLIER_SYSTEM)
             print(f"{name}: {report.chunks.computed} chunks computed, {report.kv_bytes / 1e6:.1f} MB of KV", flush=True)
     print(f"\n{given.model}, {len(paths)} documents, {len(questions)} questions, {given.rounds} rounds\n")
     print("| computes in | store | mode | KL, mean | KL, worst | same answers | TTFT, ms |\n" + "| --- " * 7 + "|")

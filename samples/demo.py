@@ -41,7 +41,7 @@ def main() -> None:
     step(out, 3, "ingest again: only what is new is computed")
     run(["ingest", *first, *(folder for paths in others for folder in paths), *place, *PATIENT])
     step(out, 4, "compress: a profile is fitted, the loss is measured")
-    run(["compress", "--fit", "--fit-prompts", "24", "--level", options.level, *place, *PATIENT])
+    run(["compress", "--fit", "--fit-prompts", "24", "--level", options.level, "--keep-raw", *place, *PATIENT])
     step(out, 5, f"query --compare: {len(questions)} questions in seven modes")
     asked = ["--batch", str(write_batch(options, questions)), "--compare", MODES]
     lines = run(["query", *asked, "--max-tokens", "32", "--level", options.level, *place], capture=True)

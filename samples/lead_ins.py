@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 KVTOOL = [sys.executable, "-P", "-m", "kvtool"]  # -P: nothing in the working directory is run
+SHORT = Path(__file__).with_name("short.txt")  # the instruction of benchmarks
 LEAD_INS = ("none", "bos", "sink:4", "prefix", "warm")
 SELECTORS = {"epic": "16", "blend": "0.15", "infoflow": "0.15", "union": "0.15"}
 RUNS = ("reuse", *(f"{mode}{shift}:{amount}" for mode, amount in SELECTORS.items() for shift in ("+shift=no", "")))
@@ -44,7 +45,8 @@ def answer_distances(options: argparse.Namespace, lead_in: str) -> dict[str, flo
     """The mean KL of the answer by run, from a store that is made for this lead-in and thrown away."""
     with tempfile.TemporaryDirectory() as folder:
         place = ["--store", str(Path(folder) / "store"), "--quiet"]
-        kvtool("ingest", str(options.corpus), "--model", options.model, "--lead-in", lead_in, *place)
+        made = ["--model", options.model, "--lead-in", lead_in, "--system", f"@{SHORT}"]
+        kvtool("ingest", str(options.corpus), *made, *place)
         asked = ["--batch", str(options.batch), "--limit", str(options.limit), "--max-tokens", str(options.max_tokens)]
         wanted = ["--runs", ",".join(RUNS), "--level", "raw", "--json"]
         report = json.loads(kvtool("inspect", "quality", *asked, *wanted, *place))

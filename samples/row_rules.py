@@ -1,6 +1,6 @@
 """What each rule for choosing the rows of a chunk that stay loses, with nothing else lost.
 
-    kvtool ingest samples/corpus --store STORE
+    kvtool ingest samples/corpus --system @samples/short.txt --store STORE
     python samples/row_rules.py STORE [--batch samples/questions.jsonl] [--limit N] [--keep .75 .5 .25] [--text]
 
 KL in nats a token of the answer from all rows, nothing recomputed (`reuse`); a store that holds its chunks exactly.

@@ -16,6 +16,7 @@ Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     """What was chosen, loaded and computed, and how long it took."""
+    show_end(out, facts)
     show_decision(out, facts)
     _show_rounds(out, facts)
     tokens, timing = facts["tokens"], facts["timing_ms"]
@@ -25,11 +26,22 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
     show_states(out, facts)
+    if cut := facts.get("cut"):
+        say = out.status if "shift" in facts else out.detail
+        say(f"{counted(cut, 'further chunk')} found, and cut: too far behind the best, and no new words (--min-score)")
     if spared := facts.get("records_spared"):
         read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
         out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
     _show_stream(out, facts)
+
+
+def show_end(out: Out, facts: Facts) -> None:
+    """Say that an answer was not ended by the model, which nothing in its text need tell."""
+    if facts["finish"] == "length":
+        out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
+    elif facts["finish"] == "repeat":
+        out.status("… ended where the answer repeats itself: --no-stop-repeats lets it go on")
 
 
 def show_decision(out: Out, facts: Facts) -> None:
@@ -77,13 +89,12 @@ def _show_stream(out: Out, facts: Facts) -> None:
         say(f"  {row['chunk'][:12]} {level}: {row['decision']}{' (' + rates + ')' if rates else ''}")
 
 
-def show_runs(out: Out, replies: Sequence[Reply]) -> None:
+def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
     """Answers of several modes, beside the one of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
         (
-            reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})",
-            reply.answer,
+            _mode(reply),
             f"{reply.comparison['kl_first']:.3f}",
             f"{reply.comparison['kl_answer']:.3f}",
             reply.tokens["reused"],
@@ -94,5 +105,13 @@ def show_runs(out: Out, replies: Sequence[Reply]) -> None:
         )
         for reply in replies
     ]
-    columns = ("mode", "answer", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
-    out.table(columns, rows, title=replies[0].question)
+    columns = ("mode", "KL first", "KL answer", "reused", "recomputed", "fresh", "TTFT ms", "speedup")
+    out.table(columns, rows, title=title)
+    for number, reply in enumerate(replies):
+        same = number and reply.answer == replies[0].answer
+        cut = "" if reply.finish == "stop" else " …"
+        out.prose(f"{_mode(reply)}: {f'as {_mode(replies[0])}' if same else reply.answer + cut}")
+
+
+def _mode(reply: Reply) -> str:
+    return reply.fusion if reply.asked_mode == reply.fusion else f"{reply.asked_mode} ({reply.fusion})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import replace
+from pathlib import Path
 
 from kvtool.cli.chat_lines import Lines, lines_for
 from kvtool.cli.chat_turns import Chat
@@ -24,8 +25,9 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "system", "temperature", "seed", "force", "top_k", "only", "retriever", "embedder", "order"),
-        *("fusion", "ratio", "link_tokens", "link", "shift", "level", "keep_states", "max_loss", "load_timeout"),
+        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "force", "top_k", "min_score", "only"),
+        *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
+        *("keep_states", "max_loss", "load_timeout"),
     ),
     StoreOptions,
     RemoteOptions,
@@ -52,14 +54,14 @@ def hold(run: Run) -> int | None:
             session = open_session(run, store)
         lines = lines_for(run.out)
         chat = Chat(run.out, session, Conversation.over(session, options), aloud=lines.is_terminal)
-        _talk(chat, lines)
+        _talk(chat, lines, run.get(StoreOptions).place)
     if chat.failed and not lines.is_terminal:
         return EXIT_PARTIAL if chat.answered else EXIT_FAILED
     return None
 
 
-def _talk(chat: Chat, lines: Lines) -> None:
-    chat.greet()
+def _talk(chat: Chat, lines: Lines, place: Path | str) -> None:
+    chat.greet(place)
     while (line := lines.next()) is not None:
         if not chat.take(line):
             return

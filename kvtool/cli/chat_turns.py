@@ -1,4 +1,5 @@
-"""What a chat does with a line: a question is answered, a line that begins with `/` is a command of its own."""
+"""What a chat does with a line: a question is answered, a line that begins with `/` is a command of its own, and so
+is one of the words that end or begin a conversation elsewhere."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kvtool.cli.answered import show_states
+from kvtool.cli.answered import show_end, show_states
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.json_out import error_json
 from kvtool.cli.keyboard import typed_ahead
 from kvtool.cli.out import Out
 from kvtool.cli.sources import cited, show_sources
+from kvtool.core.common.sizes import counted
 from kvtool.core.errors import ContextFullError, GateError, KvtoolError, UsageError, did_you_mean
 from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.query.options import QueryOptions
@@ -31,11 +33,12 @@ COMMANDS = {
     "/top-k": "how many passages are found for a question: /top-k 3",
     "/sources": "the passages of the last answer, with their text",
     "/explain": "which tokens of them were computed again, and why",
-    "/reset": "forget the conversation, and begin a new one",
+    "/reset": "forget the conversation, and begin a new one, as the word clear does",
     "/save": "write the conversation into a file: /save talk.md",
     "/help": "this list",
-    "/quit": "end the chat, as Ctrl-D does",
+    "/quit": "end the chat, as Ctrl-D and the words quit and exit do",
 }
+_WORDS = {"exit": "/quit", "quit": "/quit", "clear": "/reset"}  # asked as questions, they would steer later searches
 _KEYS = "Enter asks, Alt-Enter begins another line, Ctrl-C ends an answer, Ctrl-D the chat"
 
 
@@ -73,9 +76,11 @@ class Chat:
             "/help": self._help,
         }
 
-    def greet(self) -> None:
-        """Say on a terminal how it goes."""
+    def greet(self, place: Path | str) -> None:
+        """Say on a terminal what is asked, the store at `place`, and how it goes."""
         if self._aloud:
+            documents = counted(len(self._session.store.sources()), "document")
+            self._out.status(f"{documents} of the store {place}, answered by {self._session.identity.model}")
             self._out.status(f"{_KEYS}; /help lists what else there is")
 
     def take(self, line: str) -> bool:
@@ -85,6 +90,7 @@ class Chat:
         ------
         GateError : the gate refuses the model, as it would for every question.
         """
+        line = _WORDS.get(line.removeprefix("/").casefold(), line)
         name, _, rest = line.partition(" ")
         if name == "/quit":
             return False
@@ -155,6 +161,7 @@ class Chat:
             self._out.end_line()
         else:
             self._out.print()
+        show_end(self._out, {"finish": reply.finish, "tokens": reply.tokens})
         counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
         computed = counts["recomputed"] + counts["fresh"]
         self._out.status(

@@ -50,6 +50,17 @@ class _Described:
 
     callback: Any
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words; an error names this command, whose help it points to: an option without its value does
+        not name any."""
+        try:
+            rest: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+            return rest
+        except typer.TyperException as error:
+            if getattr(error, "ctx", None) is None:
+                error.ctx = ctx  # type: ignore[attr-defined]
+            raise
+
     def get_params(self, ctx: Any) -> list[Any]:
         """The parameters, `--help` with them; what is given to them is converted where it has to be."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]

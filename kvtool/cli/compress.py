@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from contextlib import suppress
+from dataclasses import replace
+
+from kvtool.cli.chat_lines import is_on_terminal
 from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
 from kvtool.cli.parsing import ManyValues
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
-from kvtool.core.codec.levels import MAX_LOSS, enough_loss, level_of
-from kvtool.core.common.sizes import counted
+from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
+from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.compress.options import CompressOptions
 
@@ -20,16 +26,36 @@ app = new_app()
 @takes(CompressOptions, StoreOptions, examples=("compress --fit", "compress --level 3 --level 1 --drop-raw"))
 def compress(run: Run) -> None:
     """Encode stored records: small, fast to read, with a loss that is measured and shown."""
+    options = run.get(CompressOptions)
+    if options.max_loss is None:
+        options = replace(options, levels=options.levels or (DEFAULT_LOSSY,), max_loss=run.max_loss)
+    tell_budget(run, options.max_size)
+    report = _compress(run, options)
+    run.out.report(report.to_json(), human=lambda: _show(run, options, report))
+    if options.keep_raw is None and _is_offered(report) and _agrees(run, "drop the exact records now?"):
+        made = tuple(level.level for level in report.levels)
+        report = _compress(run, replace(options, levels=made, fit=False, profile=None, keep_raw=False))
+        run.out.print(_result(report))
+
+
+def _compress(run: Run, options: CompressOptions) -> CompressReport:
     from kvtool.core.compress.job import compress as run_compress
 
-    options = run.get(CompressOptions)
-    tell_budget(run, options.max_size)
     with JobView(run) as view:
-        report = run_compress(run.folder, options, view.events)
-    run.out.report(report.to_json(), human=lambda: _show(run, report))
+        return run_compress(run.folder, options, view.events)
 
 
-def _show(run: Run, report: CompressReport) -> None:
+def _agrees(run: Run, question: str) -> bool:
+    """Ask for a yes; where no person can answer there is none."""
+    if run.out.verbosity < 0 or not is_on_terminal(run.out):
+        return False
+    run.out.print(f"{question} [y/N] ", end="")
+    with suppress(KeyboardInterrupt):
+        return sys.stdin.readline().strip().lower() in ("y", "yes")
+    return False
+
+
+def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:
     rows = []
     for level in report.levels:
         row = level.to_json()
@@ -42,37 +68,52 @@ def _show(run: Run, report: CompressReport) -> None:
     head = ("level", "chunks", "MB", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers", "same tokens")
     run.out.table(head, rows)
     run.out.print(
-        f"KV: {report.bytes_before / 1e6:,.1f} MB before, {report.bytes_after / 1e6:,.1f} MB after; "
         f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
         f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
-    if report.file_after != report.file_before:
-        run.out.print(f"data file: {report.file_before / 1e6:,.1f} MB before, {report.file_after / 1e6:,.1f} MB after")
-    if report.dropped and report.file_after > report.file_before:
-        run.out.status(_why_larger(report))
+    if options.fit:
+        _tell_of_profile(run, report)
     _tell_of_losses(run, report)
     if report.dropped and _lacks_rows(report):
         run.out.status(
             "exact records are gone, and the rows that were left out with them; ingest into a new store makes both"
         )
-    elif not report.dropped and report.bytes_after > report.bytes_before:
-        run.out.status(_of_exact_records(report))
+    elif report.file_without_exact is not None and not _is_offered(report):
+        run.out.status(_why_they_stay(report))
+    run.out.print(_result(report))
 
 
-def _why_larger(report: CompressReport) -> str:
-    size = (report.profile or {}).get("bytes", 0)
-    made = f"the codec's profile takes {size / 1e6:,.1f} MB of it, once, however many chunks there are" if size else ""
-    return f"the file is larger all the same: {made or 'levels were added'}"
+def _result(report: CompressReport) -> str:
+    """Word the last line: before, after, loss, limit."""
+    sizes = [f"was {shown_size(report.file_before)}"]
+    if report.file_without_exact is not None:
+        way = ": --drop-raw" if _is_offered(report) else ""
+        sizes.append(f"{shown_size(report.file_without_exact)} without the exact records{way}")
+    return f"{shown_size(report.file_after)} ({'; '.join(sizes)}); {shown_loss(report.loss, report.max_loss)}"
 
 
-def _of_exact_records(report: CompressReport) -> str:
-    """What to do about exact records that stay. Giving them up is only proposed where questions read what was made."""
-    beside = "exact records stay beside these"
+def _is_offered(report: CompressReport) -> bool:
+    """Whether exact records can be dropped with nothing gone that questions would miss."""
+    return report.file_without_exact is not None and report.is_allowed and not _lacks_rows(report)
+
+
+def _why_they_stay(report: CompressReport) -> str:
+    """Say why dropping the exact records is not proposed."""
     if _lacks_rows(report):
-        return f"{beside}; --drop-raw would give them up, and for good the rows that were left out here"
-    if all(_loss(level) > MAX_LOSS for level in report.levels):
-        return f"{beside}, and questions go on reading them"
-    return f"{beside}: the same again, without --fit, with --drop-raw gives them up"
+        return "exact records stay: --drop-raw would give them up, and for good the rows that were left out here"
+    if report.loss is None:
+        return "exact records stay: --drop-raw asks for a measured loss, so leave --questions 0 out"
+    return "exact records stay, and questions go on reading them"
+
+
+def _tell_of_profile(run: Run, report: CompressReport) -> None:
+    """Say where a profile takes more than it saves. Records without one are about twice as large."""
+    size, level = (report.profile or {}).get("bytes", 0), max(report.levels, key=lambda level: level.bytes)
+    if level.chunks and level_of(level.level).profiled and size > level.bytes > 0:
+        run.out.status(
+            f"the codec's profile takes {shown_size(size)}, once, and saves {counted(level.chunks, 'chunk')} about "
+            f"{shown_size(level.bytes)}: --fit pays from {math.ceil(size * level.chunks / level.bytes):,} such on"
+        )
 
 
 def _lacks_rows(report: CompressReport) -> bool:
@@ -85,9 +126,10 @@ def _loss(level: LevelReport) -> float:
 
 def _tell_of_losses(run: Run, report: CompressReport) -> None:
     """Which levels a question does not read by itself, although they are there now."""
+    allowed = run.max_loss
     for level in report.levels:
-        if (loss := _loss(level)) > MAX_LOSS:
+        if (loss := _loss(level)) > allowed:
             run.out.status(
-                f"level {level.level} loses more than the {MAX_LOSS:g} nats a token that questions allow: "
+                f"level {level.level} loses more than the {allowed:g} nats a token that questions allow: "
                 f"`--level {level.level}` or `--max-loss {enough_loss(loss)}` reads it"
             )

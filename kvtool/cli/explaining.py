@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.cli.out import Out
+from kvtool.cli.sources import cited
 
 if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
@@ -17,7 +18,7 @@ _OTHER = 34
 def show_explained(out: Out, reply: Reply) -> None:
     """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why."""
     for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
-        out.status(f"{chunk.source}[{chunk.start}:{chunk.end}]: {_counts(runs, chunk.tokens)}")
+        out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
     shifted = reply.fused.shifted
     if count := int(shifted.rows.sum()):

@@ -32,7 +32,7 @@ TOPICS = {
     "evaluation": "Your own questions: what retrieval finds, and which mode to take.",
     "cron": "Keeping a store up to date from cron or systemd.",
     "upkeep": "Budget, prune, forget, pins, compact.",
-    "listing": "Which chunks a store holds: filters and order.",
+    "listing": "Which documents and chunks a store holds: filters and order.",
     "packs": "A store, or a part of it, as one file.",
     "tiers": "Stores that several machines share.",
     "many-machines": "One corpus ingested on several machines or GPUs, and put together.",

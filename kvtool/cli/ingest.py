@@ -12,23 +12,18 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
 from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Run, takes
+from kvtool.cli.text import one_line
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.codec.levels import level_of, shown_loss
+from kvtool.core.common.sizes import counted
+from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.options import IngestOptions
 
 _NOTICED_S = 3.0  # seconds beside the work from which on they are explained
-_PHASES = {
-    "model_download": "downloading the model, once",
-    "model_unpack": "unpacking the model from its GGUF file, once",
-    "model_files": "reading the model's settings and tokenizer",
-    "model_load": "loading the model",
-    "lead_in": "computing what stands before every chunk",
-    "index": "indexing words",
-    "gate": "the gate, once for a model and a store",
-}
 
 app = new_app()
 
@@ -47,12 +42,29 @@ def ingest(
     options = replace(run.get(IngestOptions), paths=tuple(paths))
     tell_budget(run, options.max_size)
     report = _ingest(run, options)
+    is_lossy = report.chunks.computed > 0 and not options.dry_run and not level_of(options.level).lossless
+    if is_lossy and (report.loss is None or report.loss > run.max_loss):
+        run.out.warning(*_what_is_lost(options.level, report.loss, run.max_loss))
     run.out.report(report.to_json(), human=lambda: _show(run, report))
+    if is_lossy and run.out.verbosity >= 0:
+        run.out.print(f"level {options.level}, no exact records; {shown_loss(report.loss, run.max_loss)}")
     return _code(report)
 
 
 def _code(report: IngestReport) -> int:
     return EXIT_PARTIAL if report.failures else EXIT_DONE
+
+
+def _what_is_lost(level: str, loss: float | None, allowed: float) -> tuple[str, str]:
+    if loss is None:
+        return (
+            f"nobody has measured what level {level} loses here, and no exact records are there to measure it on",
+            "ingest without --level, then `kvtool compress --fit --drop-raw` measures it before anything exact goes",
+        )
+    return (
+        f"level {level} loses {loss:.4f} nats a token, more than the {allowed:g} that questions allow",
+        "a finer level, or exact records, come of ingest into a new store",
+    )
 
 
 def _ingest(run: Run, options: IngestOptions) -> IngestReport:
@@ -98,14 +110,18 @@ def _show(run: Run, report: IngestReport) -> None:
         f"documents: {documents.added} {would}added, {documents.changed} changed, {documents.unchanged} unchanged, "
         f"{documents.removed} removed, {documents.failed} failed"
     )
-    if report.not_read_again:
-        run.out.print(f"failed before, and not read again until they change: {report.not_read_again} (--retry does)")
+    if report.still_failing:
+        run.out.print(still_failing(report))
     if any(report.skipped.values()):
-        kinds = ", ".join(f"{count} {kind}" for kind, count in report.skipped.items() if count)
-        run.out.print(f"files skipped: {kinds}{' (-v names them)' if run.out.verbosity == 0 else ''}")
+        kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
+        told = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
+        run.out.print(f"files skipped: {told}{' (-v names them)' if run.out.verbosity == 0 else ''}")
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")
+        if report.forecast is not None:
+            run.out.print(report.forecast.told())
+            run.out.print(report.forecast.advice()) if report.forecast.advice() else None
         return
     speed = report.prefill_tokens_per_second
     rate = f" at {speed:,.0f} tokens/s" if speed else ""
@@ -116,6 +132,20 @@ def _show(run: Run, report: IngestReport) -> None:
         run.out.print(time_of(report))
 
 
+def still_failing(report: IngestReport) -> str:
+    """Word in one line which documents could not be read before either."""
+    first, *others = report.still_failing
+    more = f", and {len(others)} more: -v names them" if others else f": {first['error']}"
+    are, them = ("are", "them") if others else ("is", "it")
+    documents = counted(len(report.still_failing), "document")
+    ways = f"--retry tries {them}, --strict counts {them}"
+    return one_line(f"{documents} {are} still unreadable, as before ({first['path']}{more}); {ways}")
+
+
+def _counted(count: int, kind: str) -> str:
+    return counted(count, kind) if kind in ("image", "archive") else f"{count} {kind}"
+
+
 def is_mostly_beside(report: IngestReport) -> bool:
     """Whether most of a run's time, and enough to be noticed, went into what its first chunk needs."""
     return report.tokens > 0 and sum(report.phases.values()) > max(_NOTICED_S, report.seconds / 2)
@@ -124,5 +154,5 @@ def is_mostly_beside(report: IngestReport) -> bool:
 def time_of(report: IngestReport) -> str:
     """Where a run's time went."""
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
-    parts += [f"{report.phases[name]:.1f} s {what}" for name, what in _PHASES.items() if name in report.phases]
+    parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"

@@ -13,7 +13,7 @@ from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
 from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import ManyValues, is_flag
+from kvtool.cli.parsing import ManyValues, Question, is_flag
 from kvtool.cli.sessions import open_any_store
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
@@ -81,7 +81,9 @@ def report_app(report: Report) -> typer.Typer:
     command.__doc__ = report.find.__doc__
     command.__signature__ = signatures.Signature(parameters)  # type: ignore[attr-defined]
     alone = new_app()
-    alone.command(cls=ManyValues)(takes(*report.takes, *_EVERY, examples=report.examples)(command))
+    alone.command(cls=Question if report.about == "QUESTION" else ManyValues)(
+        takes(*report.takes, *_EVERY, examples=report.examples)(command)
+    )
     return alone
 
 
@@ -99,7 +101,7 @@ def show(run: Run, report: Report, about: str | None = None) -> int | None:
 def _tell(run: Run, told: Sequence[str | Quote | Table]) -> None:
     for part in told:
         if isinstance(part, str):
-            run.out.print(part)
+            run.out.prose(part)
         elif isinstance(part, Quote):
             run.out.quote(part.text)
         else:

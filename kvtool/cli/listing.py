@@ -3,55 +3,76 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
+from kvtool.core.common.marks import as_named_here
 from kvtool.core.upkeep.options import ListOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import Row
+    from kvtool.core.upkeep.listing import DocumentRow, Row
 
-_COLUMNS = ("chunk", "tokens", "levels", "bytes", "used", "where")
+_CHUNKS = ("chunk", "tokens", "levels", "bytes", "used", "where")
+_DOCUMENTS = ("chunks", "tokens", "levels", "bytes", "used", "modified", "document")
+_DAY = "%Y-%m-%d"
 _DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
 
 
 @takes(
     ListOptions,
     StoreOptions,
-    examples=("store ls --sort used", 'store ls --filter "tokens>200 used<30d source~*.md"'),
+    examples=("store ls --sort used", 'store ls --chunks --filter "tokens>200 used<30d source~*.md"'),
 )
 def ls(run: Run) -> None:
-    """Documents and their chunks."""
+    """Documents, or their chunks."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.listing import parse_filter, parse_sort, rows_of
+    from kvtool.core.upkeep import listing
 
     options = run.get(ListOptions)
-    meets = parse_filter(options.filter)
-    in_order = parse_sort(options.sort) if options.sort else list
+    meets = listing.parse_filter(options.filter)
+    in_order = listing.parse_sort(options.sort or "source")
     with Store.open(run.folder) as store, store.view():
-        rows = in_order(row for row in rows_of(store) if meets(row))
-        value = {} if run.out.human else _value(store, rows, filtered=bool(options.filter.strip()))
-    run.out.result(value, human=lambda: run.out.table(_COLUMNS, [_told(row) for row in rows]))
+        rows = [row for row in listing.rows_of(store) if meets(row)]
+        rows = in_order(rows) if options.chunks else rows
+        documents = listing.documents_of(rows)
+        if not options.filter.strip():
+            documents += listing.without_chunks(store)
+    documents = documents if options.chunks else in_order(documents)
+
+    def show() -> None:
+        if options.chunks:
+            run.out.table(_CHUNKS, map(_chunk, rows))
+        else:
+            run.out.table(_DOCUMENTS, map(_document, documents))
+
+    run.out.result({} if run.out.human else listing.listed(documents, rows), human=show)
     if not rows:
         run.out.status("no chunk meets the filter" if options.filter else "the store holds no chunk")
 
 
-def _value(store: Store, rows: Sequence[Row], filtered: bool) -> dict[str, Any]:
-    from kvtool.core.upkeep.listing import Listed, about, as_documents, origins_of
-
-    documents = as_documents(rows)
-    if not filtered:  # one that gave no chunk is there, too
-        origins = origins_of(store)
-        documents += [about(Listed.of(document, origins)) for document in store.documents() if not document.chunks]
-    chunks = {row.ref.chunk_id: row.bytes for row in rows}
-    return {"documents": documents, "chunks": len(chunks), "bytes": sum(chunks.values())}
+def _chunk(row: Row) -> tuple[object, ...]:
+    where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]"
+    return row.ref.chunk_id.hex()[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(row)
 
 
-def _told(row: Row) -> tuple[object, ...]:
+def _document(row: DocumentRow) -> tuple[object, ...]:
+    where = as_named_here(row.document.source) + _more(row)
+    return row.chunks, row.tokens, _levels(row), row.bytes, _used(row), _time(row.document.modified, "", _DAY), where
+
+
+def _levels(row: Row | DocumentRow) -> str:
+    return " ".join(row.levels) or "none"
+
+
+def _used(row: Row | DocumentRow) -> str:
+    return _time(row.last_used, "never", f"{_DAY} %H:%M")
+
+
+def _more(row: Row | DocumentRow) -> str:
     made_by = f" (from {row.document.origin})" if row.document.origin else ""
-    where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]{' (pinned)' if row.pinned else ''}{made_by}"
-    used = "never" if row.last_used is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(row.last_used))
-    return row.ref.chunk_id.hex()[:_DIGITS], row.ref.tokens, " ".join(row.levels) or "none", row.bytes, used, where
+    return f"{' (pinned)' if row.pinned else ''}{made_by}"
+
+
+def _time(seconds: int | None, otherwise: str, form: str) -> str:
+    return otherwise if seconds is None else time.strftime(form, time.localtime(seconds))

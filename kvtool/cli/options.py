@@ -98,6 +98,11 @@ class Run:
         return self.get(StoreOptions).folder
 
     @property
+    def max_loss(self) -> float:
+        """Nats a token that questions may lose."""
+        return self.resolved.get(QueryOptions, "max_loss").max_loss
+
+    @property
     def lock_wait(self) -> float:
         """Seconds to wait for another process that writes to the store."""
         return self.get(LockOptions).lock_wait

@@ -15,10 +15,21 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from kvtool.cli import spinner
 from kvtool.cli.json_out import SCHEMA, error_json, plain, to_json
-from kvtool.cli.progress import ALOUD_EVERY_S, EVENT_EVERY_S, STATUS_EVERY_S, Bar, Lines, Progress, rich_bars
+from kvtool.cli.progress import (
+    ALOUD_EVERY_S,
+    EVENT_EVERY_S,
+    PLAIN_EVERY_S,
+    STATUS_EVERY_S,
+    Bar,
+    Lines,
+    Progress,
+    Reminder,
+    rich_bars,
+)
 from kvtool.cli.rendering import render_markdown, render_quote, render_table
 from kvtool.cli.streams import SafeStream, silence
 from kvtool.cli.text import clean, one_line
+from kvtool.cli.wrapping import WordWrap, wrapped
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError
 
@@ -54,6 +65,7 @@ class Out:
         self._stderr = SafeStream(sys.stderr if stderr is None else stderr)
         self._bars: RichProgress | None = None
         self._in_line = False  # whether stdout stands in the middle of a line
+        self._wrap = WordWrap()  # of an answer that streams to a terminal
 
     @classmethod
     def asked(cls, args: Sequence[str]) -> Out:
@@ -67,12 +79,26 @@ class Out:
         """Whether a person reads stdout."""
         return self.mode == "human"
 
+    @property
+    def on_terminal(self) -> bool:
+        """Whether a person reads stdout on a terminal."""
+        return self.human and self._stdout.isatty()
+
     # stdout
 
     def print(self, text: str = "", end: str = "\n") -> None:
-        """Put text for a person on stdout at once; nothing in the machine modes. An answer streams through here."""
-        if self.human:
+        """Put text for a person on stdout at once; nothing in the machine modes. An answer streams through here, its
+        pieces with an empty `end`: on a terminal its lines break between words."""
+        if not end and self.on_terminal:
+            text = clean(text)
+            self._write(self._wrap.take(text, self._columns))
+            self._in_line = not text.endswith("\n") if text else self._in_line
+        elif self.human:
             self._put(clean(text) + end)
+
+    def prose(self, text: str) -> None:
+        """Put a whole text for a person on stdout; on a terminal its lines break between words."""
+        self.print(wrapped(clean(text), self._stdout.columns))
 
     def end_line(self) -> None:
         """End the line that `print` has begun; nothing where it has ended already."""
@@ -201,9 +227,9 @@ class Out:
         if self._draws_bars():
             with spinner.aside(until_new_words=True):
                 pass
-            with rich_bars(self._stderr, unit) as self._bars:
+            with rich_bars(self._stderr) as self._bars:
                 try:
-                    yield Bar(self._bars, self._bars.add_task(label, total=total))
+                    yield Bar(self._bars, label, total, unit)
                 finally:
                     self._bars = None
         elif self.mode == "jsonl":
@@ -211,6 +237,13 @@ class Out:
         else:
             say = (lambda text, facts: self.status(text)) if aloud or self.verbosity >= 1 else None
             yield Lines(say, label, total, unit, ALOUD_EVERY_S if aloud else STATUS_EVERY_S)
+
+    def reminding(self, told: Callable[[], str]) -> Reminder | None:
+        """Say every half minute how far a job is, where nothing else shows it: no bar can be drawn, and neither -v nor
+        --jsonl has lines of its own."""
+        if self.verbosity != 0 or self.mode == "jsonl" or self._draws_bars():
+            return None
+        return Reminder(lambda: self.status(told()), PLAIN_EVERY_S)
 
     def flush(self) -> None:
         """Make sure that stdout has everything, while a failure can still be reported."""
@@ -222,7 +255,15 @@ class Out:
         dumb = os.environ.get("TERM") == "dumb"
         return self.verbosity >= 0 and self._bars is None and not dumb and self._stderr.isatty()
 
+    @property
+    def _columns(self) -> int:
+        return max(1, self._stdout.columns or 1)
+
     def _put(self, text: str) -> None:
+        held, self._wrap = self._wrap.rest(self._columns), WordWrap()
+        self._write(held + text)
+
+    def _write(self, text: str) -> None:
         shares_terminal = bool(text) and self._stdout.isatty()
         if shares_terminal and self._bars is not None and text.endswith("\n"):
             self._above(self._bars, text)
@@ -254,8 +295,11 @@ class Out:
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
             self.end_line()  # on one screen, or in one file, not behind half an answer
-        text = clean(text).replace("\n", "\n  ")  # a file's name may hold a line of its own
-        line = (f"{self._coloured(label, colour)}: " if label else "") + text + "\n"
+        text = clean(f"{label}: {text}" if label else text)
+        if label != "hint" and (columns := self._stderr.columns):  # a hint's command is copied in one piece
+            text = wrapped(text, max(1, columns - 2))
+        text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
+        line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
         with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
             if self._bars is not None:
                 self._above(self._bars, line)
@@ -273,4 +317,4 @@ class Out:
         return bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb" or not self._stderr.isatty()
 
     def _coloured(self, label: str, colour: int) -> str:
-        return label if self._isplain() else f"\x1b[1;{colour}m{label}\x1b[0m"
+        return label if self._isplain() or not label else f"\x1b[1;{colour}m{label}\x1b[0m"

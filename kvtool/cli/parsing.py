@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from kvtool.cli.commands import Command
+from kvtool.core.errors import UsageError
 
 
 class ManyValues(Command):
@@ -43,6 +45,20 @@ class ManyValues(Command):
                 positional = True
         takes_one = any(option.param_type_name == "argument" for option in self.params)
         return out if positional or not last or not takes_one else [*out[: last - 1], *out[last + 1 :], out[last]]
+
+
+class Question(ManyValues):
+    """A command whose argument is one question: without quotation marks, its further words are told from others."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        further = super().parse_args(ctx, args)
+        if further and not ctx.resilient_parsing:
+            (first,) = (ctx.params[each.name] for each in self.params if each.param_type_name == "argument")
+            asked = " ".join([first, *further])
+            quoted = shlex.quote(asked) if set(asked) & set('"$`\\!') else f'"{asked}"'
+            raise UsageError("the question is several words", f"put it in quotation marks: {ctx.command_path} {quoted}")
+        return further
 
 
 def is_flag(option: Any) -> bool:

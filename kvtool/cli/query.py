@@ -20,7 +20,7 @@ from kvtool.cli.chat_lines import is_on_terminal
 from kvtool.cli.commands import new_app
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import ManyValues
+from kvtool.cli.parsing import Question
 from kvtool.cli.query_batch import Batch
 from kvtool.cli.sessions import new_session, open_any_store, open_session
 from kvtool.cli.sources import show_sources
@@ -76,7 +76,7 @@ class QueryFlags(Options, settings=False):
     )
 
 
-@app.command(cls=ManyValues)
+@app.command(cls=Question)
 @takes(
     QueryOptions,
     ChunkChoice,
@@ -90,7 +90,7 @@ class QueryFlags(Options, settings=False):
 def query(
     run: Run,
     question: Annotated[
-        str | None, typer.Argument(help="What to ask; `-` reads it from stdin.", show_default=False)
+        str | None, typer.Argument(help="What to ask; `-`, or a pipe alone, gives it on stdin.", show_default=False)
     ] = None,
 ) -> int | None:
     """Answer a question from the store's documents; in a terminal without one, hold a conversation."""
@@ -100,6 +100,9 @@ def query(
 
         return hold(run)
     modes = _modes(flags.compare)
+    if question is None and flags.batch is None and _is_piped():
+        run.out.doing("reading the question from stdin")
+        question = _from_stdin() or None
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if flags.timeline is not None:
         _check_writable(flags.timeline)
@@ -190,6 +193,11 @@ def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> 
     if not question.strip():
         raise UsageError("the question is empty", 'kvtool query "Who founded the observatory?"')
     return [Request(question, choice.chunks, choice.documents)]
+
+
+def _is_piped() -> bool:
+    """Return True if stdin is a pipe or a file, which may hold the question."""
+    return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
 
 
 def _from_stdin() -> str:
@@ -291,4 +299,4 @@ def _compare(run: Run, session: Session, request: Request, options: QueryOptions
     for reply in replies:
         show_decision(run.out, reply.to_json())
     value = {"reference": REFERENCE, "runs": [reply.to_json() for reply in replies]}
-    run.out.result(value, human=lambda: show_runs(run.out, replies))
+    run.out.result(value, human=lambda: show_runs(run.out, replies, request.question))

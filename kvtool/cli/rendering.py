@@ -125,24 +125,41 @@ def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
     pieces : parts of the text, each with a format such as `<b>{}</b>`.
     columns : cells of the terminal, which would go on with a wider line in its first column; None: it is none.
     """
-    lines, used, room = [""], 0, None if columns is None else max(2, columns - len(_BAR))
-    for text, form in pieces:
-        for number, part in enumerate(clean(text).expandtabs(4).split("\n")):
-            if number:
+    known = [(clean(text).expandtabs(4), form) for text, form in pieces]
+    ends = set() if columns is None else _line_ends("".join(text for text, _ in known), max(2, columns - len(_BAR)))
+    lines, offset = [""], 0
+    for text, form in known:
+        start = 0
+        for at, letter in enumerate(text):
+            if letter == "\n" or offset + at in ends:
+                lines[-1] += form.format(text[start:at]) if at > start else ""
                 lines.append("")
-                used = 0
-            start = 0
-            for at, letter in enumerate(part):
-                cells = _most_cells(letter)
-                if room is not None and used + cells > room:
-                    lines[-1] += form.format(part[start:at]) if at > start else ""
-                    lines.append("")
-                    used, start = 0, at
-                used += cells
-            lines[-1] += form.format(part[start:]) if part[start:] else ""
+                start = at + (letter in "\n ")
+        lines[-1] += form.format(text[start:]) if text[start:] else ""
+        offset += len(text)
     while len(lines) > 1 and not lines[-1].strip():
         lines.pop()
     return "".join(f"{_BAR}{line}".rstrip() + "\n" for line in lines)
+
+
+def _line_ends(text: str, room: int) -> set[int]:
+    """Where a line of so many cells ends: at a blank, which goes, or before a letter where it has none."""
+    ends, used, first = set[int](), 0, 0  # `first`: where the line begins
+    blank: int | None = None  # its last one
+    for at, letter in enumerate(text):
+        if letter == "\n":
+            used, first, blank = 0, at + 1, None
+            continue
+        cells = _most_cells(letter)
+        if used + cells > room:
+            end = at if letter == " " or blank is None else blank
+            ends.add(end)
+            first, blank = end + (text[end] == " "), None
+            used = sum(map(_most_cells, text[first:at]))
+        if at >= first:
+            used += cells
+            blank = at if letter == " " and text[first:at].strip() else blank
+    return ends
 
 
 def _most_cells(letter: str) -> int:

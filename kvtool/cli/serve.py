@@ -49,7 +49,7 @@ class ServeFlags(Options, settings=False):
 @takes(
     ServeOptions,
     ServeFlags,
-    QueryOptions.some("fusion", "ratio", "top_k", "level", "max_tokens"),
+    QueryOptions.some("fusion", "ratio", "top_k", "min_score", "level", "max_tokens", "system"),
     StoreOptions,
     ModelOptions,
     LockOptions,
@@ -151,8 +151,10 @@ def _beside(run: Run, engine: Engine, notes: Notes, options: ServeOptions) -> li
 
 def _ingesting(run: Run) -> IngestOptions:
     """How documents of clients are ingested: as variables and files say, with the model that the server was given."""
-    model = run.get(ModelOptions)
-    return replace(run.get(IngestOptions), model=model.model, device=model.device, dtype=model.dtype, log=None)
+    model, options = run.get(ModelOptions), run.get(IngestOptions)
+    # A server's own --system is said to the model; the store, which would be computed anew for it, keeps its own.
+    system = None if run.resolved.origin("system").layer == "flag" else options.system
+    return replace(options, model=model.model, device=model.device, dtype=model.dtype, system=system, log=None)
 
 
 def _say(run: Run, options: ServeOptions, address: str, key: str | None, file: Path) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.out import Out
 from kvtool.cli.text import clean
+from kvtool.core.common.marks import as_named_here
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import ReplyChunk
@@ -22,24 +21,29 @@ _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
     """Where an answer comes from, the best first; with the passages themselves, if they are wanted. With -v in the
     order of the prompt, too."""
-    best_first = sorted(chunks, key=lambda chunk: -(chunk.score or 0))
     if not passages:
-        out.status("sources: " + (", ".join(dict.fromkeys(map(cited, best_first))) or "what was said before"))
-    for chunk in best_first if passages else ():
+        out.status(source_line(chunks))
+    for chunk in _best_first(chunks) if passages else ():
         out.status(f"source: {cited(chunk)}")
         out.passage([(chunk.text.strip() + "\n", 0)])
     for chunk in chunks:
-        out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {chunk.source}[{chunk.start}:{chunk.end}]")
+        out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
+
+
+def source_line(chunks: Sequence[ReplyChunk]) -> str:
+    """Where an answer comes from, on one line."""
+    return "sources: " + (", ".join(dict.fromkeys(map(cited, _best_first(chunks)))) or "what was said before")
+
+
+def _best_first(chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
+    return sorted(chunks, key=lambda chunk: -(chunk.score or 0))
 
 
 def cited(chunk: ReplyChunk) -> str:
     """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line, and
     one place, whatever the file and its origin are called."""
-    path = Path(chunk.source)
-    with suppress(ValueError, OSError):
-        path = path.relative_to(Path.cwd())
     made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
-    return _unmistakable(chunk.behind(str(path))) + made_by + _SINCE.get(chunk.since_ingest, "")
+    return _unmistakable(chunk.behind(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
 
 
 def _unmistakable(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import typer
 
 from kvtool.cli.commands import new_app
+from kvtool.cli.ingest import still_failing
 from kvtool.cli.job_view import JobView
 from kvtool.cli.options import Run, takes
 from kvtool.cli.text import one_line
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from kvtool.core.ingest.watcher import Watcher
 
 # it syncs, goes on, and tells what it does as it does it
-_NOT_HERE = ("sync", "retry", "dry_run", "continue_on_error", "log")
+_NOT_HERE = ("sync", "retry", "strict", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]
 
 app = new_app()
@@ -114,4 +115,6 @@ def _tell_start(run: Run, options: WatchOptions, report: IngestReport | None) ->
             f"up to date: {done.added} documents added, {done.changed} changed, {done.unchanged} unchanged, "
             f"{done.removed} removed"
         )
+        if report.still_failing:
+            run.out.status(still_failing(report))
     run.out.status(f"watching {', '.join(map(str, options.paths))} (Ctrl-C ends it)")

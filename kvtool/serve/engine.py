@@ -192,12 +192,13 @@ class Engine:
         ------
         UsageError : it means nothing in the store.
         """
-        from kvtool.core.upkeep.listing import as_documents, rows_of
+        from kvtool.core.upkeep.listing import documents_of, listed, rows_of
         from kvtool.core.upkeep.naming import named_documents
 
         with Store.open(self.folder) as store, store.view():
             meant = None if source is None else set(named_documents(store, [source]))
-            documents = as_documents(rows_of(store))
+            rows = list(rows_of(store))
+        documents = listed(documents_of(rows), rows)["documents"]
         return [row for row in documents if meant is None or row["source"] in meant]
 
     # ---- what it is ----

@@ -73,7 +73,7 @@ class Answer:
 
     Attributes
     ----------
-    finish : how it ended: `stop`, or `length` where it was cut off.
+    finish : how it ended, as the API has it: `stop`, or `length` where it was cut off; `facts` tell a repetition.
     chunks : what was loaded for it. `places`: where it is from, best first, what stood of earlier turns included.
     facts : what `kvtool query --json` says of it.
     steps, generate_ms, stepper : tokens behind the first, the time that they took among others', and how.
@@ -97,7 +97,7 @@ class Answer:
     def of(cls, reply: Reply, job: Job) -> Answer:
         """The answer of a reply, whose prompt can be let go of."""
         said = reply.generated
-        finish: Literal["stop", "length"] = "length" if said.end is None and said.stop is None else "stop"
+        finish: Literal["stop", "length"] = "stop" if said.finish == "repeat" else said.finish
         return cls(
             text=reply.answer,
             finish=finish,

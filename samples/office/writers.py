@@ -58,6 +58,12 @@ def _html(fact: Fact) -> str:
     )
 
 
+def _man(fact: Fact) -> str:
+    body = "\n.PP\n".join(text.replace("\\", "\\e").replace("-", "\\-") for text in fact.paragraphs)
+    title = fact.title.replace("-", "\\-")
+    return f'.\\" made by a script\n.TH VISIT 7 2026\n.SH {title}\n.nh\n.ds x y\n{body}\n'
+
+
 def _python(fact: Fact) -> str:
     body = "\n\n".join(f"    {text}" for text in fact.paragraphs)
     return f'"""{fact.title}\n\n{body}\n"""\n\n\ndef visit() -> None:\n    pass\n'
@@ -147,6 +153,25 @@ def _odt(path: Path, fact: Fact) -> str:
     return f" ¶ {fact.gold + 2}"
 
 
+def _rtf(path: Path, fact: Fact) -> str:
+    def escaped(text: str) -> str:
+        codes = (code if code < 0x8000 else code - 0x10000 for code in map(ord, text))
+        return "".join(chr(code) if 32 <= code < 127 else f"\\u{code}?" for code in codes)
+
+    paragraphs = "\\par\n".join(map(escaped, (fact.title, *fact.paragraphs)))
+    path.write_text(f"{{\\rtf1\\ansi{{\\fonttbl\\f0 Serif;}}\\f0 {paragraphs}\\par}}\n", "ascii")
+    return f" ¶ {fact.gold + 2}"
+
+
+def _svg(path: Path, fact: Fact) -> str:
+    labels = "".join(
+        f'<text y="{10 * y}"><tspan>{escape(text)}</tspan></text>' for y, text in enumerate(fact.paragraphs)
+    )
+    drawing = f'<svg xmlns="http://www.w3.org/2000/svg"><title>{fact.title}</title><path d="M0 0"/>{labels}</svg>'
+    path.write_text(drawing, "utf-8")
+    return f" label {fact.gold + 2}"
+
+
 def _epub(path: Path, fact: Fact) -> str:
     names = [f"part{number}.xhtml" for number in range(len(fact.paragraphs))]
     items = "".join(
@@ -210,6 +235,7 @@ WRITERS: Mapping[str, Writer] = {
     "rst": _text(_rst),
     "tex": _text(_latex),
     "html": _text(_html),
+    "man": _text(_man),
     "py": _text(_python),
     "csv": _text(_csv),
     "srt": _text(_srt),
@@ -221,6 +247,8 @@ WRITERS: Mapping[str, Writer] = {
     "xlsx": _xlsx,
     "odt": _odt,
     "epub": _epub,
+    "rtf": _rtf,
+    "svg": _svg,
     "eml": _eml,
     "mbox": _mbox,
     "ipynb": _ipynb,

@@ -130,7 +130,24 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     assert "did you mean '/reset'" in screen.says("/rest")
     assert "new conversation" in screen.says("/reset")
     assert screen.talk.tokens == 0
-    assert not screen.chat.take("/quit")
+    assert all(not screen.chat.take(word) for word in ("/quit", "quit", "Exit", "/exit"))
+
+
+def test_words_that_are_commands_elsewhere_are_no_questions(screen: Screen) -> None:
+    screen.says(QUESTION)
+    assert "a new conversation begins" in screen.says("clear")
+    assert not screen.talk.said
+    screen.says(QUESTION)
+    for command in ("/mode reuse", "/top-k 1", "/explain", "/nope"):
+        screen.says(command)
+    screen.says("And when?")
+    assert screen.chat._last is not None
+    assert screen.chat._last.turn["search"] == f"{QUESTION} And when? And when?"
+
+
+def test_a_chat_says_what_it_answers_from(screen: Screen, store: Path, tiny: Path) -> None:
+    screen.chat.greet(store)
+    assert f"6 documents of the store {store}, answered by {tiny}" in screen.stderr.getvalue()
 
 
 def test_words_are_completed() -> None:

@@ -51,6 +51,8 @@ def test_1_failed(store: Path, form: Any) -> None:
         ("query", QUESTION, "--batch", "nowhere.jsonl"),
         ("query", "--batch", "nowhere.jsonl"),
         ("query", QUESTION, "--system", "nowhere.txt"),
+        ("query", QUESTION, "--system", "@nowhere.txt"),
+        ("query", QUESTION, "--system", " "),
         ("query",),
         ("query", ""),
         ("query", " \n "),

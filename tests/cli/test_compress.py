@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvtool as kvtool_package
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
-from kvtool.core.codec.levels import DEFAULT_LOSSY
+from kvtool.core.codec.levels import DEFAULT_LOSSY, MAX_LOSS
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.errors import DamagedError
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, files_below, kvtool, process
+from kvtool.core.common.sizes import shown_size
+from kvtool.core.errors import DamagedError, UsageError
+from tests.cli.working import (
+    CHUNKS,
+    PREFIX,
+    QUESTION,
+    SHORT,
+    command,
+    damages,
+    environment,
+    files_below,
+    kvtool,
+    process,
+)
 from tests.compress.making import (
     LOSSES,
     chunks_in,
@@ -27,6 +44,26 @@ from tests.compress.making import (
     state_of,
 )
 from tests.families import save_tiny
+
+
+@pytest.fixture
+def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    fixed_losses(monkeypatch)
+
+
+def on_terminal(typed: bytes, *args: object) -> tuple[str, int]:
+    """Run kvtool in a terminal of its own, in which this is typed: what it shows, and its exit code."""
+    master, slave = pty.openpty()
+    with subprocess.Popen(command(*args), stdin=slave, stdout=slave, stderr=slave, env=environment()) as child:
+        os.close(slave)
+        os.write(master, typed)
+        shown = b""
+        with suppress(OSError):  # EIO: it has ended
+            while more := os.read(master, 1 << 16):
+                shown += more
+    os.close(master)
+    return shown.decode(), child.returncode
+
 
 FAST = ("--questions", "0")  # the loss is most of the time
 NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
@@ -116,7 +153,7 @@ def test_drop_raw_then_ask(fitted: Path) -> None:
     chunks, before = chunks_in(fitted), stats(fitted)
     at = ("--store", fitted, *FAST, "--json")
     size = stats(fitted)["file_bytes"]
-    row = kvtool("compress", *at, "--level", "2", "--drop-raw").fine().json
+    row = kvtool("compress", *at, "--level", "2", "--drop-raw", "--yes").fine().json
     check_report(row, fitted, before)
     assert (row["file_bytes_before"], row["file_bytes_after"]) == (size, stats(fitted)["file_bytes"])
     assert row["bytes_freed"] == max(0, row["file_bytes_before"] - row["file_bytes_after"])
@@ -135,7 +172,7 @@ def test_drop_raw_then_ask(fitted: Path) -> None:
     assert f"warning: {len(chunks)} chunks stay as they are" in other.err
     assert any("stay as they are" in text for text in other.json["warnings"])
     assert levels_in(fitted)[chunks[0]] == ["2"]
-    assert kvtool("compress", "--store", fitted, "--level", "3", *FAST).fine().out.count("\n") == 3
+    assert kvtool("compress", "--store", fitted, "--level", "3", *FAST).fine().out.count("\n") == 4
 
 
 def test_auto(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +276,7 @@ def test_13_what_does_not_come_back(plain: Path, form: Any, monkeypatch: pytest.
         raise DamagedError("a compressed record that ends too early", "tell us")
 
     monkeypatch.setattr(CacheGen, "decode", decode)
-    kvtool("compress", "--store", plain, "--drop-raw", *FAST, *form).failed(13, "ends too early")
+    kvtool("compress", "--store", plain, "--drop-raw", "--yes", *FAST, *form).failed(13, "ends too early")
     assert all("raw" in levels for levels in levels_in(plain).values())
 
 
@@ -249,7 +286,7 @@ def test_130_interrupted(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch
 
     with monkeypatch.context() as patch:
         patch.setattr(CacheGen, "decode", decode)
-        done = kvtool("compress", "--store", plain, "--drop-raw", *FAST, *form).failed(130, "interrupted")
+        done = kvtool("compress", "--store", plain, "--drop-raw", "--yes", *FAST, *form).failed(130, "interrupted")
     assert "run the same command again" in done.err
     assert all("raw" in levels for levels in levels_in(plain).values())
     assert kvtool("compress", "--store", plain, *FAST, "--json").fine().json["chunks"]["skipped"] == 0
@@ -266,7 +303,7 @@ def test_1_read_only(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_table(fitted: Path) -> None:
     run(fitted, "2", questions=1)
     done = kvtool("compress", "--store", fitted, "--level", "2", "3", *FAST).fine()
-    head, two, three, store, *file, end = done.out.split("\n")
+    head, two, three, work, result, end = done.out.split("\n")
     for word in ("level", "chunks", "MB", "bits/element", "of 16 bit", "of 8 bit", "error", "KL of answers"):
         assert word in head
     count = str(len(chunks_in(fitted)))
@@ -274,32 +311,103 @@ def test_the_table(fitted: Path) -> None:
     assert two.endswith("%")  # what is known of it
     assert three.split()[:2] == ["3", count]
     assert three.split()[-2:] == ["-", "-"]  # nothing was measured
-    assert store.startswith("KV: ")
-    assert all(line.startswith("data file: ") for line in file)  # where it grew
-    assert f"{count} unchanged" in store
+    assert f"{count} unchanged" in work
+    assert " kB (was " in result
     assert end == ""
 
 
-def test_who_keeps_exact_records_is_told_once_how_to_give_them_up(plain: Path) -> None:
-    """Where the store has grown; not where nothing was made, and not where they are gone."""
-    at = ("compress", "--store", plain, "--level", "3", *FAST)
-    grown, same, dropped = (kvtool(*at, *more).fine().err for more in ((), (), ("--drop-raw",)))
-    assert grown.count("--drop-raw") == 1
-    assert "--drop-raw" not in same + dropped
+def test_the_last_line_tells_what_the_exact_records_take(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, after, without them, loss and limit; the estimate is what dropping them then gives."""
+    fixed_losses(monkeypatch)
+    at = ("compress", "--store", plain, "--level", "2")
+    before = shown_size(stats(plain)["file_bytes"])
+    grown = kvtool(*at).fine().out.splitlines()[-1]
+    after = shown_size(stats(plain)["file_bytes"])
+    row = kvtool(*at, "--json").fine().json
+    without = shown_size(row["file_bytes_without_exact"])
+    loss = "loss 0.0040 of at most 0.01 nats a token"
+    assert grown == f"{after} (was {before}; {without} without the exact records: --drop-raw); {loss}"
+    assert (row["loss"], row["max_loss"]) == (LOSSES["2"], MAX_LOSS)
+    dropped = kvtool(*at, "--drop-raw").fine().out.splitlines()[-1]
+    assert dropped == f"{shown_size(stats(plain)['file_bytes'])} (was {after}); {loss}"
+    assert row["file_bytes_without_exact"] == pytest.approx(stats(plain)["file_bytes"], rel=0.1)
+    assert kvtool(*at, "--drop-raw", "--json").fine().json["file_bytes_without_exact"] is None
+
+
+@pytest.mark.usefixtures("fixed")
+def test_2_more_is_lost_than_is_allowed(plain: Path, form: Any) -> None:
+    """Nothing is dropped, what was encoded stays; a higher limit, a finer level next to it and --yes drop."""
+    at = ("compress", "--store", plain, *form)
+    kvtool(*at, "--level", "3").fine()
+    before = levels_in(plain)
+    for coarse in (("--level", "3"), ("--level", "3", "4"), ("--level", "2", "--max-loss", "0.001")):
+        kvtool(*at, *coarse, "--drop-raw").failed(2, "exact records stay", "--max-loss 0.0")
+        assert levels_in(plain) == before
+    one, two, three, *_ = chunks_in(plain)
+    for chunk, words in ((one, ("3", "--max-loss", "0.02")), (two, ("3", "1")), (three, ("3", "--yes"))):
+        kvtool(*at, "--level", *words, "--drop-raw", "--chunks", chunk).fine()
+        assert "raw" not in levels_in(plain)[chunk]
+
+
+@pytest.mark.usefixtures("fixed")
+def test_what_questions_may_lose_is_what_dropping_may(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at = ("compress", "--store", plain, "--level", "3", "--drop-raw")
+    kvtool(*at).failed(2, "of at most 0.01")
+    monkeypatch.setenv("KVTOOL_MAX_LOSS", "0.05")
+    done = kvtool(*at).fine()
+    assert "loss 0.0200 of at most 0.05" in done.out
+    assert "questions allow" not in done.err
+
+
+def test_2_what_was_not_measured_is_not_dropped_for(plain: Path, form: Any) -> None:
+    at = ("compress", "--store", plain, "--level", "2", "--drop-raw", *form)
+    before = levels_in(plain)
+    kvtool(*at, *FAST).failed(2, "is not measured", "without --questions 0")
+    assert levels_in(plain) == before
+    kvtool(*at, *FAST, "--yes").fine()
+    kvtool(*at, *FAST).fine()  # nothing is left to drop
+
+
+def test_from_python_the_limit_is_the_same(plain: Path) -> None:
+    with kvtool_package.open(plain, warn=lambda text, hint: None) as cache:
+        with pytest.raises(UsageError, match="is not measured"):
+            cache.compress("2", keep_raw=False, questions=0)
+        assert cache.compress("2", keep_raw=False, questions=0, yes=True).dropped == len(chunks_in(plain))
+
+
+@pytest.mark.parametrize(("answer", "dropped"), [(b"y\n", True), (b"\n", False), (b"no\n", False), (b"\x04", False)])
+def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
+    kvtool("compress", "--store", plain, "--max-loss", "9").fine()
+    said, code = on_terminal(answer, "compress", "--store", plain, "--level", "4", "--max-loss", "9")
+    assert code == 0
+    assert said.count("drop the exact records now? [y/N]") == 1
+    assert all(("raw" in levels_in(plain)[chunk]) != dropped for chunk in chunks_in(plain))
+    assert said.count("(was ") == 1 + dropped
+
+
+def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
+    said, code = on_terminal(b"y\n", "compress", "--store", plain, "--max-loss", "9", "--keep-raw")
+    assert (code, said.count("[y/N]")) == (0, 0)
+
+
+def test_a_profile_that_takes_more_than_it_saves_is_told(plain: Path) -> None:
+    at = ("compress", "--store", plain, "--chunks", chunks_in(plain)[0], *FAST)
+    assert "--fit pays from " in kvtool(*at, "--fit").fine().err
+    assert "--fit pays" not in kvtool(*at).fine().err
 
 
 def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
     """Rows that --keep leaves out are nowhere else."""
     kept = kvtool("compress", "--store", plain, "--keep", "0.5", *FAST).fine().err
     assert "--drop-raw would give them up, and for good the rows that were left out here" in kept
-    dropped = kvtool("compress", "--store", plain, "--keep", "0.5", "--drop-raw", *FAST).fine().err
+    dropped = kvtool("compress", "--store", plain, "--keep", "0.5", "--drop-raw", "--yes", *FAST).fine().err
     assert "the rows that were left out with them" in dropped
 
 
 def test_a_level_that_loses_too_much_gives_no_reason_to_drop(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     coarse = kvtool("compress", "--store", plain, "--level", "3").fine().err
-    assert "exact records stay beside these, and questions go on reading them" in coarse
+    assert "exact records stay, and questions go on reading them" in coarse
     assert "--drop-raw" not in coarse
 
 
@@ -337,7 +445,7 @@ def test_any_script(tiny: Path, tmp_path: Path) -> None:
     kvtool("ingest", folder, "--store", path, "--model", tiny, *CHUNKS, *PREFIX).fine()
     row = kvtool("compress", "--store", path, "--fit", "--level", "2", "--questions", "1", "--json").fine().json
     assert row["chunks"]["encoded"] == len(chunks_in(path))
-    done = process("compress", "--store", path, "--drop-raw", "--level", "2", *FAST, "--json").fine()
+    done = process("compress", "--store", path, "--drop-raw", "--yes", "--level", "2", *FAST, "--json").fine()
     assert done.json["chunks"]["exact_dropped"] == len(chunks_in(path))
     kvtool("query", "방앗간은 누가 지었는가?", "--store", path, *SHORT).fine()
     wrong = kvtool("compress", "--store", tmp_path / "없는 곳", "--json").failed(10, "없는 곳")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_rows_tell_levels_bytes_and_use(mixed: Path) -> None:
             assert row["last_used"] == opened.last_used().get(bytes.fromhex(key))
             assert row["pinned"] is False
     assert (sorted(rows[lossy]["levels"]), rows[lost]["levels"]) == (["2", "raw"], {})
-    told = kvtool("store", "ls", "--store", mixed).fine().out.splitlines()
+    told = kvtool("store", "ls", "--chunks", "--store", mixed).fine().out.splitlines()
     assert [line.split()[2] for line in told if used[:12] in line or lost[:12] in line] == ["raw", "none"]
     assert len(told) == 1 + len(rows)
 
@@ -68,9 +69,40 @@ def test_nothing_that_meets_a_filter_is_said(mixed: Path) -> None:
     assert "no chunk meets the filter" in kvtool("store", "ls", "--store", mixed, "--filter", "tokens>99999").fine().err
 
 
+def document_lines(store: Path, *args: str) -> dict[str, list[str]]:
+    """Cells of the list of documents by the name of their file, in the list's order."""
+    head, *lines = kvtool("store", "ls", "--store", store, *args).fine().out.splitlines()
+    assert head.split() == ["chunks", "tokens", "levels", "bytes", "used", "modified", "document"]
+    return {Path(line.rsplit("  ", 1)[1]).name: re.split(r"\s{2,}", line.strip()) for line in lines}
+
+
+def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus: Path) -> None:
+    documents = kvtool("store", "ls", "--store", mixed, "--json").fine().json["documents"]
+    lines = document_lines(mixed)
+    assert list(lines) == [Path(one["source"]).name for one in documents] == [f"mill{n}.md" for n in range(6)]
+    for one, line in zip(documents, lines.values(), strict=True):
+        chunks = one["chunks"]
+        assert one["tokens"] == sum(chunk["tokens"] for chunk in chunks)
+        assert one["bytes"] == sum(chunk["bytes"] for chunk in chunks)
+        assert one["modified"] == int((corpus / Path(one["source"]).name).stat().st_mtime)
+        assert line[:2] == [str(len(chunks)), str(one["tokens"])]
+        assert line[3] == str(one["bytes"])
+        assert (line[4] == "never") == (one["last_used"] is None)
+        assert one["last_used"] == max((chunk["last_used"] for chunk in chunks if chunk["last_used"]), default=None)
+    assert lines["mill1.md"][2] == "raw 2"
+
+
+def test_documents_in_an_order_and_by_a_filter(mixed: Path) -> None:
+    by_tokens = [int(line[1]) for line in document_lines(mixed, "--sort", "-tokens").values()]
+    assert by_tokens == sorted(by_tokens, reverse=True)
+    lossy = document_lines(mixed, "--filter", "level=2")
+    assert [(name, line[0]) for name, line in lossy.items()] == [("mill1.md", "1")]
+
+
 @pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
 def test_in_an_order(sort: str, mixed: Path) -> None:
-    told = [line.split() for line in kvtool("store", "ls", "--store", mixed, "--sort", sort).fine().out.splitlines()]
+    said = kvtool("store", "ls", "--chunks", "--store", mixed, "--sort", sort).fine().out
+    told = [line.split() for line in said.splitlines()]
     rows = {row["id"][:12]: row for row in listed(mixed)}
     found = [rows[line[0]] for line in told[1:]]
     assert len(found) == len(rows)

@@ -6,13 +6,19 @@ Most runs are in this process (`kvtool`): a process of its own imports torch, wh
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
+import re
 import shutil
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+import termios
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import count
@@ -27,13 +33,17 @@ from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.shard import Shard
-from tests.families import save_tiny
+from kvtool.core.model import generate
+from kvtool.core.model.generate import Sampling
+from kvtool.core.model.tokens import encode
+from tests.families import save_tiny, tiny_tokenizer
 
 LAYERS = 4  # of the tiny model
 QUESTION = "Who built the third mill?"
 CHUNKS = ("--chunk-tokens", "64")
 PREFIX = ("--lead-in", "prefix")  # short: the warm passages are a thousand tokens in the tiny vocabulary
 SHORT = ("--max-tokens", "4")
+_END = 1  # the token
 SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
 
 
@@ -90,6 +100,40 @@ def kvtool(*args: object, stdin: bytes = b"") -> Done:
     finally:
         sys.stdin = before
     return Done(code, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def terminal(columns: int) -> Iterator[Callable[[], str]]:
+    """A terminal of so many columns as stdout; what is given says what was written to it, without colours."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    written = bytearray()
+
+    def read() -> None:
+        with contextlib.suppress(OSError):  # its end
+            while data := os.read(master, 4096):
+                written.extend(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        with open(slave, "w", encoding="utf-8") as screen, contextlib.redirect_stdout(screen):
+            yield lambda: re.sub(r"\x1b\[[0-9;]*m", "", written.decode().replace("\r\n", "\n"))
+    finally:
+        reader.join()
+        os.close(master)
+
+
+def on_terminal(*args: object, columns: int = 100) -> Done:
+    """Run kvtool in this process with a terminal as its stdout; nobody types."""
+    err = io.StringIO()
+    before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO())
+    try:
+        with terminal(columns) as written, contextlib.redirect_stderr(err):
+            code = main([str(arg) for arg in args])
+    finally:
+        sys.stdin = before
+    return Done(code, written(), err.getvalue())
 
 
 def command(*args: object) -> list[str]:
@@ -269,3 +313,19 @@ def fresh(tiny: Path, tmp_path: Path) -> Any:
         return kvtool("ingest", *paths, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
 
     return ingest
+
+
+@pytest.fixture
+def says(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let every answer be this text: a tiny random model says nothing that could be a sentence."""
+
+    def say(text: str) -> None:
+        ids, said = [*encode(tiny_tokenizer(), text), _END], dict[torch.Generator, int]()
+
+        def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
+            said[sampling.draw] = said.get(sampling.draw, -1) + 1
+            return ids[said[sampling.draw]]
+
+        monkeypatch.setattr(generate, "next_token", next_token)
+
+    return say

@@ -33,7 +33,7 @@ LOSSES = {"1": 0.001, "2": 0.004, "3": 0.02, "4": 0.05}  # what `fixed_losses` m
 
 def run(path: Path, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
     """Compress without measuring, which is most of the time of such a small store."""
-    options = {"questions": 0} | options
+    options = {"questions": 0, "yes": True} | options
     return compress(path, CompressOptions(levels=levels, **options), events)
 
 

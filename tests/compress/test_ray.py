@@ -46,8 +46,8 @@ def test_workers_encode_what_one_process_encodes(bare: Path, tmp_path: Path, mon
 
 def test_what_is_stopped_is_gone_on_with(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --drop-raw, the most there is to lose; levels that leave rows out, whose choice is this process's."""
-    alone, command = Path(shutil.copytree(bare, tmp_path / "alone")), (*COMMAND, bare, *WORKERS, "--drop-raw")
-    kvtool(*COMMAND, alone, "--keep", ".5", "--drop-raw").fine()
+    alone, command = Path(shutil.copytree(bare, tmp_path / "alone")), (*COMMAND, bare, *WORKERS, "--drop-raw", "--yes")
+    kvtool(*COMMAND, alone, "--keep", ".5", "--drop-raw", "--yes").fine()
     stopped = backwards(monkeypatch, "kvtool.core.compress.ray_hands", most=6)
     kvtool(*command, "--keep", ".5").failed(130)
     check_sound(bare)

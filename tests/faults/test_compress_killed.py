@@ -74,7 +74,7 @@ def test_killed_at_any_commit(processes: Any, fitted_store: Path, tmp_path: Path
     chunks, prefix = chunks_in(fitted_store), prefix_of(fitted_store)
     exact = {chunk: decoded(fitted_store, chunk, "raw").keys for chunk in chunks}
     expected = {level: rows(fitted_store, level) for level in ("3", "4")}
-    words = ["compress", "--level", "3", "4", "--drop-raw", "--questions", "0", "--store"]
+    words = ["compress", "--level", "3", "4", "--drop-raw", "--yes", "--questions", "0", "--store"]
     killed = 0
     for kill_at in (0, 1, 3, 4, 6):
         path = Path(shutil.copytree(fitted_store, tmp_path / f"{kill_at}"))

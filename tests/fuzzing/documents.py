@@ -26,15 +26,21 @@ from kvtool.core.errors import UsageError
 from kvtool.core.query.asked import _named, _rows
 from kvtool.core.query.reply import read_batch
 from kvtool.core.retrieval.passages import title_of
-from kvtool.core.retrieval.terms import terms
+from kvtool.core.retrieval.terms import asked_terms, language_of, terms
 from samples.office.facts import facts
 from samples.office.writers import WRITERS
 
 Target = Callable[[bytes], None]
 
 _SECONDS = 2.0  # of processor time for one input
-_HERE = {"text": "a.txt", "markdown": "a.md", "latex": "a.tex", "jsonl": "a.jsonl", "subtitles": "a.vtt"}
-_APART = {"html": "a.html", "mail": "a.eml", "mailbox": "a.mbox", "notebook": "a.ipynb", "pdf": "a.pdf"}
+_HERE = {
+    **{"text": "a.txt", "markdown": "a.md", "latex": "a.tex", "jsonl": "a.jsonl", "subtitles": "a.vtt"},
+    **{"roff": "a.man", "unknown": "a.1"},
+}
+_APART = {
+    **{"html": "a.html", "mail": "a.eml", "mailbox": "a.mbox", "notebook": "a.ipynb", "pdf": "a.pdf"},
+    **{"rtf": "a.rtf", "svg": "a.svg"},
+}
 _PACKED = {  # ending → the member that holds the text
     "docx": "word/document.xml",
     "pptx": "ppt/slides/slide1.xml",
@@ -142,8 +148,10 @@ def _split(data: bytes) -> None:
         piece = text[start:end].strip()
         assert piece
         assert len(piece) == 1 or -(-len(piece) // per) <= most
-    words = terms(text)
-    assert sum(map(len, words)) <= 40 * len(text)  # NFKC makes 18 characters of one
+    language = language_of(text)
+    words, wholes = terms(text, language)
+    assert sum(map(len, words + wholes)) <= 40 * len(text)  # NFKC makes 18 characters of one
+    assert {*words, *wholes} == {*itertools.chain(*asked_terms(text, (language,)))}
     assert len(title_of(text)) <= 120
 
 
@@ -172,7 +180,7 @@ def _questions(data: bytes) -> None:
 def _grown(data: bytes) -> None:
     """A short piece, many times: what takes more than linear time shows at a length that a fuzzer does not reach. The
     first byte chooses the reader; NUL parts what stands before the piece and behind it."""
-    name = [*_HERE.values(), _APART["html"]][data[0] % 6] if data else "a.txt"
+    name = [*_HERE.values(), _APART["html"]][data[0] % 8] if data else "a.txt"
     before, piece, behind, *_ = [*data[1:].split(b"\0"), b"", b"", b""]
     begin = b"WEBVTT\n\n00:00.000 --> 00:01.000\n" if name == "a.vtt" else b""
     grown = begin + before[:64] + piece[:64] * (_GROWN // max(1, len(piece[:64]))) + behind[:64]
@@ -197,6 +205,10 @@ def _member(ending: str) -> list[bytes]:
         return [sound.read(_PACKED[ending]), _sound(ending)]
 
 
+def _whole(ending: str) -> list[bytes]:
+    return [_sound(ending)]
+
+
 def _texts() -> list[bytes]:
     korean = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."
     texts = [b"A mill. It stands!\n\n1.1 Scope\n\nOne, two: three", korean.encode(), korean.encode("cp949")]
@@ -215,6 +227,13 @@ _SEEDS: dict[str, list[bytes]] = {
         b'<![if x]><!-- c --><a title="b\'" hidden>q</a><svg>u</svg><?php ?>&#x41;&nGt;',
     ],
     "latex": [b"\\section*[s]{A \\'{e} \\v{c} \\ss{} \\o}\n\\\"u \\H{o} {\\ae}\n  \\paragraph{x} text"],
+    "roff": [
+        b'.\\" c\n.TH LS 1 "May 2026"\n.SH NAME\nls \\- list\n.de Sp\n.sp\n..\n.TP\n'
+        b'\\fB\\-a\\fR, \\*(L"x\\*(R"\n.BR b (1)\n.IP \\(bu 2\n'
+        b"\\(em \\('e \\[aq] \\h'1' \\s+2z\n.nf\n  code\n.fi\n",
+        b".Dd May 1\n.Dt LS 1\n.Sh NAME\n.Nm ls\n.Nd list\n.Op Fl a Ar file\n.It Fl a\n.Bl -tag\n",
+    ],
+    "unknown": [b'.\\"\n.TH A 1\n.SH B\nc\n', b"#!/bin/sh\necho a\n", b"A licence.\n\nOf two parts.\n"],
     "jsonl": [
         b'{"id": "a", "title": "t", "text": "b"}\n{"id": 7, "content": "\\ud800"}\n\n[1]\n{"passage": "x"}',
         b'{"id": "line 1", "body": "a"}\n{"text": "b", "id": "1"}\n{"text": "c"}\n',
@@ -247,7 +266,7 @@ _SEEDS: dict[str, list[bytes]] = {
     "grown": [
         bytes((reader,)) + begin + b"\0" + piece + b"\0" + end
         for reader, (begin, piece, end) in itertools.product(
-            range(6), [(b"<v", b" ", b""), (b"", b"\\'{ ", b"x"), (b'{"id":', b"[", b"}"), (b"<p>", b"<li>a", b"-->")]
+            range(8), [(b"<v", b" ", b""), (b"", b"\\'{ ", b"x"), (b'{"id":', b"[", b"}"), (b"<p>", b"<li>a", b"-->")]
         )
     ],
     "question_file": [
@@ -273,5 +292,5 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     **{name: functools.partial(list, seeds) for name, seeds in _SEEDS.items()},
     **dict.fromkeys(("text", "markdown"), _texts),
     **{ending: functools.partial(_member, ending) for ending in _PACKED},
-    "pdf": lambda: [_sound("pdf")],
+    **{ending: functools.partial(_whole, ending) for ending in ("pdf", "rtf", "svg")},
 }

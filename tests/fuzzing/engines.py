@@ -286,7 +286,7 @@ class EngineLife:
         self.system += 1
         path = self.folder / "instruction.txt"
         path.write_text(f"Answer from the passages, in {self.system} words.", encoding="utf-8")
-        self._ingest("--system", path)
+        self._ingest("--system", f"@{path}")
 
     def _remade(self, dice: random.Random) -> None:
         """The same lossy level is made otherwise: its records have other numbers under the same names."""
@@ -303,7 +303,7 @@ class EngineLife:
 
     def _drop_raw(self, dice: random.Random) -> None:
         level = dice.choice(("lossless", "1", "2"))
-        self._command("compress", "--level", level, "--drop-raw", "--questions", 0, fine=False)
+        self._command("compress", "--level", level, "--drop-raw", "--yes", "--questions", 0, fine=False)
 
     def _prune(self, dice: random.Random) -> None:
         size = sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())

@@ -296,7 +296,7 @@ class StoreLife:
 
     def _drop_raw(self, dice: random.Random) -> None:
         level = dice.choice(("lossless", "1", "2"))
-        self._refused(lambda: self.far.compress(level, keep_raw=False, questions=0))
+        self._refused(lambda: self.far.compress(level, keep_raw=False, yes=True, questions=0))
 
     def _prune(self, dice: random.Random) -> None:
         size = sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())

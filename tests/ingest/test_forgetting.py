@@ -159,5 +159,5 @@ def test_the_summary_counts_what_was_passed_over(folder: Path, tmp_path: Path) -
     (folder / "empty.txt").touch()
     (folder / "photo.png").write_bytes(b"\x89PNG")
     done = kvtool("ingest", folder, "--store", tmp_path / "fresh").fine()
-    assert "files skipped: 1 empty, 1 unsupported (-v names them)\n" in done.out
+    assert "files skipped: 1 empty, 1 image (-v names them)\n" in done.out
     assert "photo.png" not in done.err

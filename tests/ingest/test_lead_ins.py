@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache.store import Store
+from kvtool.core.model.options import DEFAULT_SYSTEM, EARLIER_SYSTEM
 from tests.cli.working import CHUNKS, QUESTION, SHORT, chunks_of, kvtool, listing, payloads, prefix_chunk, write_corpus
 
 
@@ -123,19 +125,18 @@ def test_a_lead_in_longer_than_the_context(tiny: Path, corpus: Path, tmp_path: P
 def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
     """`--system`: a new prefix; the old one's record goes, and a query that asks for it computes it fresh."""
     folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
-    (tmp_path / "system.txt").write_text("Answer in one word.")
     args = ("--store", path, "--model", tiny, "--json")
     kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "bos").fine()
     old = prefix_chunk(path)
     asked = ("query", QUESTION, *args, *SHORT, "--fusion", "reuse", "--token-ids")
     plain = kvtool(*asked).fine().json
-    other = kvtool(*asked, "--system", tmp_path / "system.txt").fine().json
+    other = kvtool(*asked, "--system", "Answer in one word.").fine().json
     assert plain["tokens"]["fresh"] == len(plain["segments"]["question"])
     assert other["tokens"]["fresh"] == len(other["segments"]["question"]) + len(other["segments"]["prefix"])
     assert other["segments"]["prefix"] != plain["segments"]["prefix"]
     assert prefix_chunk(path) == old
     before = payloads(path)
-    report = kvtool("ingest", folder, *args, "--system", tmp_path / "system.txt").fine().json
+    report = kvtool("ingest", folder, *args, "--system", "Answer in one word.").fine().json
     assert report["chunks"]["computed"] == 0  # behind a BOS the instruction does not matter
     assert prefix_chunk(path) != old
     kept = {key: value for key, value in payloads(path).items() if key in before}
@@ -153,3 +154,23 @@ def test_the_model_may_move(tiny: Path, tmp_path: Path) -> None:
     kvtool("query", QUESTION, "--store", path, "--model", moved, *SHORT).fine()
     args = ("ingest", folder, "--store", path, "--model", moved, "--json")
     assert kvtool(*args).fine().json["documents"]["unchanged"] == 1
+
+
+def test_a_store_keeps_the_instruction_that_it_was_made_with(tiny: Path, tmp_path: Path) -> None:
+    """Manifests named none for the default once; another default since then computes no chunk of theirs anew."""
+    folder, path = write_corpus(tmp_path / "in", 1), tmp_path / "s"
+    args = ("--store", path, "--model", tiny, "--json")
+    kvtool("ingest", folder, *args, *CHUNKS, "--system", EARLIER_SYSTEM).fine()
+    with Store.open(path) as store, store.writer() as writer:
+        manifest = store.manifest()
+        writer.set_manifest(manifest | {"identity": manifest["identity"] | {"system": ""}})
+    before = payloads(path)
+    write_corpus(folder, 2)
+    assert kvtool("ingest", folder, *args).fine().json["documents"] == {
+        **{"added": 1, "unchanged": 1},
+        **{"changed": 0, "removed": 0, "failed": 0},
+    }
+    assert before.items() <= payloads(path).items()
+    assert kvtool("inspect", *args[:2], "--json").fine().json["system"] == EARLIER_SYSTEM
+    kvtool("ingest", folder, "--store", tmp_path / "new", "--model", tiny, *CHUNKS).fine()
+    assert DEFAULT_SYSTEM in kvtool("inspect", "--store", tmp_path / "new").fine().out

@@ -41,6 +41,26 @@ def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> N
     assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
 
 
+def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
+    """Nobody keeps exact records that it could be measured on later."""
+    corpus = write_corpus(tmp_path / "in", 2, 3)
+    last = "level 3, no exact records; loss {} of at most 0.01 nats a token"
+    unknown = kvtool("ingest", corpus, *at, "--level", "3").fine()
+    assert "nobody has measured what level 3 loses" in unknown.err
+    assert unknown.out.splitlines()[-1] == last.format("not measured")
+    path = tmp_path / "store"
+    for number, loss, warned in ((1, 0.002, 0), (2, 0.2, 1)):
+        with Store.open(path) as store, store.writer() as writer:
+            writer.set_codec_state({"losses": {NO_PROFILE.hex(): {"3": {"kl_answer": loss}}}})
+        (corpus / "new.md").write_text(f"# Mill {number}\n\nIt grinds nothing.")
+        done = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
+        assert done.err.count("more than the 0.01 that questions allow") == warned
+        assert done.out.splitlines()[-1] == last.format(f"{loss:.4f}")
+    (corpus / "new.md").write_text("# The third mill\n\nIt grinds oats.")
+    exact = kvtool("ingest", corpus, "--store", path, "--json").fine()
+    assert (exact.json["loss"], exact.err) == (0.0, "")
+
+
 def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
     """New chunks are encoded with it, an edited document's too; the old ones stay as they are."""
     corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"

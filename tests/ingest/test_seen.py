@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from pathlib import Path
@@ -122,7 +123,7 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
 
 
 class TestFailures:
-    """A file that could not be read fails again with the same words, without being read."""
+    """A file that could not be read is told once, and not read again."""
 
     @pytest.fixture
     def parsed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -144,20 +145,88 @@ class TestFailures:
         return path
 
     @pytest.mark.usefixtures("settled")
-    def test_they_are_told_again_and_not_parsed(
+    def test_they_are_told_once_and_not_parsed_again(
         self, fresh: Any, folder: Path, broken: Path, parsed: list[str], reads: Counter[str]
     ) -> None:
         first = fresh(folder).fine(3).json
-        assert (first["not_read_again"], parsed.count("broken.docx")) == (0, 1)
+        assert (first["still_failing"], first["not_read_again"], parsed.count("broken.docx")) == ([], 0, 1)
         reads.clear()
-        again = fresh(folder).fine(3)
-        assert again.json["failures"] == first["failures"]
-        assert again.json["documents"]["failed"] == again.json["not_read_again"] == 1
+        again = fresh(folder).fine().json
+        assert again["still_failing"] == first["failures"]
+        assert (again["failures"], again["documents"]["failed"], again["not_read_again"]) == ([], 0, 1)
+        strict = fresh(folder, "--strict").fine(3).json
+        assert strict["failures"] == first["failures"]
+        assert (strict["still_failing"], strict["documents"]["failed"], strict["not_read_again"]) == ([], 1, 1)
+        fresh(folder, "--fail-fast").fine()
+        fresh(folder, "--fail-fast", "--strict").failed(1, "broken.docx")
         assert (parsed.count("broken.docx"), reads["broken.docx"]) == (1, 0)
         fresh(folder, "--retry").fine(3)
         os.utime(broken, ns=(1, 1))
         fresh(folder).fine(3)
         assert parsed.count("broken.docx") == 3
+
+    @pytest.mark.usefixtures("settled", "broken")
+    def test_one_line_says_that_they_are_as_before(self, fresh: Any, folder: Path, tmp_path: Path) -> None:
+        fresh(folder).fine(3)
+        again = ("ingest", folder, "--store", tmp_path / "fresh")
+        (line,) = [line for line in kvtool(*again).fine().out.splitlines() if "as before" in line]
+        assert line.startswith(f"1 document is still unreadable, as before ({folder / 'broken.docx'}: ")
+        assert "--strict counts it" in line
+        quiet = kvtool(*again, "--quiet").fine()
+        assert (quiet.out, quiet.err) == ("", "")
+        assert "broken.docx" in kvtool(*again, "-v").fine().err
+        (folder / "other.docx").write_bytes(b"PK none either")
+        new = kvtool(*again, "--quiet").fine(3).err
+        assert "other.docx" in new
+        assert "broken.docx" not in new
+        assert "2 documents are still unreadable" in kvtool(*again).fine().out
+
+    @pytest.mark.usefixtures("broken")
+    def test_a_file_that_is_new_is_tried_again_and_not_told_again(
+        self, fresh: Any, folder: Path, parsed: list[str]
+    ) -> None:
+        fresh(folder).fine(3)
+        assert fresh(folder).fine().json["not_read_again"] == 0
+        assert parsed.count("broken.docx") == 2
+
+    @pytest.mark.usefixtures("settled")
+    def test_what_hangs_on_no_bytes_is_tried_again_and_not_told_again(
+        self, fresh: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        errors = ["no permission", "no permission", "no such disk"]
+        real = survey.read_regular
+
+        def failing(path: str, most: int) -> bytes:
+            if path.endswith("two.txt") and errors:
+                raise OSError(5, errors.pop(0))
+            return real(path, most)
+
+        monkeypatch.setattr(survey, "read_regular", failing)
+        assert [fresh(folder).code for _ in range(4)] == [3, 0, 3, 0]
+        assert errors == []
+
+    @pytest.mark.usefixtures("settled")
+    def test_what_is_read_or_gone_is_remembered_no_longer(self, fresh: Any, folder: Path, broken: Path) -> None:
+        other = folder / "other.docx"
+        other.write_bytes(b"PK none either")
+
+        def remembered() -> set[str]:
+            kept = json.loads((folder.parent / "fresh" / "seen" / "files.json").read_text("utf-8"))
+            return {Path(row["path"]).name for row in kept["failures"].values()}
+
+        fresh(folder).fine(3)
+        assert remembered() == {"broken.docx", "other.docx"}
+        other.unlink()
+        fresh(folder).fine()
+        assert remembered() == {"broken.docx"}
+        broken.unlink()
+        broken.with_suffix(".txt").write_text("The fourth mill stands on the hill.")
+        fresh(folder).fine()
+        assert remembered() == set()
+        broken.write_bytes(b"PK no container")
+        fresh(folder).fine(3)
+        fresh(folder, "--reader", "docx=cat {}").fine()
+        assert remembered() == set()
 
     @pytest.mark.usefixtures("settled", "broken")
     def test_they_are_told_again_where_nothing_else_is_there(
@@ -176,7 +245,7 @@ class TestFailures:
         fresh(folder, "--read-timeout", "2m").fine(3)
         monkeypatch.setattr(readers, "version", lambda library: "0.0.1")  # another one was installed
         fresh(folder).fine(3)
-        fresh(folder).fine(3)
+        fresh(folder).fine()
         assert parsed.count("broken.docx") == 3
         fresh(folder, "--reader", "docx=cat {}").fine()
         assert parsed.count("broken.docx") == 4
@@ -189,8 +258,8 @@ class TestFailures:
         script = tmp_path / "read.sh"
         script.write_text("exit 3\n")
         command = ("--reader", f"odd=sh {script} {{}}")
-        for _ in range(2):
-            fresh(folder, *command).fine(3)
+        for code in (3, 0):
+            fresh(folder, *command).fine(code)
         script.write_text('cat "$1"\n')
         assert fresh(folder, *command).fine().json["documents"]["added"] == 1
         assert parsed.count("notes.odd") == 2

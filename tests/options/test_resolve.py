@@ -241,12 +241,28 @@ def test_several_values(tmp_path: Path) -> None:
         resolve({"min_chunk_tokens": 300}).get(IngestOptions)
 
 
-def test_an_instruction_is_read_from_its_file(tmp_path: Path) -> None:
-    (tmp_path / "kvtool.toml").write_text('system = "say.txt"')
+def test_an_instruction_is_a_text_or_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "kvtool.toml").write_text('system = "@say.txt"')
     with pytest.raises(UsageError, match="cannot be read"):
+        resolve(folder=tmp_path).get(QueryOptions)
+    (tmp_path / "say.txt").write_text(" \n")
+    with pytest.raises(UsageError, match="is empty"):
         resolve(folder=tmp_path).get(QueryOptions)
     (tmp_path / "say.txt").write_text("Answer briefly.\n")
     assert resolve(folder=tmp_path).get(QueryOptions).system == "Answer briefly."
+    environ = {"KVTOOL_SYSTEM": " Answer at length, and/or in rhyme. "}
+    assert resolve(folder=tmp_path, environ=environ).get(QueryOptions).system == environ["KVTOOL_SYSTEM"].strip()
+    assert resolve(folder=tmp_path, environ={"KVTOOL_SYSTEM": "짧게" * 999}).get(QueryOptions).system == "짧게" * 999
+
+
+@pytest.mark.parametrize("name", ["say.txt", "prompts/brief", r"C:\brief.md", "one two"])
+def test_a_file_is_no_instruction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As an option it was a file's path once: its name would be said to the model in the place of what it holds."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one two").write_text("Answer briefly.")
+    with pytest.raises(UsageError) as refused:
+        resolve(environ={"KVTOOL_SYSTEM": name}).get(QueryOptions)
+    assert f"@{name}" in refused.value.hint
 
 
 def store_of(resolved: Resolved) -> str:

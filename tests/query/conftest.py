@@ -1,5 +1,5 @@
 """The shared fixtures of the command tests."""
 
-from tests.cli.working import built, corpus, fresh, store, tiny
+from tests.cli.working import built, corpus, fresh, says, store, tiny
 
-__all__ = ["built", "corpus", "fresh", "store", "tiny"]
+__all__ = ["built", "corpus", "fresh", "says", "store", "tiny"]

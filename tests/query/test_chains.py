@@ -338,9 +338,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
 def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) -> None:
     whole = ask(store, FIRST).json
     ask(store, FIRST, documents="mill3.md")
-    instruction = tmp_path / "own.txt"
-    instruction.write_text("Answer in one word, which nobody else is to read.", "utf-8")
-    ask(store, FIRST, "--system", instruction)
+    ask(store, FIRST, "--system", "Answer in one word, which nobody else is to read.")
     place, taken = tmp_path / "one.kvpack", tmp_path / "taken"
     report = kvtool("store", "export", place, "--only", "mill2.md", "--store", store, "--json").fine().json
     kvtool("store", "import", place, "--store", taken, "--mine").fine()

@@ -105,7 +105,7 @@ def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store
 def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
     """Of a compressed store one level is damaged: the chunk is computed, and what else there was of it is kept."""
     compress = ("compress", "--level", "1", "--level", "2", "--predictor", "mean", "--questions", "0")
-    kvtool(*compress, "--drop-raw", "--store", store).fine()
+    kvtool(*compress, "--drop-raw", "--yes", "--store", store).fine()
     chunk = chunks_of(store, "mill2.md")[1]
     break_level(store, chunk, "1")
     assert statuses(ask(store, "--level", "1", "--fusion", "reuse").json)[1] == "miss"
@@ -135,9 +135,8 @@ def test_all_of_it_is_a_hole(store: Path) -> None:
     assert payloads(store) == before
 
 
-def test_an_instruction_of_ones_own_is_told_by_what_it_is(store: Path, tmp_path: Path) -> None:
-    (tmp_path / "own.txt").write_text("Answer in one word.", "utf-8")
-    done = ask(store, "--fusion", "reuse", "--system", str(tmp_path / "own.txt"))
+def test_an_instruction_of_ones_own_is_told_by_what_it_is(store: Path) -> None:
+    done = ask(store, "--fusion", "reuse", "--system", "Answer in one word.")
     assert "the prompt's beginning was computed in place: another instruction than the store's" in done.err
 
 

@@ -147,7 +147,7 @@ def listing_of(path: Path) -> list[list[str]]:
 
 @pytest.mark.usefixtures("slow_machine")
 def test_lossy_levels_of_unknown_loss_are_streamed_as_they_would_be_read(store: Path, url: str) -> None:
-    kvtool("compress", "--level", "2", "--drop-raw", "--store", store, "--questions", "0").fine()
+    kvtool("compress", "--level", "2", "--drop-raw", "--yes", "--store", store, "--questions", "0").fine()
     kvtool("store", "push", url, "--store", store).fine()
     done = ask(url, *SLO)
     assert said(done) == said(ask(store))

@@ -28,10 +28,10 @@ from kvtool.serve.noting import Notes
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, server_of
 from kvtool.serve.shell import shell_app
-from tests.cli.working import QUESTION, built, tiny
+from tests.cli.working import QUESTION, built, says, tiny
 from tests.retrieval.conftest import static_model
 
-__all__ = ["built", "static_model", "tiny"]
+__all__ = ["built", "says", "static_model", "tiny"]
 KEY = "kv-of-the-tests"
 PATIENCE = 120.0  # seconds, on a busy machine
 

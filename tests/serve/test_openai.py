@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +83,24 @@ def test_options_of_a_question(client: openai.OpenAI, ready: Path) -> None:
 
 
 def test_a_stop_ends_an_answer(client: openai.OpenAI, expected: str) -> None:
-    middle = expected[len(expected) // 2]
+    middle = next(letter for letter in expected[len(expected) // 2 :] if letter != "\ufffd")
     done = client.chat.completions.create(model="tiny", messages=ASKED, stop=[middle])
-    assert done.choices[0].message.content == expected[: expected.index(middle)].strip()
+    assert done.choices[0].message.content == expected[: expected.index(middle)].rstrip("\ufffd").strip()
     assert done.choices[0].finish_reason == "stop"
+
+
+def test_a_loop_is_a_stop(client: openai.OpenAI, says: Callable[[str], None]) -> None:
+    once = "The mill was built by Anna Reeve, who came from Brennick with two mules."
+    says(f"{once} " * 4)
+    asked: dict[str, Any] = {"model": "tiny", "messages": ASKED, "max_tokens": 400}
+    done = client.chat.completions.create(**asked)
+    assert (done.choices[0].message.content, done.choices[0].finish_reason) == (once, "stop")
+    assert done.model_extra["kvtool"]["finish"] == "repeat"
+    *chunks, last = client.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == once
+    assert (last.choices[0].finish_reason, last.model_extra["kvtool"]["finish"]) == ("stop", "repeat")
+    done = client.chat.completions.create(**asked, extra_body={"kvtool": {"stop_repeats": False}})
+    assert done.choices[0].message.content.count(once) == 4
 
 
 def test_samples_are_drawn_by_their_seed(client: openai.OpenAI) -> None:

@@ -13,7 +13,13 @@ import httpx2
 import pytest
 
 import kvtool
+from kvtool.cli.options import SETTINGS, Run
+from kvtool.cli.out import Out
+from kvtool.cli.serve import _ingesting
 from kvtool.core.cache.store import Store
+from kvtool.core.options.option import options_of
+from kvtool.core.options.resolve import resolve
+from kvtool.core.query.options import QueryOptions
 from kvtool.core.upkeep.pins import pin
 from tests.serve.conftest import serving
 
@@ -275,3 +281,13 @@ def test_requests_at_once_agree_in_the_end(store: Path, uploads: Path) -> None:
         assert {one.result().status_code for one in asked} <= {200, 400, 429}
         stored = {Path(source) for source in sources(client) if source.startswith(str(uploads))}
         assert stored == set(uploads.glob("*.md"))
+
+
+def test_what_a_server_says_to_the_model_makes_no_store_anew() -> None:
+    """`serve --system` is for its questions; as a setting it holds for ingests, too, as it does for `kvtool ingest`."""
+    flags = {options_of(QueryOptions)["system"]: "Answer in rhyme."}
+    run = Run(resolve(SETTINGS, flags), Out())
+    assert run.get(QueryOptions).system == "Answer in rhyme."
+    assert _ingesting(run).system is None
+    run = Run(resolve(SETTINGS, environ={"KVTOOL_SYSTEM": "Answer in prose."}), Out())
+    assert _ingesting(run).system == "Answer in prose."

@@ -53,6 +53,7 @@ class Answer:
 
     Attributes
     ----------
+    finish : how the answer ended: stop, length (cut off at its longest) or repeat (it began to say the same again).
     sources : the chunks of the prompt, the best first.
     fusion : the mode by which stored keys and values were joined.
     tokens : of the prompt `prompt = reused + recomputed + fresh`, and `generated`.
@@ -60,6 +61,7 @@ class Answer:
     """
 
     answer: str
+    finish: str
     sources: list[Excerpt]
     fusion: str
     tokens: dict[str, int]

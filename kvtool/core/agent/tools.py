@@ -91,6 +91,7 @@ class Tools:
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
         return Answer(
             answer=reply.answer,
+            finish=reply.finish,
             sources=[
                 Excerpt(each.id, each.place, each.source, each.text, each.score, each.since_ingest, each.origin)
                 for each in reply.sources
@@ -120,7 +121,8 @@ class Tools:
             unchanged=counts.unchanged,
             failed=counts.failed,
             chunks_computed=report.chunks.computed,
-            problems=[f"{each['path']}: {each['error']}" for each in report.failures] + report.warnings,
+            problems=[f"{each['path']}: {each['error']}" for each in (*report.failures, *report.still_failing)]
+            + report.warnings,
         )
 
     def _below_a_root(self, path: str, roots: Roots) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
@@ -85,9 +85,12 @@ class Cache(Sharing, Upkeep):
         *,
         chunks: str | Iterable[str] = (),
         documents: str | Path | Iterable[str | Path] = (),
+        stream: Callable[[str], None] | None = None,
         **options: Unpack[arguments.QueryArguments],
     ) -> Reply:
         """Answer a question; `options` are the fields of `QueryOptions`.
+
+        `stream` is called with each piece of the answer's text as it comes.
 
         An answer that is drawn for an audit (`audit=0.01`) is returned first; another thread then audits it. What is
         asked next, and `close`, wait for that.
@@ -97,9 +100,13 @@ class Cache(Sharing, Upkeep):
 
         if not isinstance(question, str):
             raise UsageError(f"question: {question!r} is not text", "ask in words")
+        if stream is not None and not callable(stream):
+            raise UsageError(
+                f"stream: {stream!r} is no function", "give one that takes a text, such as print or sys.stdout.write"
+            )
         wanted, which = self._wanted(QueryOptions, options), ChunkChoice.of({"chunks": chunks, "documents": documents})
         self._finish_audits()
-        reply = answer(self._opened(), Request(question, which.chunks, which.documents), wanted)
+        reply = answer(self._opened(), Request(question, which.chunks, which.documents), wanted, stream)
         if wanted.audit:
             self._audit_later(reply, wanted)
         return reply

@@ -25,7 +25,7 @@ _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it 
 _OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # which need no room worth weighing
 _UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
-_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY)
+_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY, keys.UNFINISHED_KEY)
 Apply = Callable[[Transaction], None]
 
 

@@ -47,6 +47,18 @@ class Facts(Opened):
         """What eviction never touches: `sources` and `chunks` (ids in hex). Raises DamagedError."""
         return {"sources": [], "chunks": []} | self._json(keys.PINS_KEY, "the list of pins")
 
+    def unfinished(self) -> dict[str, tuple[bytes, ...]]:
+        """Return the files of which an ingest has stored some chunks and not all: path → ids of its chunks. A list that
+        is damaged counts as empty: only the work of computing them again is lost with it."""
+        with contextlib.suppress(DamagedError, ValueError, TypeError, AttributeError):
+            rows = self._json(keys.UNFINISHED_KEY, "the list of unfinished files")
+            packed = {str(path): bytes.fromhex(ids) for path, ids in rows.items()}
+            return {
+                path: tuple(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
+                for path, ids in packed.items()
+            }
+        return {}
+
     def _json(self, key: bytes, what: str) -> dict[str, Any]:
         with self.snapshot() as snapshot:
             return _json_of(snapshot, key, what)

@@ -92,6 +92,6 @@ def chunk_named(text: str, known: Collection[bytes]) -> bytes:
     named = chunks_named(text, known)
     if len(named) != 1:
         what = f"could be any of {len(named)}: give more digits" if named else "is not in the store"
-        hint = f"`kvtool store ls` lists the chunks' ids, of which {FEWEST_DIGITS} digits or more are given"
+        hint = f"`kvtool store ls --chunks` lists their ids, of which {FEWEST_DIGITS} digits or more are given"
         raise UsageError(f"chunk {text!r} {what}", hint)
     return named[0]

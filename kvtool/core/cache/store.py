@@ -103,6 +103,17 @@ class Store(Facts, Documents, Chunks, Stretches):
         """Path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
         return layout.side_file(self.path, name)
 
+    def unfinished_chunks(self) -> set[bytes]:
+        """Return the ids of the chunks that are stored of unfinished files and that no document refers to.
+
+        Raises
+        ------
+        DamagedError : a document cannot be read, so what it refers to is unknown.
+        """
+        wanted = {chunk for ids in self.unfinished().values() for chunk in ids}
+        wanted = wanted.intersection(self.chunk_ids()) if wanted else wanted
+        return wanted - {ref.chunk_id for document in self.documents() for ref in document.chunks} if wanted else wanted
+
     # ---- notes of use --------------------------------------------------------------------------------------------
 
     def note_access(self, chunk_ids: Sequence[bytes], missed: int = 0, again: bool = False) -> None:

@@ -38,7 +38,7 @@ from kvtool.core.cache.rows import (
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
 from kvtool.core.cache.warmth import joined, warmths
-from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -61,6 +61,11 @@ class Writer:
     """Puts chunks and documents into a store. Belongs to one thread.
 
     A chunk is stored before the document that needs it, so a document that is there never lacks a chunk.
+
+    Attributes
+    ----------
+    needed : gives the chunks that this run counts on. Where it is set, those of unfinished files that are not among
+        them go before a commit is refused for lack of room.
     """
 
     def __init__(self, store: Store, max_size: int | None = None) -> None:
@@ -74,6 +79,10 @@ class Writer:
         self._tidied = False  # whether what killed writers left of stretches is dropped
         self._begun = False  # whether documents, or chunks apart from them, were changed
         self._loosened: set[bytes] | None = None  # chunks that documents let go of; None: there may be others
+        self._unfinished: dict[str, tuple[bytes, ...]] | None = None  # as in the store; read when it is first needed
+        self._unsaved = False  # whether these were changed since
+        self._own: set[str] = set()  # those of this writer
+        self.needed: Callable[[], set[bytes]] | None = None
 
     # ---- putting -------------------------------------------------------------------------------------------------
 
@@ -119,6 +128,8 @@ class Writer:
         """
         self._commit([meta_row(keys.MANIFEST_KEY, manifest), meta_row(keys.COLLECTED_KEY, {})])
         self._begun, self._loosened = True, None
+        for path in [*self._unfinished_files()]:  # made with the former one, these are not what their files need
+            self._note_unfinished(path)
 
     def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
         """Keep a codec profile and what is known of the codec levels, in one transaction."""
@@ -140,7 +151,12 @@ class Writer:
 
     def require_room(self) -> None:
         """Raise NoSpaceError where the store is at its budget already: before work whose result would not fit."""
-        self._commits.require_room()
+        try:
+            self._commits.require_room()
+        except NoSpaceError:
+            if not self._drop_unfinished():
+                raise
+            self._commits.require_room()
 
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
         """Replace what eviction never touches."""
@@ -206,6 +222,20 @@ class Writer:
             self._commit(rows, sorted(doomed))
             self._fresh.update(infos)
 
+    def begin_file(self, path: str, chunk_ids: Iterable[bytes]) -> None:
+        """Note that chunks of a file are put before all of them are there: `collect` leaves these alone until the file
+        is committed, begun with other chunks, or removed. Durable with the next flush."""
+        self._check_open()
+        self._own.add(path)
+        self._note_unfinished(path, tuple(dict.fromkeys(chunk_ids)))
+
+    def end_unfinished(self, paths: Iterable[str] | None = None) -> None:
+        """Forget that files are unfinished, all where none are named; their chunks stay until :meth:`collect`."""
+        for path in [*self._unfinished_files()] if paths is None else paths:
+            self._note_unfinished(path)
+        if self._unsaved:
+            self._commit([])
+
     def has_chunk(self, chunk_id: bytes) -> bool:
         """Whether the chunk is stored or waits to be."""
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
@@ -259,6 +289,7 @@ class Writer:
         doomed: list[Doomed] = []
         for entry, _ in files:
             self._loosen(entry.path)
+            self._note_unfinished(entry.path)
             doomed += self._stale_documents(entry.path, set(entry.documents))
         try:
             rows, replaced = self._pending_rows(needed)
@@ -276,6 +307,7 @@ class Writer:
     def remove_file(self, path: str) -> bool:
         """Forget a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
         self._check_open()
+        self.end_unfinished([path])
         key = keys.name_key(path)
         with self._store.environment.read() as snapshot:
             if not snapshot.has(tables.FILES, key):
@@ -289,6 +321,7 @@ class Writer:
         :meth:`collect`. A file that never had one goes by its path. Returns how many documents were there."""
         self._check_open()
         gone = set(sources)
+        self.end_unfinished(gone)
         rows: list[Row] = []
         doomed: list[Doomed] = []
         for entry in self._store.files_with(gone):
@@ -335,7 +368,8 @@ class Writer:
         return len(doomed)
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
-        """Drop the chunks that no document refers to, and fold the access log. Returns how many chunks went.
+        """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns how many
+        chunks went.
 
         Parameters
         ----------
@@ -351,7 +385,7 @@ class Writer:
         self.flush()
         self.fold_access()
         self._begin()
-        kept = {*keep} | self._fresh
+        kept = {*keep} | self._fresh | {chunk for ids in self._unfinished_files().values() for chunk in ids}
         if referred is None or self._loosened is None:
             loose = self._unreferred(kept)
         else:
@@ -396,6 +430,38 @@ class Writer:
                 self._loosened.update(ref.chunk_id for ref in (document.chunks if document is not None else ()))
         except DamagedError:  # what it refers to is unknown
             self._loosened = None
+
+    def _unfinished_files(self) -> dict[str, tuple[bytes, ...]]:
+        if self._unfinished is None:
+            self._unfinished = self._store.unfinished()
+        return self._unfinished
+
+    def _note_unfinished(self, path: str, chunk_ids: tuple[bytes, ...] = ()) -> None:
+        """Note the chunks of an unfinished file in place of those that were noted of it; none: it is not unfinished."""
+        files = self._unfinished_files()
+        before = files.pop(path, ())
+        if chunk_ids:
+            files[path] = chunk_ids
+        if before == chunk_ids:
+            return
+        self._unsaved = True
+        self._begin()
+        if self._loosened is not None:
+            self._loosened.update(before)
+
+    def _unfinished_rows(self) -> list[Row]:
+        packed = {path: b"".join(ids).hex() for path, ids in self._unfinished_files().items()} if self._unsaved else {}
+        return [meta_row(keys.UNFINISHED_KEY, packed)] if self._unsaved else []
+
+    def _drop_unfinished(self) -> bool:
+        """Drop the chunks of unfinished files that this run does not count on; False: there are none."""
+        others = self._unfinished_files().keys() - self._own
+        if self.needed is None or not others:
+            return False
+        self._begin()
+        self.end_unfinished(others)
+        kept = self.needed() | self._fresh | {chunk for ids in self._unfinished_files().values() for chunk in ids}
+        return self._drop(sorted(self._unreferred(kept)), chunk_keys, thins=False) > 0
 
     def repair(self, damages: Iterable[Damage]) -> int:
         """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were touched.
@@ -515,4 +581,10 @@ class Writer:
         self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
         self._check_open()
-        self._commits.commit(rows, doomed, weighed, thins)
+        try:
+            self._commits.commit([*rows, *self._unfinished_rows()], doomed, weighed, thins)
+        except NoSpaceError:
+            if not self._drop_unfinished():
+                raise
+            self._commits.commit([*rows, *self._unfinished_rows()], doomed, weighed, thins)
+        self._unsaved = False

@@ -169,6 +169,11 @@ def check_level(name: str) -> str:
     return name
 
 
+def shown_loss(loss: float | None, allowed: float) -> str:
+    """Word a loss and its limit. None: it was not measured."""
+    return f"loss {'not measured' if loss is None else f'{loss:.4f}'} of at most {allowed:g} nats a token"
+
+
 def enough_loss(loss: float) -> str:
     """The `--max-loss` that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"

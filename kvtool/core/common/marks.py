@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 _NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,18}+)")  # linear: digits are tried once, from the first of a run
 
@@ -40,6 +42,13 @@ class Place:
     def behind(self, source: str) -> str:
         """The source with its place: `notes.md:12`, `paper.pdf p. 12`."""
         return f"{source} {self.label}" if self.label else source if self.line is None else f"{source}:{self.line}"
+
+
+def as_named_here(source: str) -> str:
+    """Return a file's path from the working folder, where it is below it."""
+    with suppress(ValueError, OSError):
+        return str(Path(source).relative_to(Path.cwd()))
+    return source
 
 
 def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:

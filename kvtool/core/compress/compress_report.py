@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvtool.core.codec.levels import MAX_LOSS
+
 
 @dataclass(slots=True)
 class LevelReport:
@@ -48,6 +50,10 @@ class CompressReport:
     encoded, kept : chunks encoded in this run, and chunks that had the level already.
     skipped : chunks that no exact record is left of, so they stay as they are.
     file_before, file_after : bytes of the data file.
+    file_without_exact : bytes that the data file would have without the exact records next to these levels; None: there
+        are none.
+    loss : nats a token of the answer that the level loses which a question would read; None: not measured.
+    max_loss : what it may lose.
     workers : how many of Ray encoded; 0: this process.
     """
 
@@ -61,6 +67,9 @@ class CompressReport:
     dropped: int = 0
     file_before: int = 0
     file_after: int = 0
+    file_without_exact: int | None = None
+    loss: float | None = None
+    max_loss: float = MAX_LOSS
     encoded_bytes: int = 0  # of raw numbers
     encode_seconds: float = 0.0
     decoded_bytes: int = 0
@@ -74,6 +83,11 @@ class CompressReport:
         """Bytes that the data file is shorter than it was."""
         return max(0, self.file_before - self.file_after)
 
+    @property
+    def is_allowed(self) -> bool:
+        """Whether no more is lost than may be."""
+        return self.loss is not None and self.loss <= self.max_loss
+
     def to_json(self) -> dict[str, Any]:
         """Make the JSON object of `compress --json`."""
         return {
@@ -82,7 +96,10 @@ class CompressReport:
             "bytes_after": self.bytes_after,
             "file_bytes_before": self.file_before,
             "file_bytes_after": self.file_after,
+            "file_bytes_without_exact": self.file_without_exact,
             "bytes_freed": self.freed,
+            "loss": self.loss,
+            "max_loss": self.max_loss,
             "seconds": self.seconds,
             "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
             "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),

@@ -108,7 +108,7 @@ class Encoder:
         levels = [level.level for level in self._report.levels]
         self._writer.flush()
         sound = back.sound(some, levels)
-        if not self._options.keep_raw:
+        if self._options.drops_exact:
             self._drop_exact(sound, levels)
         self._events.advance(len(some))
 

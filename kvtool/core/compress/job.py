@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, exact, keeping, level_of, lossy, profiled, whole
+from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, exact, keeping, level_of, lossy, profiled, whole
 from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
@@ -24,8 +24,9 @@ from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.reading import exact_level
-from kvtool.core.session.levels import losses_by_maker
+from kvtool.core.session.levels import losses_by_maker, smallest_allowed
 from kvtool.core.session.session import Session
+from kvtool.core.upkeep.inventory import level_bytes
 
 FIT_CHUNKS = 64
 _SEED = 0
@@ -42,7 +43,7 @@ def compress(
 
     Raises
     ------
-    UsageError : an unknown level or chunk, or nothing to choose by.
+    UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit keeps.
     KvtoolError : `fit` without a single exact record; workers of Ray that do not answer, or fail.
     StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
     """
@@ -72,8 +73,6 @@ def check_levels(options: CompressOptions) -> list[str]:
     for level in levels:
         if level_of(level).verbatim:
             raise UsageError(f"{level} is what there is before compression", f"leave --level {level} out")
-    if options.max_loss is not None and AUTO not in levels:
-        raise UsageError("--max-loss chooses a level, and one is named", "leave --level out, or add --level auto")
     if AUTO in levels and options.questions == 0:
         raise UsageError("--level auto needs a measured loss", "leave --questions 0 out, or name a level")
     return levels
@@ -90,13 +89,17 @@ class _Job:
     def run(self, levels: list[str]) -> CompressReport:
         """Do everything that a compression does, in its order."""
         report = self.report
-        if not self.options.keep_raw:
+        if self.options.drops_exact:
             self.writer.spend_reserve()
         report.bytes_before, report.file_before = self.store.stats()["bytes"], self.store.environment.file_bytes()
         chunks = self._chunks()
         profile = self._profile(levels, chunks)
         losses = self._losses(levels, profile, chunks)
         levels = self._chosen(levels, losses)
+        self._judge(levels, losses)
+        refuses = self.options.drops_exact and not self.options.yes and not report.is_allowed
+        if refuses and self._exact_bytes(chunks, levels):
+            raise self._refusal(levels)
         if any(level_of(level).share < 100 for level in levels):
             self._load()
         Encoder(self.store, self.writer, profile, self.options, report, self.events, self.heavy).run(chunks, levels)
@@ -106,7 +109,34 @@ class _Job:
         if report.dropped:
             self._compact()
         report.file_after = self.store.environment.file_bytes()
+        if exact_bytes := self._exact_bytes(chunks, levels):
+            report.file_without_exact = self.store.stats()["live_bytes"] - exact_bytes
         return report
+
+    # ---- the limit ----
+
+    def _judge(self, levels: Sequence[str], losses: Mapping[str, Mapping[str, float]]) -> None:
+        """Note what the level loses that a question would read if these were all."""
+        known = {level: row["kl_answer"] for level, row in losses.items()}
+        self.report.max_loss = self.options.allowed_loss
+        read = smallest_allowed(levels, known, self.report.max_loss)
+        self.report.loss = 0.0 if read in exact() else known.get(str(read))
+
+    def _refusal(self, levels: Sequence[str]) -> UsageError:
+        loss, made, anyway = self.report.loss, " and ".join(levels), "--yes drops them all the same"
+        if loss is None:
+            measured = "" if self.options.questions else "without --questions 0 it is measured; "
+            return UsageError(f"the loss of level {made} is not measured: exact records stay", measured + anyway)
+        return UsageError(
+            f"level {made} loses {loss:.4f} nats a token of at most {self.report.max_loss:g}: exact records stay",
+            f"--level auto takes one that loses less; --max-loss {enough_loss(loss)} allows this; {anyway}",
+        )
+
+    def _exact_bytes(self, chunks: Iterable[bytes], levels: Sequence[str]) -> int:
+        """Count what the exact records of some chunks take in the data file, those of these levels left out."""
+        going = [level for level in exact() if level not in levels]
+        with self.store.snapshot() as snapshot:
+            return sum(size for chunk in chunks for name, size in level_bytes(snapshot, chunk).items() if name in going)
 
     def _compact(self) -> None:
         """Give the pages of what was dropped back to the disk."""

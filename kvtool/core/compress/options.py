@@ -25,6 +25,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
     ----------
     levels : as asked for: names, or `auto`: the smallest whose measured loss is at most `max_loss`.
     keep : share of the rows that is stored; it multiplies with the level. None: all.
+    max_loss : of the answer, in nats a token: the most that `auto` loses, and that exact records are dropped for.
     chunks : ids in hex; empty: all.
     predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
     """
@@ -46,12 +47,23 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
         unit="percentage",
         instead="all",
     )
-    max_loss: float | None = option(None, "What `auto` may lose (nats a token).", group=LEVEL, lowest=0)
+    max_loss: float | None = option(
+        None,
+        "What `auto` may lose, and --drop-raw allow (nats a token).",
+        group=LEVEL,
+        lowest=0,
+        instead="what questions allow",
+    )
     questions: int = option(8, "How many prompts the loss is measured on; 0: it is not.", group=LEVEL, lowest=0)
     chunks: tuple[str, ...] = option((), "Only these chunks.", group=LEVEL, metavar="ID")
-    keep_raw: bool = option(
-        True, "Whether exact records stay once the others were read back.", group=LEVEL, flag="--keep-raw/--drop-raw"
+    keep_raw: bool | None = option(
+        None,
+        "Whether exact records stay once the others were read back.",
+        group=LEVEL,
+        flag="--keep-raw/--drop-raw",
+        instead="they stay; a terminal is asked",
     )
+    yes: bool = option(False, "Drop exact records even where more is lost than --max-loss.", group=LEVEL)
     fit: bool = option(False, "Learn the codec's profile from this store first.", group=PROFILE)
     fit_prompts: int = option(
         FIT_PROMPTS, "How many prompts --fit measures on; fewer are sooner and lose more.", group=PROFILE, lowest=1
@@ -71,11 +83,16 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
             raise UsageError("--fit and --profile exclude each other", "give one of them")
 
     @property
+    def drops_exact(self) -> bool:
+        """Whether exact records go: only where that was asked for."""
+        return self.keep_raw is False
+
+    @property
     def share(self) -> int:
         """Percent of a chunk's rows that are stored."""
         return 100 if self.keep is None else round(100 * self.keep)
 
     @property
     def allowed_loss(self) -> float:
-        """Nats a token of the answer that `auto` may lose."""
+        """Nats a token of the answer that may be lost."""
         return MAX_LOSS if self.max_loss is None else self.max_loss

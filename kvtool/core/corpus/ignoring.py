@@ -28,11 +28,14 @@ _SECRETS = (
     *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass", ".htpasswd", ".npmrc", ".pypirc", ".git-credentials"),
     *("*.pem", "*.key", "*.p12", "*.pfx", "*.jks", "*.keystore", "*.kdbx", "*.ppk", "*.tfstate"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", "id_*_sk", "credentials", "credentials.*", "secrets.*"),
+    *("*.gpg", "*.pgp", "*.age", "*.ovpn", "*.token", "*.htpasswd", "*.kubeconfig", "kubeconfig"),
+    *("token", "secret", "secrets", "passwords", "passwords.*", "shadow", "shadow-", "gshadow", "gshadow-"),
     *("client_secret*.json", "service-account*.json", "service_account*.json"),
 )
 _LOCKS = (
     *("package-lock.json", "npm-shrinkwrap.json", "pnpm-lock.yaml", "yarn.lock", "poetry.lock", "uv.lock", "*.lock"),
     *("go.sum", "packages.lock.json", "gradle.lockfile", "conda-lock.yml", "~$*"),
+    *("*~", "*.bak", "*.orig", "*.rej", "*.swp", "*.tmp"),
 )
 
 
@@ -42,7 +45,8 @@ def is_secret(name: str) -> bool:
 
 
 def is_lock(name: str) -> bool:
-    """Whether a file is written by a package manager, or by an office program while it has another open."""
+    """Return True if a file is written by a package manager, by an office program while it has another open, or by an
+    editor as a copy of another."""
     return any(fnmatchcase(name.lower(), glob) for glob in _LOCKS)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 
 from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.corpus.ignoring import Roots, Rules, is_hidden, is_lock, is_own, is_secret
-from kvtool.core.corpus.readers import is_archive, is_image
+from kvtool.core.corpus.readers import is_archive, is_image, kind_of
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
 
@@ -31,12 +31,14 @@ class FoundFile:
     size : bytes.
     mtime_ns : time of the last change, in nanoseconds.
     ctime_ns : of the last change also of its rights, its name or that time itself.
+    guessed : nothing but its content says whether it is text: found in a folder, by a name that no reader knows.
     """
 
     name: str
     size: int
     mtime_ns: int
     ctime_ns: int
+    guessed: bool = False
 
     @property
     def path(self) -> Path:
@@ -46,11 +48,18 @@ class FoundFile:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A file that could not be taken, and why; `before`: that is known of an earlier run, and it was not read now."""
+    """A file that could not be taken, and why.
+
+    Attributes
+    ----------
+    known : it failed so in an earlier run, and lies there as it did.
+    read : it was tried in this run.
+    """
 
     path: str
     error: str
-    before: bool = False
+    known: bool = False
+    read: bool = True
 
 
 class Skip(StrEnum):
@@ -61,7 +70,7 @@ class Skip(StrEnum):
     UNSUPPORTED = "unsupported"  # no reader for what it is
     IGNORED = "ignored"  # named by .gitignore or .kvtoolignore
     HIDDEN = "hidden"  # its name begins with a dot
-    LOCK = "lock"  # written by a package manager
+    LOCK = "lock"  # written by a package manager, or an editor's copy of another
     SECRET = "secret"  # its name says that it holds keys or passwords
     UNINSTALLED = "uninstalled"  # what reads it is not installed
     SPECIAL = "special"  # a FIFO, a socket, a device
@@ -75,6 +84,11 @@ class Skipped:
     path: str
     kind: Skip
     reason: str
+
+    @property
+    def what(self) -> str:
+        """What it is, for a summary: its kind, or of one without a reader what its name calls it."""
+        return kind_of(PurePosixPath(self.path)) if self.kind is Skip.UNSUPPORTED else self.kind.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +122,10 @@ def find_files(
 ) -> Walked:
     """Find the files below `paths`, sorted, each real file once.
 
-    A file named in `paths` is always taken, unless its ending says that it is no text (`.png`). In a folder only names
-    with a registered reader are, or those whose ending an `include` pattern spells out (`*.dat`); hidden names, lock
-    files, secrets and what ignore files name are passed over, folder links are not followed, and a file link only where
-    it stays inside the folder.
+    A file whose ending says that it is no text (`.png`) is not taken. In a folder hidden names, lock files, secrets and
+    what ignore files name are passed over, too; folder links are not followed, and a file link only where it stays
+    inside the folder. A name there that no reader knows, and whose ending no `include` pattern spells out (`*.dat`), is
+    `guessed`.
 
     Parameters
     ----------
@@ -195,7 +209,7 @@ class _Search:
         taken = 0
         for path in self._walk(root):
             try:
-                taken += self._take_file(path, path.stat())
+                taken += self._take_file(path, path.stat(), guessed=not self._is_asked_for(path))
             except FileNotFoundError:
                 self._skip(path, Skip.GONE, "gone since the folder was listed")
             except OSError as error:
@@ -203,14 +217,14 @@ class _Search:
         if not taken and str(root) not in self.failures:
             self.bare.append(root)
 
-    def _take_file(self, path: Path, status: os.stat_result) -> bool:
+    def _take_file(self, path: Path, status: os.stat_result, guessed: bool = False) -> bool:
         if not stat.S_ISREG(status.st_mode):
             self._skip(path, Skip.SPECIAL, f"{_type_name(status.st_mode)}, not a file")
             return False
         if self.reading.refuses(path):
             self._skip(path, Skip.UNSUPPORTED, _not_text(path))
             return False
-        file = FoundFile(str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+        file = FoundFile(str(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns, guessed)
         real = os.path.realpath(path)
         if real in self.left_out:
             return False
@@ -252,7 +266,7 @@ class _Search:
         elif self.ignore and rules.names(path, is_folder):
             self._skip(path, Skip.IGNORED, "named by an ignore file (--no-ignore takes it)")
         elif self.ignore and not is_folder and is_lock(name):
-            self._skip(path, Skip.LOCK, "a lock file (--no-ignore takes it)")
+            self._skip(path, Skip.LOCK, "a lock file, or a copy that an editor left (--no-ignore takes it)")
         elif not self._is_shown(path):
             self._skip(path, Skip.IGNORED, _NOT_SHOWN)
         else:
@@ -287,15 +301,14 @@ class _Search:
     def _name_wanted(self, path: Path, below: str) -> bool:
         if self.include and not _matches(below, self.include):
             return False
-        if self.reading.takes(path) or any(PurePosixPath(glob).suffix == path.suffix for glob in self.include):
-            return True
-        why = (
-            _not_text(path)
-            if is_image(path) or is_archive(path)
-            else f"no reader for {path.suffix or 'names without an ending'}"
-        )
-        self._skip(path, Skip.UNSUPPORTED, why)
-        return False
+        if self.reading.refuses(path):
+            self._skip(path, Skip.UNSUPPORTED, _not_text(path))
+            return False
+        return True
+
+    def _is_asked_for(self, path: Path) -> bool:
+        spelled = (PurePosixPath(glob).suffix for glob in self.include)
+        return self.reading.takes(path) or (bool(path.suffix) and path.suffix in spelled)
 
     def _fail(self, path: Path, error: str) -> None:
         self.failures.setdefault(str(path), Failure(str(path), error))

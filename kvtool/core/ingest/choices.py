@@ -14,7 +14,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.options import DEFAULT_MODEL
+from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM, EARLIER_SYSTEM
 from kvtool.core.session.identity import NEIGHBOUR, LeadInIds, StoreIdentity, check_same_model, resolve_named
 from kvtool.core.session.lead_in import LEARNED, learned_lead_in
 
@@ -80,7 +80,8 @@ class Choices:
         every chunk, and his split would cut them; and token ids need not be those of the text that is shown.
         """
         check_same_model(self.files, known)
-        wanted = Choices(None, replace(self._options, model=self.files.ref), self._once).identity
+        system = self._options.system or (EARLIER_SYSTEM if known.system == EARLIER_SYSTEM else None)  # kvtool's own
+        wanted = Choices(None, replace(self._options, model=self.files.ref, system=system), self._once).identity
         differs = [name.name for name in fields(wanted) if getattr(wanted, name.name) != getattr(known, name.name)]
         if differs := [name for name in differs if name != "model"]:
             raise UsageError(
@@ -105,13 +106,12 @@ class Choices:
         mode = self._options.lead_in or (known.lead_in.mode if known else "warm")
         if is_lead_in_file(mode):
             mode = str(Path(mode).expanduser().absolute())
-        system = self._options.system if self._options.system is not None else (known.system if known else "")
-        return mode, system
+        return mode, self._options.system or (known.system if known else DEFAULT_SYSTEM)
 
     def _new_identity(self, split: SplitSettings) -> StoreIdentity:
         from kvtool.core.model.lead_in import lead_in_ids
         from kvtool.core.model.load import kept_format, supported_config
-        from kvtool.core.model.prompt import DEFAULT_SYSTEM, PromptParts, prompt_parts
+        from kvtool.core.model.prompt import PromptParts, prompt_parts
         from kvtool.core.model.support import keeps_states
 
         # An unsupported model is refused before a store is made for it.
@@ -123,8 +123,8 @@ class Choices:
         if self.known and system == self.known.system:  # a template that tells the date says another one today
             parts = PromptParts(self.known.prefix, self.known.answer_header)
         else:
-            parts = prompt_parts(self.tokenizer, system or DEFAULT_SYSTEM)
-        fingerprint, ids = model_fingerprint(self.files, dtype), lead_in_ids(mode, self.tokenizer, parts)
+            parts = prompt_parts(self.tokenizer, system)
+        fingerprint, ids = model_fingerprint(self.files, dtype, self._once), lead_in_ids(mode, self.tokenizer, parts)
         if keeps and mode != _NO_LEAD_IN and not ids:
             raise UsageError("there is nothing to compute chunks behind", "use --lead-in warm")
         learned = mode == LEARNED

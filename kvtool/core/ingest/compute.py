@@ -69,7 +69,7 @@ class ChunkStorer(Storer):
         self._encoders.shutdown(wait=True)
 
     def _compute(self, batch: Batch) -> None:
-        self._write(self._prefill(batch.chunks), self.maker.level)
+        self._write(self._prefill(batch.chunks), self.maker.level, self._spanning(batch))
         self._is_there(batch)
 
     def _prefill(self, batch: Sequence[WantedChunk]) -> list[PrefilledChunk]:
@@ -81,11 +81,13 @@ class ChunkStorer(Storer):
         report.chunks.computed += len(batch)
         return made
 
-    def _write(self, batch: Sequence[PrefilledChunk], level: str) -> None:
+    def _write(self, batch: Sequence[PrefilledChunk], level: str, unfinished: Sequence[PreparedFile] = ()) -> None:
         # Verbatim records are copies: one at a time is as fast, and takes less memory.
         several = map if level_of(level).verbatim else self._encoders.map
 
         def work() -> None:
+            for file in unfinished:
+                self._writer.begin_file(file.entry.path, file.chunk_ids)
             for records in several(partial(encode, level=level, profile=self.maker.profile), batch):
                 self._account.report.kv_bytes += sum(map(len, records.layers))
                 self._writer.put_chunk(records.chunk_id, records.info, level, records.layers, origin=HERE)

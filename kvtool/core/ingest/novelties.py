@@ -31,7 +31,7 @@ class Novelties:
         return new
 
     def orphaned(self, paths: Collection[str], keep: bytes) -> int:
-        """Count the stored chunks that no document will have once what was asked about here stands in its place.
+        """Count the stored chunks that nothing will refer to once what was asked about here is in its place.
 
         Parameters
         ----------
@@ -47,7 +47,13 @@ class Novelties:
         going = {source for entry in self._store.files() if entry.path in paths for source in entry.documents}
         staying = (document for document in self._store.documents() if document.source not in going)
         wanted = {ref.chunk_id for document in staying for ref in document.chunks} | self._seen | {keep}
+        wanted |= {chunk for path, ids in self._store.unfinished().items() if path not in paths for chunk in ids}
         return sum(chunk_id not in wanted for chunk_id in self._store.chunk_ids())
+
+    @property
+    def seen(self) -> set[bytes]:
+        """A copy of the ids of all chunks that were asked about."""
+        return self._seen.copy()
 
     def take_back(self, new: Iterable[WantedChunk]) -> None:
         """Forget new chunks that are not made after all: they are new in a later file, too."""

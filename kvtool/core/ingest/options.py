@@ -95,6 +95,12 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
         2 * 10**9, "What reading one file may take of memory.", group=FILES, unit="size", lowest=10**8, instead="2GB"
     )
     retry: bool = option(False, "Read files again that could not be read before.", group=FILES, setting=False)
+    strict: bool = option(
+        False,
+        "Count files as failed that failed so before and have not changed.",
+        group=FILES,
+        setting=False,
+    )
     dry_run: bool = option(False, "Say what would be done, and do nothing.", group=FILES, setting=False)
     continue_on_error: bool = option(
         True,

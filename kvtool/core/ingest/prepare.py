@@ -26,6 +26,11 @@ class PreparedFile:
     chunks: tuple[WantedChunk, ...]
     is_new: bool
 
+    @property
+    def chunk_ids(self) -> tuple[bytes, ...]:
+        """Ids of its chunks, in order."""
+        return tuple(chunk.chunk_id for chunk in self.chunks)
+
 
 def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
     """Split and tokenise one file's documents."""

@@ -94,6 +94,8 @@ class RayStorer(Storer):
         batch: Batch
         computed: Computed
         batch, computed = self._crew.next()
+        for file in self._spanning(batch):
+            self._writer.begin_file(file.entry.path, file.chunk_ids)
         self._write(computed)
         report = self._account.report
         report.prefill_seconds += computed.seconds / self._crew.size

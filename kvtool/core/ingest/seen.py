@@ -3,7 +3,8 @@
 That all of it is still stored need not be looked at either, as long as nothing of any chunk was dropped since. Kept
 beside the store, as marks alone: of a file's path, its place and times on the disk, and the digest of what was read
 there. A mark says nothing of a file whose content the store does not have; without marks files are read again.
-Of a file that could not be read the mark names what tried, and the reason is kept with it.
+Of a file that could not be read the mark names what tried, and the reason is kept with it until the file is read or
+gone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import os
 import time
 from base64 import b64decode, b64encode
 from contextlib import suppress
+from dataclasses import replace
 
+from kvtool import __version__
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.readers import UnreadableFile
+from kvtool.core.corpus.walk import Failure
 
 _NAME, _FORMAT = "seen/files.json", 1
 _MARK_BYTES = 16
@@ -25,7 +29,7 @@ _SPARE = 10_000  # marks of files that are gone, or were read in another way
 _SPARE_FAILURES = 1_000
 
 
-_Failures = dict[str, dict[str, str]]  # why files could not be read, by their marks in hex
+_Failures = dict[str, dict[str, str]]  # which files could not be read and why, by their marks in hex
 
 
 class Seen:
@@ -43,6 +47,7 @@ class Seen:
         self._now: set[bytes] = set()  # of files that this run has met
         self._noted: dict[str, bytes] = {}  # of files that it has read, by their paths
         self._failed: _Failures = {}  # likewise
+        self._fine: set[str] = set()  # paths of files that could be read
 
     def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
         """Whether a file was last read just as it lies there now, and held this content."""
@@ -50,6 +55,7 @@ class Seen:
             mark = _mark(path, os.stat(path), digest)
             if mark in self._of(store)[0]:
                 self._now.add(mark)
+                self._fine.add(path)
                 return True
         return False
 
@@ -72,9 +78,23 @@ class Seen:
             mark = _mark(path, os.stat(path), means).hex()
             row = self._of(store)[1][mark]
             error = UnreadableFile.from_row(row)
-            self._failed[mark] = row
+            self._failed[mark] = row | {"path": path}
             return error
         return None
+
+    def compared(self, store: Store | None, failure: Failure, means: str = "") -> Failure:
+        """Compare a file that was tried, and failed, with earlier runs: a failure is known where the file lies there as
+        it did, and failed in the same words. It is remembered for the next run.
+
+        Parameters
+        ----------
+        means : what tried to read it, if its bytes are at fault.
+        """
+        with suppress(OSError):
+            mark = _mark(failure.path, os.stat(failure.path), repr((__version__, means, failure.error))).hex()
+            self._failed[mark] = {"path": failure.path, "message": failure.error}
+            return replace(failure, known=not self._retry and store is not None and mark in self._of(store)[1])
+        return failure
 
     def note(self, path: str, before: os.stat_result, digest: str) -> None:
         """Remember what a file held that was read now.
@@ -83,17 +103,20 @@ class Seen:
         ----------
         before : what was known of it before it was read.
         """
+        self._fine.add(path)
         if _rests(before):
             self._noted[path] = _mark(path, before, digest)
 
     def take_back(self, path: str) -> None:
         """Forget a file that was read and, after all, not stored."""
         self._noted.pop(path, None)
+        self._fine.discard(path)
 
     def note_failure(self, path: str, before: os.stat_result, means: str, error: UnreadableFile) -> None:
         """Remember that a file cannot be read, and why; see `note`, `failure`."""
+        self._fine.discard(path)
         if _rests(before):
-            self._failed[_mark(path, before, means).hex()] = error.to_row()
+            self._failed[_mark(path, before, means).hex()] = error.to_row() | {"path": path}
 
     def keep(self, store: Store, whole: bool) -> None:
         """Keep the marks for the next run; those of other files, too, as long as they are not many more.
@@ -104,9 +127,10 @@ class Seen:
         """
         known, known_failures = self._of(store)
         now = self._now | {*self._noted.values()}
-        if self._whole and now <= known and self._failed.items() <= known_failures.items():
+        failures = {mark: row for mark, row in known_failures.items() if self._may_fail(row)} | self._failed
+        if self._whole and now <= known and failures == known_failures:
             return
-        marks, failures = known | now, known_failures | self._failed
+        marks = known | now
         if whole and (not self._whole or len(marks) > 2 * len(now) + _SPARE):
             marks = now
         if whole and len(failures) > 2 * len(self._failed) + _SPARE_FAILURES:
@@ -114,6 +138,10 @@ class Seen:
         packed = b64encode(b"".join(sorted(marks))).decode("ascii")
         at = store.dropped_revision() if whole else None
         write_side(store, _NAME, {"format": _FORMAT, "marks": packed, "failures": failures, "whole": at})
+
+    def _may_fail(self, row: object) -> bool:
+        path = row.get("path") if isinstance(row, dict) else None
+        return isinstance(path, str) and path not in self._fine and os.path.lexists(path)
 
     def _of(self, store: Store) -> tuple[set[bytes], _Failures]:
         if self._known is None:

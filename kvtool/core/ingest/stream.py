@@ -19,7 +19,17 @@ from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
 from kvtool.core.ingest.seen import Seen
-from kvtool.core.ingest.survey import ChangedFile, Outcome, UnchangedFile, gone, is_below, reason_of, survey, vanished
+from kvtool.core.ingest.survey import (
+    ChangedFile,
+    Outcome,
+    UnchangedFile,
+    abandoned,
+    gone,
+    is_below,
+    reason_of,
+    survey,
+    vanished,
+)
 
 
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
@@ -69,7 +79,11 @@ class Stream:
         UsageError : it has, and nobody said that they are to be forgotten.
         """
         roots, sync = set(places(path)), self._options.sync
-        count = sum(len(entry.documents) for entry in self.store.files() if is_below(entry, roots)) if self.store else 0
+        count = (
+            sum(len(entry.documents) for entry in self.store.files() if is_below(entry.path, roots))
+            if self.store
+            else 0
+        )
         if count and not sync:
             raise UsageError(
                 f"{path} is not there any more; the store holds {count} document(s) of it",
@@ -80,10 +94,19 @@ class Stream:
     @cached_property
     def gone(self) -> list[FileEntry]:
         """Files of the store that `--sync` forgets."""
+        return list(gone(*self._synced)) if self._synced else []
+
+    @cached_property
+    def abandoned(self) -> list[str]:
+        """Unfinished files that `--sync` forgets."""
+        return abandoned(*self._synced) if self._synced else []
+
+    @cached_property
+    def _synced(self) -> tuple[list[Path], Store, set[str]] | None:
         if not self._options.sync or self.store is None:
-            return []
+            return None
         paths = [path for path in self._options.paths if path not in self.kept]
-        return list(gone(paths, self.store, {file.name for file in self.walked.files}))
+        return paths, self.store, {file.name for file in self.walked.files}
 
     @cached_property
     def kept(self) -> list[Path]:
@@ -103,9 +126,9 @@ class Stream:
     def __iter__(self) -> Iterator[PreparedFile]:
         """Cut the changed files, one after another. All others are counted and told."""
         self._tell_paths()
-        if not self._options.dry_run:
-            self._account.begin(sum(file.size for file in self.walked.files))
+        self._account.begin(self.walked.files)
         for outcome in self._outcomes:
+            self._account.look_at(_path_of(outcome))
             if isinstance(outcome, Failure):
                 self._account.fail(outcome)
             elif isinstance(outcome, Skipped):
@@ -120,7 +143,8 @@ class Stream:
         walked = self.walked
         with self._account.phase("model_files"):
             settings = self._choices.identity.settings_digest()
-        bad: list[Outcome] = [*walked.skipped, *walked.failures]
+        bad: list[Outcome] = [*walked.skipped]
+        bad += [self.seen.compared(self.store, failure) for failure in walked.failures]
         nothing = not self.gone
         for file in walked.files:
             outcome = survey(file, self.store, settings, self._reading, self.seen)
@@ -153,11 +177,15 @@ class Stream:
         try:
             file = prepare(changed, identity, tokenizer)
         except Exception as error:
-            self.seen.take_back(path)
-            self._account.fail(Failure(path, reason_of(error)))
+            self.fail(path, reason_of(error))
         for note in changed.notes:
             self._account.warn(f"{path}: {note}")
         return file
+
+    def fail(self, path: str, error: str) -> None:
+        """Count a file that failed after it was read, and is not stored."""
+        self.seen.take_back(path)
+        self._account.fail(self.seen.compared(self.store, Failure(path, error)))
 
     def _tell_paths(self) -> None:
         """Tell of given paths that are gone, and of folders that are bare."""
@@ -168,6 +196,12 @@ class Stream:
             self._account.warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
         for path in set(self.walked.bare).difference(map(Path.resolve, self.kept)):
             self._account.warn(f"{path}: no readable file in this folder")
+
+
+def _path_of(outcome: Outcome) -> str:
+    if isinstance(outcome, ChangedFile):
+        return outcome.found.name
+    return outcome.known.path if isinstance(outcome, UnchangedFile) else outcome.path
 
 
 def _is_kept(path: Path) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.regular import read_regular
-from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingPackage, UnreadableFile
+from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingPackage, SecretFile, UnreadableFile
+from kvtool.core.corpus.readers.unknown import SNIFFED, check
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -61,9 +62,13 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
     except FileNotFoundError:
         return Skipped(path, Skip.GONE, "gone since the folder was listed")
     except UnreadableFile as error:
-        return _unreadable(file, known, error, reading)
+        outcome = _unreadable(file, known, error, reading)
+        return seen.compared(store, outcome, reading.means(file.path)) if isinstance(outcome, Failure) else outcome
     except Exception as error:
-        return Failure(path, reason_of(error))
+        reason = reason_of(error)
+        if file.guessed and not known:
+            return Skipped(path, Skip.UNSUPPORTED, reason)
+        return seen.compared(store, Failure(path, reason))
 
 
 def reason_of(error: Exception) -> str:
@@ -88,18 +93,20 @@ def _look(
         return UnchangedFile(known)
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
-        return _unreadable(file, known, failure, reading, before=True)
+        return _unreadable(file, known, failure, reading, read=False)
     before = os.stat(file.name)
-    data = read_regular(file.name, _LARGEST + 1) if before.st_size <= _LARGEST else b""
-    if max(before.st_size, len(data)) > _LARGEST:
-        raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
-    digest = hashlib.sha256(data).hexdigest()
-    seen.note(file.name, before, digest)
-    if known and stands and known.digest == digest:
-        return UnchangedFile(known)
-    # as it was read: a file that grows is larger by now than when it was found
-    file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
     try:
+        if file.guessed:
+            check(read_regular(file.name, SNIFFED), before.st_size)
+        data = read_regular(file.name, _LARGEST + 1) if before.st_size <= _LARGEST else b""
+        if max(before.st_size, len(data)) > _LARGEST:
+            raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
+        digest = hashlib.sha256(data).hexdigest()
+        seen.note(file.name, before, digest)
+        if known and stands and known.digest == digest:
+            return UnchangedFile(known)
+        # as it was read: a file that grows is larger by now than when it was found
+        file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
         return ChangedFile(file, digest, settings, reading.documents(file.path, data), known)
     except UnreadableFile as error:
         seen.note_failure(file.name, before, means, error)
@@ -107,19 +114,21 @@ def _look(
 
 
 def _unreadable(
-    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, before: bool = False
+    file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, read: bool = True
 ) -> Failure | Skipped:
     """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
     path = file.name
     if known is not None and known.documents:
-        return Failure(path, f"{error.message}; what was read from it before stays in the store", before)
+        return Failure(path, f"{error.message}; what was read from it before stays in the store", not read, read)
     if isinstance(error, EmptyFile):
         return Skipped(path, Skip.EMPTY, error.message)
     if isinstance(error, MissingPackage):
         return Skipped(path, Skip.UNINSTALLED, f"{error.message} ({error.hint})")
-    if isinstance(error, BinaryFile) and not reading.takes(file.path):
+    if isinstance(error, SecretFile):
+        return Skipped(path, Skip.SECRET, error.message)
+    if file.guessed or (isinstance(error, BinaryFile) and not reading.takes(file.path)):
         return Skipped(path, Skip.UNSUPPORTED, error.message)
-    return Failure(path, error.message, before)
+    return Failure(path, error.message, not read, read)
 
 
 def _is_whole(entry: FileEntry, store: Store) -> bool:
@@ -133,10 +142,20 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
 
 def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
     """Find the files of the store below the given paths that are not there any more."""
-    roots = {place for path in paths for place in places(path)}
-    for entry in store.files():
-        if entry.path not in present and is_below(entry, roots) and not _exists(Path(entry.path)):
-            yield entry
+    return (entry for entry in store.files() if _is_gone(entry.path, _roots(paths), present))
+
+
+def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
+    """List the paths of unfinished files, likewise."""
+    return [path for path in store.unfinished() if _is_gone(path, _roots(paths), present)]
+
+
+def _roots(paths: Sequence[Path]) -> set[Path]:
+    return {place for path in paths for place in places(path)}
+
+
+def _is_gone(path: str, roots: set[Path], present: set[str]) -> bool:
+    return path not in present and is_below(path, roots) and not _exists(Path(path))
 
 
 def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
@@ -158,10 +177,9 @@ def holds_anything(path: Path) -> bool:
         return True
 
 
-def is_below(entry: FileEntry, roots: set[Path]) -> bool:
-    """Whether a file of the store is one of these, or lies in one of these folders."""
-    path = Path(entry.path)
-    return not roots.isdisjoint((path, *path.parents))
+def is_below(path: str, roots: set[Path]) -> bool:
+    """Return True if a file is one of these, or in one of these folders."""
+    return not roots.isdisjoint((Path(path), *Path(path).parents))
 
 
 def _exists(path: Path) -> bool:

@@ -6,17 +6,20 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import prepare
 from kvtool.core.model.text_stream import OnText, TextStream
 
+Finish = Literal["stop", "length", "repeat"]
 _COLD = 1e-6  # logits divided by less may be no numbers any more
 
 
@@ -27,6 +30,7 @@ class Sampling:
     Attributes
     ----------
     stop : texts that end the answer, and are no part of it.
+    stop_repeats : end it where it repeats itself (`Repeats`), too.
     draw : where its random numbers come from: of answers that are written side by side each has its own.
     """
 
@@ -34,6 +38,7 @@ class Sampling:
     temperature: float = 0.0
     seed: int = 0
     stop: tuple[str, ...] = ()
+    stop_repeats: bool = False
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
 
 
@@ -43,9 +48,9 @@ class Generated:
 
     Attributes
     ----------
-    ids : its token ids, without the end token.
+    ids : its token ids, without the end token, and without those of a repetition that ended it.
     end : the end token; None where the answer was cut off at its longest, or ended by a text.
-    stop : the text that ended it; None where none did.
+    stop : the text that ended it; None where none did. `finish`: what did, a text or whoever asked being a stop, too.
     milliseconds : how long it took after the first token.
     steps : how many tokens were computed in that time. `stepper`: how, with the reason where it is not in machine code.
     """
@@ -57,6 +62,7 @@ class Generated:
     steps: int = 0
     stepper: str = ""
     stop: str | None = None
+    finish: Finish = "stop"
 
     @property
     def script(self) -> Ids:
@@ -156,7 +162,9 @@ class Writing:
         self._started = time.perf_counter()
         self._sampling, self._known, self._steps = sampling, len(known), 0
         self._error: Exception | None = None
-        self._text = TextStream(decoder.loaded.tokenizer, stop_ids(decoder), on_text, sampling.stop)
+        tokenizer = decoder.loaded.tokenizer
+        stops = (*sampling.stop, *stop_texts(tokenizer))
+        self._text = TextStream(tokenizer, stop_ids(decoder), on_text, stops, sampling.stop_repeats)
         for self.token in known:
             self._text.add(self.token)
         self.stepper = stepper_for(decoder, cache)
@@ -164,8 +172,11 @@ class Writing:
     @property
     def done(self) -> bool:
         """Whether it has ended, is as long as it may become, or cannot go on."""
-        full = self._known + self._steps >= self._sampling.max_tokens
-        return full or self._text.ended or self._error is not None
+        return self._is_full or self._text.ended or self._error is not None
+
+    @property
+    def _is_full(self) -> bool:
+        return self._known + self._steps >= self._sampling.max_tokens
 
     def take(self, logits: torch.Tensor) -> None:
         """Choose the next token from the logits behind the last, `[vocabulary]`."""
@@ -192,7 +203,11 @@ class Writing:
         text.end()
         milliseconds = (time.perf_counter() - self._started) * 1e3
         how = f"{stepper.name}: {stepper.why}" if stepper.why else stepper.name
-        return Generated(text.text, tuple(text.ids), text.ended_by, milliseconds, self._steps, how, text.stopped_by)
+        cut: Finish = "length" if self._is_full and not text.ended else "stop"
+        finish: Finish = "repeat" if text.repeated else cut
+        return Generated(
+            text.text, tuple(text.ids), text.ended_by, milliseconds, self._steps, how, text.stopped_by, finish
+        )
 
 
 @dataclass(frozen=True, slots=True)

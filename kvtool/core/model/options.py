@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,14 @@ from kvtool.core.options.option import Options, option
 
 DEFAULT_MODEL = "Qwen/Qwen3-0.6B"  # for a new store; an existing one remembers its own
 MODEL = "Model"  # the heading that these options stand under
+# The instruction of a new store; an existing one remembers its own. samples/results/instruction.md compares wordings.
+DEFAULT_SYSTEM = "You are a helpful assistant. Answer from the passages in full sentences. If they do not tell, say so."
+# Stores whose manifest names no instruction were made with this one, which benchmarks still set.
+EARLIER_SYSTEM = (
+    "You answer questions from the given passages. Reply with only the answer: a name, a number, a date or a short "
+    "phrase copied from the passages, with no explanation."
+)
+_FILE_NAME = re.compile(r"[!-~]*([/\\][!-~]*|\.[A-Za-z]\w{0,4})")  # no sentence: `say.txt`, `prompts/brief`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,31 +49,46 @@ class ModelOptions(NetworkOptions):
 
 
 def system_option(group: str) -> str | None:
-    """The instruction, an option of whatever makes prompts: in Python its text, elsewhere a file that holds it."""
+    """Declare the instruction: in Python its text; elsewhere its text, or `@` and a file that holds it."""
     return option(
         None,
-        "A file with the instruction that the prompt begins with.",
+        "The instruction that the prompt begins with.",
         group=group,
-        metavar="FILE",
-        unit="path",
+        metavar="TEXT|@FILE",
+        unit="text",
+        check=lambda text: "" if text.strip() else "is empty",
         read=system_text,
-        instead="the store's own",
+        instead=f"the store's own; of a new one: {DEFAULT_SYSTEM}",
     )
 
 
-def system_text(path: str) -> str:
-    """The instruction in a file.
+def system_text(given: str) -> str:
+    """Return the instruction that a flag, a variable or a file of settings gives.
 
     Raises
     ------
-    UsageError : it cannot be read, or is empty.
+    UsageError : its file cannot be read, or a file is named without `@`.
     """
+    if given.startswith("@"):
+        return _file_text(Path(given[1:]).expanduser()).strip()
+    if _names_file(given):
+        raise UsageError(
+            f"--system: {given!r} is a file's name, and no instruction", f"--system @{given} reads the file"
+        )
+    return given.strip()
+
+
+def _names_file(text: str) -> bool:
     try:
-        text = Path(path).expanduser().read_text(encoding="utf-8-sig").strip()
+        return _FILE_NAME.fullmatch(text) is not None or Path(text).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # longer than a name may be
+        return False
+
+
+def _file_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"the instruction {path!r} cannot be read: {error}", "--system takes a UTF-8 text file"
+            f"the instruction {str(path)!r} cannot be read: {error}", "--system @FILE takes a UTF-8 text file"
         ) from error
-    if not text:
-        raise UsageError(f"the instruction {path!r} is empty", "write what the model should do, or leave --system out")
-    return text

@@ -9,17 +9,13 @@ from typing import Any, TypeVar
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.model.options import DEFAULT_SYSTEM
 from kvtool.core.model.template import TemplateFailed, render
 from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
-# Measured beside other wordings: the same request in two sentences more gave Qwen2.5-Coder-0.5B an F1 of .32 instead of
-# .40 on HotpotQA (first 40 questions, full recompute).
-DEFAULT_SYSTEM = (
-    "You answer questions from the given passages. Reply with only the answer: a name, a number, a date or a short "
-    "phrase copied from the passages, with no explanation."
-)
 Cut = TypeVar("Cut")
 _SEPARATOR = "\n\n"
+_ASKS = "Question:"
 _SYSTEM = "kvtoolSystemText"
 _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
@@ -63,7 +59,12 @@ def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
 
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
     """The token ids of the last segment: the question as ordinary text, then the answer's header."""
-    return (*encode(tokenizer, f"Question: {question.strip()}"), *parts.answer_header)
+    return (*encode(tokenizer, f"{_ASKS} {question.strip()}"), *parts.answer_header)
+
+
+def stop_texts(tokenizer: Any) -> tuple[str, ...]:
+    """Return the texts that end an answer: of a base model, which knows no turns, the next question that it asks."""
+    return () if tokenizer.chat_template else (f"\n{_ASKS}",)
 
 
 def turn_header(tokenizer: Any) -> Ids:

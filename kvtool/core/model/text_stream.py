@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from kvtool.core.model.repeats import Repeats
 
 OnText = Callable[[str], None]
 
@@ -19,37 +22,53 @@ class TextStream:
     ----------
     ends : the tokens that end the answer.
     stops : texts that do: they are cut off, and what may become one is held back.
+    stop_repeats : a repetition does, in the same way; its tokens are none of the answer's.
 
     Attributes
     ----------
     ended_by, stopped_by : the token, or the text, that ended it.
+    repeated : a repetition did.
     """
 
-    def __init__(self, tokenizer: Any, ends: set[int], on_text: OnText | None, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        ends: set[int],
+        on_text: OnText | None,
+        stops: Sequence[str] = (),
+        stop_repeats: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         self._ends = ends
         self._on_text = on_text
         self._stops = [stop for stop in stops if stop]
+        self._repeats = Repeats() if stop_repeats else None
+        self._lengths: list[int] = []  # of the text, by token
         self._shown = 0
         self._settled, self._start, self._known = "", 0, 0  # text that stays; tokens from here on; their text in it
         self.ids: list[int] = []
         self.text = ""
         self.ended_by: int | None = None
         self.stopped_by: str | None = None
+        self.repeated = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing may follow."""
-        return self.ended_by is not None or self.stopped_by is not None
+        return self.ended_by is not None or self.stopped_by is not None or self.repeated
 
     def add(self, token: int) -> None:
+        if self.ended:
+            return
         if token in self._ends:
             self.ended_by = token
             return
         self.ids.append(token)
         self.text = self._settled + self._window()[self._known :]
+        self._lengths.append(len(self.text))
         self._cut()
         if not self.text.endswith("�"):
+            self._leave_repetition_out()
             self._show(len(self.text) - self._begun())
             if len(self.ids) - self._start >= _WINDOW:
                 self._settled, self._start = self.text, len(self.ids) - _OVERLAP
@@ -69,11 +88,18 @@ class TextStream:
             self.stopped_by = min(found, key=places.__getitem__)
             self.text = self.text[: places[self.stopped_by]]
 
+    def _leave_repetition_out(self) -> None:
+        if self._repeats is not None and self.stopped_by is None and self._repeats.found(self.text):
+            self.repeated = True
+            self.text = self.text[: self._repeats.begin]
+            del self.ids[bisect_right(self._lengths, len(self.text.rstrip())) :]
+
     def _begun(self) -> int:
-        """How much of the text's end may be the beginning of a text that ends the answer."""
-        if self.stopped_by is not None:
+        """How much of the text's end may be the beginning of a text, or of a repetition, that ends the answer."""
+        if self.ended:
             return 0
-        return max((_overlap(self.text, stop) for stop in self._stops), default=0)
+        repeated = 0 if self._repeats is None else len(self.text) - self._repeats.begin
+        return max(repeated, *(_overlap(self.text, stop) for stop in self._stops), 0)
 
     def end(self) -> None:
         """Show what is left, without the first bytes of a character that never came."""

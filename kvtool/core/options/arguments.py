@@ -28,6 +28,7 @@ class IngestArguments(TypedDict, total=False):
     read_timeout: float | str
     read_memory: int | str
     retry: bool
+    strict: bool
     dry_run: bool
     continue_on_error: bool
     log: str | Path | None
@@ -51,10 +52,12 @@ class QueryArguments(TypedDict, total=False):
 
     max_tokens: int
     system: str | None
+    stop_repeats: bool
     temperature: float
     seed: int
     force: bool
     top_k: int
+    min_score: float
     only: str | Iterable[str]
     retriever: str
     embedder: str | None
@@ -93,7 +96,8 @@ class CompressArguments(TypedDict, total=False):
     max_loss: float | None
     questions: int
     chunks: str | Iterable[str]
-    keep_raw: bool
+    keep_raw: bool | None
+    yes: bool
     fit: bool
     fit_prompts: int
     profile: str | Path | None

@@ -29,7 +29,7 @@ from kvtool.core.errors import UsageError, did_you_mean
 ENV_PREFIX = "KVTOOL_"
 _MOST_TOLD = 12  # choices that an error lists; of more it says what stands for them in the help
 T = TypeVar("T")
-Unit = Literal["", "duration", "percentage", "size", "path"]
+Unit = Literal["", "duration", "percentage", "size", "path", "text"]
 
 
 def option(
@@ -69,7 +69,7 @@ def option(
     choices, pattern, check, lowest, highest : what a value has to fulfil; `check` returns the complaint, or nothing.
     suggest : values for completion and for "did you mean".
     unit : how it may be written besides a plain number: `10m`, `15%`, `20GB`; a path is expanded, and one in a file
-        is relative to that file.
+        is relative to that file, as is the path behind the `@` of a text.
     read : makes the value of what a flag, a variable or a file says; Python gives the value itself.
     instead : what the help says of the default.
     several : the hint where a list of its choices is given, though it takes one.

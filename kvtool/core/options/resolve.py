@@ -252,6 +252,8 @@ def _known(name: str, known: Mapping[str, Option], path: Path) -> Option:
 
 def _expanded(option: Option, value: Any, folder: Path | None = None) -> Any:
     """Expand `~`; make a path in a file relative to that file. URLs stay as they are."""
+    if option.unit == "text" and value.startswith("@"):
+        return f"@{_path(option, value[1:], folder)}"
     if option.unit != "path" or not value:
         return value
     if option.many:

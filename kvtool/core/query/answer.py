@@ -144,7 +144,7 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marke
         make_ready(session.decoder)
         started = time.perf_counter()
         outcome = replace(_fuse(session, asked, streamed, selector, options), states=states)
-        sampling = Sampling(options.max_tokens, options.temperature, options.seed)
+        sampling = Sampling(options.max_tokens, options.temperature, options.seed, stop_repeats=options.stop_repeats)
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _standing_chunks(session, asked)
@@ -299,6 +299,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
     return Reply(
         question=asked.request.question,
         answer=text,
+        finish=said.finish,
         fusion=options.mode(),
         chunks=with_changes(session.store, begun.chunks),
         revision=asked.revision,
@@ -317,6 +318,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         again=with_changes(session.store, begun.again),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
+        cut=asked.cut,
         left=len(asked.hits) - len(fused.plan.chunks),
         states=begun.outcome.states,
         resolved={

@@ -24,6 +24,7 @@ from kvtool.core.query.chains import answer_chain
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
+    from kvtool.core.model.generate import Generated
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply
     from kvtool.core.session.identity import LeadInIds
@@ -126,9 +127,14 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
         kl_first=forced.distance.kl_first,
         kl_answer=forced.distance.kl_answer,
         top1_agrees=forced.distance.first_agrees,
-        answer_equal=greedily if sampled else reply.generated.ids == forced.reference.answer.ids,
+        answer_equal=greedily if sampled else _is_same(reply.generated, forced.reference.answer),
         milliseconds=round(milliseconds, 3),
     )
+
+
+def _is_same(said: Generated, full: Generated) -> bool:
+    """Return whether an answer is the full one, which no repetition ends."""
+    return said.ids == (full.ids[: len(said.ids)] if said.finish == "repeat" else full.ids)
 
 
 def _name_of(lead_in: LeadInIds) -> str:

@@ -26,8 +26,8 @@ def compare(session: Session, request: Request, options: QueryOptions, modes: Se
     """
     if options.defer:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    with session.lock:
-        return _compare(session, request, options, modes)
+    with session.lock:  # each answer as the model gives it, to its end
+        return _compare(session, request, replace(options, stop_repeats=False), modes)
 
 
 def _compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:

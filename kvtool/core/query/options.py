@@ -40,11 +40,21 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 
     max_tokens: int = option(256, "Longest answer in tokens.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
+    stop_repeats: bool = option(
+        True, "End an answer where it repeats itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
+    )
     temperature: float = option(0.0, "Sampling temperature; 0 is greedy.", group=ANSWER, lowest=0, highest=2)
     seed: int = option(0, "Seed of the sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
     force: bool = option(False, "Answer although the gate refuses.", group=ANSWER, setting=False)
 
-    top_k: int = option(5, "How many chunks to find.", group=CHUNKS, lowest=1)
+    top_k: int = option(5, "How many chunks to find at most.", group=CHUNKS, lowest=1)
+    min_score: float = option(
+        0.7,
+        "Share of the best score below which a chunk is cut, unless it adds words of the question; 0 cuts none.",
+        group=CHUNKS,
+        lowest=0,
+        highest=1,
+    )
     only: tuple[str, ...] = option(
         (), "Search only documents whose path matches.", group=CHUNKS, setting=False, metavar="GLOB"
     )

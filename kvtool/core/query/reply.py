@@ -15,7 +15,7 @@ from kvtool.core.fusion.selectors import AUTO
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.model.generate import Generated
+    from kvtool.core.model.generate import Finish, Generated
     from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkSpans
 
@@ -93,6 +93,8 @@ class Reply:
 
     Attributes
     ----------
+    finish : how the answer ended: `stop`, `length` where it was cut off at its longest, `repeat` where it began to say
+        the same again.
     revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
@@ -101,6 +103,7 @@ class Reply:
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
         and what it was searched by (query/conversation.py).
+    cut : chunks that were found and left out because they help no more.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     states : of chunks of a model that keeps states, put together: what the mode loses (query/apart.py).
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
@@ -117,6 +120,7 @@ class Reply:
     generated: Generated
     fused: Fused
     selector: Selector
+    finish: Finish = "stop"
     revision: int = 0
     segments: dict[str, Any] | None = None
     explained: list[ChunkSpans] = field(default_factory=list)
@@ -128,6 +132,7 @@ class Reply:
     slo: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     left: int = 0
+    cut: int = 0
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
@@ -187,9 +192,11 @@ class Reply:
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
+            "finish": self.finish,
             "fusion": self.fusion,
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
+            "cut": self.cut,
             "tokens": self.tokens,
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},

@@ -72,7 +72,7 @@ class Places:
                 refused = error
         if refused is not None:
             raise refused
-        hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls` lists ids"
+        hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls --chunks` lists ids"
         raise UsageError(f"{place!r} names no chunk", hint)
 
     def _at_label(self, path: str, label: str) -> list[Passage]:

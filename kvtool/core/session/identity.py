@@ -15,7 +15,7 @@ from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
+from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.support import ONLY_EXACTLY
 from kvtool.core.records.wanted import WantedChunk
@@ -61,7 +61,7 @@ class StoreIdentity:
     dtype : the number format that keys and values are kept in; what computes them is the machine's choice.
     prefix : token ids before the first chunk of a prompt, as they were when the store was made.
     answer_header : token ids after the question.
-    system : the instruction they were made from; "" for the default.
+    system : the instruction they were made from.
     keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused (fusion/chain.py).
     """
 
@@ -72,7 +72,7 @@ class StoreIdentity:
     answer_header: Ids
     lead_in: LeadInIds
     split: SplitSettings
-    system: str = ""
+    system: str = EARLIER_SYSTEM
     namespace: str = ""
     keeps_states: bool = False
 
@@ -142,7 +142,8 @@ class StoreIdentity:
             lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]), row["lead_in"].get("rows", ""))
             split = SplitSettings(**row["split"])
             ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
-            return cls(**(row | ids | {"lead_in": lead_in, "split": split}))
+            said = {"system": row.get("system") or EARLIER_SYSTEM}
+            return cls(**(row | ids | said | {"lead_in": lead_in, "split": split}))
         except (KeyError, TypeError, ValueError) as error:
             raise StoreFormatError(
                 f"the store's manifest cannot be read: {error!r}", "it was written by another version of kvtool"

@@ -28,8 +28,10 @@ class MeasuredLosses:
         self._store = store
         self._rows: dict[str, dict[str, float]] = {}
         self._alone: dict[str, float] = {}
+        self._maker = NO_PROFILE.hex()
         with suppress(DamagedError, AttributeError, KeyError, TypeError, ValueError):
             state = store.codec_state()
+            self._maker = state.get("profile") or self._maker
             measured = {
                 maker: {level: float(rows[level]["kl_answer"]) for level in lossy(rows)}
                 for maker, rows in losses_by_maker(state).items()
@@ -53,6 +55,10 @@ class MeasuredLosses:
         if not level_of(level).profiled:
             return self._alone[level]
         return self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
+
+    def of_new(self, level: str) -> float | None:
+        """Get the loss of records that are made now, with the store's current profile; None: not measured."""
+        return self._alone.get(level, self._rows.get(self._maker, {}).get(level))
 
     def at_most(self) -> dict[str, float]:
         """The most that any stored chunk loses at a level, of levels whose chunks' losses are all known."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
@@ -17,8 +18,9 @@ def sizes_of(store: Store) -> dict[str, Any]:
 
     Returns
     -------
-    What `Store.stats` tells, where `chunks` and `tokens` are those of documents, and `beginning`: `id`, `tokens`,
-    `levels[{level, bytes}]` of the prompt's own, or None. Records, bytes and levels are of both.
+    What `Store.stats` tells, where `chunks` and `tokens` are those of documents; `beginning`: `id`, `tokens`,
+    `levels[{level, bytes}]` of the prompt's own, or None; and `unfinished`: `files`, `chunks`, `tokens`, `bytes` of
+    what interrupted ingests have stored. Records, bytes and levels are of all three.
 
     Raises
     ------
@@ -28,7 +30,21 @@ def sizes_of(store: Store) -> dict[str, Any]:
     beginning = None if identity is None else _beginning(store, identity)
     if beginning is not None:
         sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
-    return sizes | {"beginning": beginning}
+    unfinished = _unfinished(store)
+    sizes = sizes | {name: sizes[name] - unfinished[name] for name in ("chunks", "tokens")}
+    return sizes | {"beginning": beginning, "unfinished": unfinished}
+
+
+def _unfinished(store: Store) -> dict[str, int]:
+    """Count what is stored of files of which an ingest was interrupted."""
+    found = {"files": len(store.unfinished()), "chunks": 0, "tokens": 0, "bytes": 0}
+    with suppress(DamagedError):  # of a document, so that what it refers to is unknown, or of such a chunk
+        for chunk in store.unfinished_chunks():
+            sizes, info = store.sizes_here(chunk), store.chunk_info(chunk)
+            found["chunks"] += 1
+            found["tokens"] += len(info.token_ids) if info is not None and sizes else 0
+            found["bytes"] += sum(sizes.values())
+    return found
 
 
 def _beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from kvtool.core.codec.levels import exact, known, lossy
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.index import index_of
 from kvtool.core.upkeep.inventory import kept_always
-from kvtool.core.upkeep.plan import Drop, Plan
+from kvtool.core.upkeep.plan import UNFINISHED, Drop, Plan
 from kvtool.core.upkeep.profiles import without_profile
 
 
@@ -30,6 +30,8 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
             writer.drop_profiles(step.profiles, without_profile(store.codec_state()))
         if step.sources:
             writer.remove_documents(step.sources)
+        if step.name == UNFINISHED:
+            writer.end_unfinished()
         if step.sources or step.loose:
             continue
         spared |= _drop(store, writer, step.drops)

@@ -83,6 +83,7 @@ class Inventory:
     free : bytes of them that a compaction gives back as things are.
     shared : chunks of these documents to which documents that are not in this inventory refer as well.
     others : how many documents are not in it.
+    unfinished : chunks that only unfinished files refer to.
     beginning : the chunk before every prompt's first, which stays.
     profile : digest and bytes of the codec's current profile; None: there is none, or it is not looked at.
     """
@@ -95,6 +96,7 @@ class Inventory:
     stretches: tuple[tuple[bytes, int, int], ...] = ()
     shared: frozenset[bytes] = frozenset()
     others: int = 0
+    unfinished: tuple[bytes, ...] = ()
     beginning: bytes = b""
     profile: tuple[bytes, int] | None = None
 
@@ -128,13 +130,15 @@ def take_inventory(store: Store) -> Inventory:
     texts = _texts(store)
     documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
+    unfinished = loose & store.unfinished_chunks()
     return Inventory(
         documents,
         chunks,
-        tuple(sorted(loose)),
+        tuple(sorted(loose - unfinished)),
         space.folder_bytes(store.path),
         free,
         _stretches(store, used, chunks),
+        unfinished=tuple(sorted(unfinished)),
         beginning=_beginning(store),
         profile=_profile(store),
     )
@@ -152,18 +156,22 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
 
     entries = [entry for source in sorted({*sources}) if (entry := store.document(source)) is not None]
     refs = {entry.source: [ref.chunk_id for ref in entry.chunks] for entry in entries}
+    half = {source: ids for source, ids in store.unfinished().items() if source in {*sources}}
+    stored = store.unfinished_chunks() if half else set()
+    refs |= {source: [*refs.get(source, ()), *stored.intersection(ids)] for source, ids in half.items()}
     pins = store.pins()
     pinned = {bytes.fromhex(chunk) for chunk in pins["chunks"]} | pinned_with_documents(store)
     index = index_of(store)
-    holders = index.holders({chunk for chunk_ids in refs.values() for chunk in chunk_ids})
+    held = {chunk for chunk_ids in refs.values() for chunk in chunk_ids}
+    holders = index.holders(held)
     with store.snapshot() as snapshot:
-        chunks = {chunk: Holding(chunk, _levels(snapshot, chunk), pinned=chunk in pinned) for chunk in holders}
+        chunks = {chunk: Holding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
         names = {source: keys.name_key(source) for source in refs}
         texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
         free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
     documents = _documents(refs, chunks, {}, {*pins["sources"]} | _holding_pins(refs, pinned), texts)
     shared = frozenset(chunk for chunk, held_by in holders.items() if held_by - refs.keys())
-    others = index.documents - len(documents)
+    others = index.documents - len(entries)
     return Inventory(documents, chunks, (), space.folder_bytes(store.path), free, (), shared, others)
 
 
@@ -277,7 +285,7 @@ def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
     return sizes, max(0, store.environment.allocated_bytes() - live)
 
 
-def _levels(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
+def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
     """Bytes of a chunk by level."""
     levels: dict[str, int] = {}
     for _, level, size in _records(snapshot, chunk_id):

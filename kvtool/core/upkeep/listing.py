@@ -1,4 +1,4 @@
-"""What a store holds, chunk by chunk, by conditions and in an order. kvtool/docs/listing.md has the grammar."""
+"""A listing of documents or chunks, by conditions and in an order: kvtool/docs/listing.md has the grammar."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvtool.core.codec.levels import LEVELS, NAMES, known
 from kvtool.core.common.durations import seconds
@@ -32,22 +32,32 @@ _ORDER: dict[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A document without its text: a list of a million chunks would hold all texts else."""
+    """A document without its text: a list of a million chunks would hold all texts else.
+
+    Attributes
+    ----------
+    origin : the pack, store or signer that it came from; "" for one that was ingested here.
+    modified : when its file was changed last before it was ingested, in seconds since 1970; None: not known.
+    """
 
     source: str
     kind: str
     characters: int
     origin: str
+    modified: int | None
 
     @classmethod
-    def of(cls, document: DocumentEntry, origins: Mapping[str, str]) -> Listed:
-        """What is told of a document; `origins` as of :func:`origins_of`."""
-        return cls(document.source, document.kind, len(document.text), origins.get(document.source, ""))
+    def of(cls, document: DocumentEntry, files: Mapping[str, tuple[str, int]]) -> Listed:
+        """What is told of a document; `files` as of :func:`files_of`."""
+        origin, modified = files.get(document.source, ("", 0))
+        return cls(document.source, document.kind, len(document.text), origin, modified or None)
 
 
-def origins_of(store: Store) -> dict[str, str]:
-    """Map documents that were not ingested here to the pack, store or signer they came from. Raises DamagedError."""
-    return {source: entry.origin.name for entry in store.files() if entry.origin.name for source in entry.documents}
+def files_of(store: Store) -> dict[str, tuple[str, int]]:
+    """Map documents to where their files came from, and when those were changed last. Raises DamagedError."""
+    return {
+        source: (entry.origin.name, entry.mtime_ns // 10**9) for entry in store.files() for source in entry.documents
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +66,6 @@ class Row:
 
     Attributes
     ----------
-    number : of the document in the store's order.
     chunks : that its document has.
     levels : bytes by level that is stored whole.
     last_used : seconds since 1970; None: never.
@@ -72,20 +81,85 @@ class Row:
     pinned: bool
 
     @property
+    def start(self) -> int:
+        """The character of its document at which it begins."""
+        return self.ref.start
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens it has."""
+        return self.ref.tokens
+
+    @property
     def bytes(self) -> int:
         """How many bytes all its records have."""
         return sum(self.levels.values())
 
+    def to_json(self) -> dict[str, Any]:
+        """The chunk without its document."""
+        return {
+            "id": self.ref.chunk_id.hex(),
+            "start": self.start,
+            "end": self.ref.end,
+            "tokens": self.tokens,
+            "levels": level_rows(self.levels),
+            "bytes": self.bytes,
+            "last_used": self.last_used,
+            "pinned": self.pinned,
+        }
+
+
+@dataclass(slots=True)
+class DocumentRow:
+    """A document with what those of its chunks come to that are listed; the fields are those of a `Row`.
+
+    Attributes
+    ----------
+    last_used, age : of the chunk that was used last.
+    pinned : all of it, or a chunk.
+    """
+
+    document: Listed
+    start: int = 0
+    chunks: int = 0
+    tokens: int = 0
+    levels: dict[str, int] = field(default_factory=dict)
+    last_used: int | None = None
+    age: float = NEVER
+    pinned: bool = False
+
+    def add(self, row: Row) -> None:
+        """Count a chunk of the document in."""
+        self.chunks += 1
+        self.tokens += row.tokens
+        for level, size in row.levels.items():
+            self.levels[level] = self.levels.get(level, 0) + size
+        if row.age < self.age:
+            self.age, self.last_used = row.age, row.last_used
+        self.pinned = self.pinned or row.pinned
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes all records of these chunks have."""
+        return sum(self.levels.values())
+
+    def to_json(self, chunks: Iterable[Row]) -> dict[str, Any]:
+        """The document with these chunks."""
+        own = {name: getattr(self.document, name) for name in ("source", "kind", "characters", "origin", "modified")}
+        summed = {name: getattr(self, name) for name in ("tokens", "bytes", "last_used", "pinned")}
+        return own | summed | {"chunks": [row.to_json() for row in chunks]}
+
 
 Test = Callable[[Row], bool]
+AnyRow = TypeVar("AnyRow", Row, DocumentRow)
 
 
 def rows_of(store: Store) -> Iterator[Row]:
     """All chunks of all documents, in the documents' order. Raises DamagedError."""
     used, pins, now = store.last_used(), store.pins(), time.time()
-    sources, chunks, origins = set(pins["sources"]), set(pins["chunks"]), origins_of(store)
+    sources, chunks, files = set(pins["sources"]), set(pins["chunks"]), files_of(store)
     for document in store.documents():
-        listed = Listed.of(document, origins)
+        listed = Listed.of(document, files)
         for ref in document.chunks:
             last = used.get(ref.chunk_id)
             age = NEVER if last is None else max(0.0, now - last)
@@ -171,7 +245,7 @@ _NUMERIC = "= != < <= > >="
 _FIELDS: dict[str, tuple[str, Callable[[str, str], Test]]] = {
     "source": ("= != ~", _text(lambda row: row.document.source)),
     "kind": ("= != ~", _text(lambda row: row.document.kind)),
-    "tokens": (_NUMERIC, _number(lambda row: row.ref.tokens, int)),
+    "tokens": (_NUMERIC, _number(lambda row: row.tokens, int)),
     "chunks": (_NUMERIC, _number(lambda row: row.chunks, int)),
     "used": (_NUMERIC, _number(lambda row: row.age, _age)),
     "level": ("= !=", _level),
@@ -191,10 +265,10 @@ _VALUES = {
 
 # ---- order -------------------------------------------------------------------------------------------------------
 
-_KEYS: dict[str, Callable[[Row], Any]] = {
-    "source": lambda row: (row.document.source, row.ref.start),
+_KEYS: dict[str, Callable[[Row | DocumentRow], Any]] = {
+    "source": lambda row: (row.document.source, row.start),
     "kind": lambda row: row.document.kind,
-    "tokens": lambda row: row.ref.tokens,
+    "tokens": lambda row: row.tokens,
     "chunks": lambda row: row.chunks,
     "used": lambda row: row.age,
     "level": lambda row: min(map([*LEVELS].index, known(row.levels)), default=len(LEVELS)),
@@ -203,7 +277,7 @@ _KEYS: dict[str, Callable[[Row], Any]] = {
 }
 
 
-def parse_sort(text: str) -> Callable[[Iterable[Row]], list[Row]]:
+def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
     """A field, ascending, or with a minus before it descending: `used`: latest first; `level`: finest first.
 
     Raises
@@ -220,27 +294,26 @@ def parse_sort(text: str) -> Callable[[Iterable[Row]], list[Row]]:
 # ---- what is told ------------------------------------------------------------------------------------------------
 
 
-def as_documents(rows: Iterable[Row]) -> list[dict[str, Any]]:
-    """JSON values: documents in the order of their first row, each with its rows."""
-    by_source: dict[str, dict[str, Any]] = {}
+def documents_of(rows: Iterable[Row]) -> list[DocumentRow]:
+    """Documents in the order of their first row, with what their rows come to."""
+    by_source: dict[str, DocumentRow] = {}
     for row in rows:
-        facts = by_source.setdefault(row.document.source, about(row.document))
-        facts["chunks"].append(
-            {
-                "id": row.ref.chunk_id.hex(),
-                "start": row.ref.start,
-                "end": row.ref.end,
-                "tokens": row.ref.tokens,
-                "levels": level_rows(row.levels),
-                "bytes": row.bytes,
-                "last_used": row.last_used,
-                "pinned": row.pinned,
-            }
-        )
+        by_source.setdefault(row.document.source, DocumentRow(row.document)).add(row)
     return list(by_source.values())
 
 
-def about(document: Listed) -> dict[str, Any]:
-    """A document's own facts, without any chunk."""
-    names = ("source", "kind", "characters", "origin")
-    return {name: getattr(document, name) for name in names} | {"chunks": []}
+def without_chunks(store: Store) -> list[DocumentRow]:
+    """Documents that gave no chunk, which no row is of. Raises DamagedError."""
+    files = files_of(store)
+    return [DocumentRow(Listed.of(document, files)) for document in store.documents() if not document.chunks]
+
+
+def listed(documents: Iterable[DocumentRow], rows: Iterable[Row]) -> dict[str, Any]:
+    """Give documents, each with its rows, as JSON; chunks that several have count once."""
+    by_source: dict[str, list[Row]] = {}
+    sizes = {}
+    for row in rows:
+        by_source.setdefault(row.document.source, []).append(row)
+        sizes[row.ref.chunk_id] = row.bytes
+    shown = [document.to_json(by_source.get(document.document.source, ())) for document in documents]
+    return {"documents": shown, "chunks": len(sizes), "bytes": sum(sizes.values())}

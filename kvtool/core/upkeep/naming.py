@@ -12,7 +12,7 @@ from kvtool.core.common.globs import closed
 from kvtool.core.common.spelling import composed
 from kvtool.core.errors import UsageError, did_you_mean
 
-_LISTED = "`kvtool store ls` lists documents and chunks"
+_LISTED = "`kvtool store ls` lists documents, with --chunks their chunks"
 Named = Mapping[str, str]  # source of a document -> path of its file; a file without documents names itself
 
 
@@ -39,7 +39,7 @@ def _exactly(store: Store, target: str) -> set[str]:
     for path in (os.path.abspath(target), target) if target else ():
         entry, document = store.file(path), store.document(path)
         sources = {*(entry.documents or (path,))} if entry is not None else set()
-        if sources := sources | ({path} if document is not None else set()):
+        if sources := sources | ({path} if document is not None or path in store.unfinished() else set()):
             return sources
     return set()
 
@@ -50,7 +50,7 @@ def documents_of(store: Store) -> dict[str, str]:
     for entry in store.files():
         for source in entry.documents or (entry.path,):
             paths[source] = entry.path
-    return paths
+    return {path: path for path in store.unfinished()} | paths
 
 
 def _spelled_or_meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:

@@ -12,12 +12,13 @@ WHICH, LISTED = "What goes", "What is listed"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(Options, settings=False, group=LISTED):
-    """Which chunks are listed, in which order."""
+    """What is listed, in which order."""
 
+    chunks: bool = option(False, "List the chunks of the documents, a line each.")
     filter: str = option(
         "",
-        'Only chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, kind, tokens, '
-        "chunks, used, level, bytes, pinned.",
+        'Only what has chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, '
+        "kind, tokens, chunks, used, level, bytes, pinned.",
         metavar="CONDITIONS",
     )
     sort: str = option("", "In this order, with a minus in the reverse.", metavar="[-]FIELD", instead="by path")

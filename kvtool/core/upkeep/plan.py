@@ -7,6 +7,7 @@ from typing import Any
 
 from kvtool.core.errors import UsageError
 
+UNFINISHED = "unfinished"  # the step by which what interrupted ingests have stored goes
 Drop = tuple[bytes, str]  # chunk, level
 
 
@@ -16,7 +17,7 @@ class Step:
 
     Attributes
     ----------
-    name : `unreferenced`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
+    name : `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
     drops : levels of chunks.
     sources : documents that are forgotten whole.
     loose : chunks that nobody refers to, or nobody then, of which everything goes.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvtool.core.codec.levels import exact, known, lossy, profiled
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
-from kvtool.core.upkeep.plan import Growing, Plan, Step
+from kvtool.core.upkeep.plan import UNFINISHED, Growing, Plan, Step
 
 Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> what goes
 
@@ -49,10 +49,11 @@ class Wanted:
 def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
     """Steps in their order, the coldest first within each, and no step beyond the goal.
 
-    What nobody refers to goes first, then documents that are to be forgotten whatever the size, then stretches of
-    answered prompts, and those of chunks alone, that are cold or in the way, then the fine levels of what is cold. Only
-    then, and only as far as the goal asks: exact records where a level with a measured loss stands, finer levels before
-    coarser, all KV of chunks whose text stays, the codec's profile where no KV is left, and last the documents that may
+    What nobody refers to goes first, then documents that are to be forgotten whatever the size, then, if it is in the
+    way, what interrupted ingests have stored of files, then stretches of answered prompts, and those of chunks alone,
+    that are cold or in the way, then the fine levels of what is cold. Only then, and only as far as the goal asks:
+    exact records where a level with a measured loss stands, finer levels before coarser, all KV of chunks whose text
+    stays, the codec's profile where no KV is left, and last the documents that may
     be forgotten. Of a store in front of a tier all of a chunk's KV goes at once: a coarse level that is left there
     saves less fetching than the KV of a chunk that is asked for more often (samples/results/front.md); its profile
     stays, since what is fetched next names it.
@@ -79,6 +80,7 @@ class Planner:
         yield self._unreferenced()
         if not self.wanted.as_needed:
             yield self.documents(self.wanted.forgets)
+        yield self._unfinished()
         yield self._stretches()
         if self.wanted.cold_before is not None:
             yield self._cold(self.wanted.cold_before)
@@ -102,8 +104,15 @@ class Planner:
     # ---- steps ----
 
     def _unreferenced(self) -> Step:
-        step = Growing("unreferenced", loose=list(self.inventory.loose))
-        for chunk in self.inventory.loose:
+        return self._loose("unreferenced", self.inventory.loose)
+
+    def _unfinished(self) -> Step:
+        """Drop what interrupted ingests have stored of files: only such an ingest computes it again."""
+        return self._loose(UNFINISHED, () if self._enough else self.inventory.unfinished)
+
+    def _loose(self, name: str, chunks: Sequence[bytes]) -> Step:
+        step = Growing(name, loose=list(chunks))
+        for chunk in chunks:
             self._take(step, chunk, list(self.left[chunk]))
         return step.done()
 

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import level_rows
-from kvtool.core.common.marks import Place
+from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.lab.charts.page import HeatMap, Passage, Section, Table
@@ -24,9 +24,7 @@ def chunk(desk: Desk) -> Findings:
     from kvtool.core.retrieval.places import Places
 
     if desk.about is None:
-        raise UsageError(
-            "inspect chunk needs a chunk's id, or its place", "`kvtool store ls` lists the documents and their chunks"
-        )
+        raise UsageError("inspect chunk needs a chunk's id, or its place", "`kvtool store ls --chunks` lists both")
     if is_id(desk.about):
         named, more = chunk_named(desk.about, desk.store.chunk_ids()), []
     else:
@@ -87,7 +85,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str | Quote]:
 
 
 def _where(place: Mapping[str, Any]) -> str:
-    cited = Place(place["line"], place["label"]).behind(place["source"])
+    cited = Place(place["line"], place["label"]).behind(as_named_here(place["source"]))
     return f"{cited}, characters {place['start']} to {place['end']}"
 
 

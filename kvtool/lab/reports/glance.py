@@ -34,6 +34,7 @@ def glance(desk: Desk) -> Findings:
         "dtype": identity.dtype,
         "computed_by": computed_by(store, identity),
         "fingerprint": identity.fingerprint,
+        "system": identity.system,
         "lead_in": identity.lead_in.mode,
         "lead_in_tokens": len(identity.lead_in.ids),
         "gate": None if verdict is None else verdict.to_json(),
@@ -66,6 +67,7 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
     made = makers(value["computed_by"])
     computed = f"; computed {', '.join(made)}" if made else ""
     yield f"model    {value['model']}, kept in {value['dtype']}{computed}; gate {gate}"
+    yield f"system   {value['system']}"
     yield f"lead-in  {value['lead_in']}, {value['lead_in_tokens']} tokens"
     documents, chunks = (counted(value[f"{what}s"], what) for what in ("document", "chunk"))
     yield f"content  {documents}, {chunks}; KV of {value['tokens']:,} tokens"
@@ -81,6 +83,9 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
         what = counted(kept["count"] - kept["alone"], "stretch", "stretches")
         alone = f", and {counted(kept['alone'], 'chunk')} alone" if kept["alone"] else ""
         yield f"prompts  {what} of what was answered{alone}, {kept['bytes'] / 1e6:,.1f} MB"
+    if (kept := value["unfinished"])["files"]:
+        what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
+        yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest goes on from there"
     served = value["served"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]

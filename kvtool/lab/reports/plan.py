@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvtool.core.common.marks import Place
+from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.sizes import counted
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
@@ -72,7 +72,7 @@ def _chunks(value: Mapping[str, Any]) -> Table:
 def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         chunk["id"][:12],
-        Place(chunk["line"], chunk["label"]).behind(chunk["source"]),
+        Place(chunk["line"], chunk["label"]).behind(as_named_here(chunk["source"])),
         "-" if chunk["score"] is None else f"{chunk['score']:.2f}",
         chunk["tokens"],
         chunk["status"],

@@ -147,7 +147,19 @@ _ALL = [
     Work(
         "compress",
         lambda b, f: copy(b.plain, f / "store"),
-        lambda b, f: ["compress", "--level", "1", "2", "3", "--drop-raw", "--questions", "0", "--store", f / "store"],
+        lambda b, f: [
+            "compress",
+            "--level",
+            "1",
+            "2",
+            "3",
+            "--drop-raw",
+            "--yes",
+            "--questions",
+            "0",
+            "--store",
+            f / "store",
+        ],
     ),
     Work(
         "prune",

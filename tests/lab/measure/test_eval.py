@@ -88,7 +88,7 @@ def test_the_cheapest_that_is_near_enough_else_the_nearest(bounds: dict[str, flo
 
 def says(monkeypatch: pytest.MonkeyPatch, *texts: str, ends: bool = True) -> None:
     """Let the model say these, in turn: a tiny random one says nothing that could be a question."""
-    left = [Generated(text, (), 0 if ends else None, 1.0) for text in texts]
+    left = [Generated(text, (), None, 1.0, finish="stop" if ends else "length") for text in texts]
     monkeypatch.setattr(making, "_said", lambda session, pieces, most: left.pop(0))
 
 

@@ -23,13 +23,24 @@ from kvtool.core.corpus.readers import (
     notebook,
     opendocument,
     pdf,
+    roff,
+    rtf,
     sheets,
     slides,
     subtitles,
+    svg,
     text,
+    unknown,
     word,
 )
-from kvtool.core.corpus.readers.document import BinaryFile, Document, EmptyFile, MissingPackage, UnreadableFile
+from kvtool.core.corpus.readers.document import (
+    BinaryFile,
+    Document,
+    EmptyFile,
+    MissingPackage,
+    SecretFile,
+    UnreadableFile,
+)
 from kvtool.core.corpus.readers.encoding import Reader
 from kvtool.core.corpus.readers.foreign import ARCHIVE_ENDINGS, FOREIGN_ENDINGS, IMAGE_ENDINGS
 
@@ -39,6 +50,7 @@ __all__ = [
     "Document",
     "EmptyFile",
     "MissingPackage",
+    "SecretFile",
     "UnreadableFile",
     "ending_of",
     "file_of",
@@ -47,14 +59,15 @@ __all__ = [
     "is_foreign",
     "is_image",
     "is_known",
+    "kind_of",
     "library_of",
     "plugin_of",
     "read_documents",
     "source_of",
 ]
 
-_BOUNDED = (pdf, word, slides, sheets, opendocument, epub, mail, notebook, html)
-_MODULES = (text, markdown, code, jsonl, latex, subtitles, *_BOUNDED)
+_BOUNDED = (pdf, word, slides, sheets, opendocument, epub, mail, notebook, html, rtf, svg)
+_MODULES = (text, markdown, code, jsonl, latex, subtitles, roff, *_BOUNDED)
 
 READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for ending in module.ENDINGS}
 """Lower-case file ending, or whole lower-case name of a file without one → reader."""
@@ -107,12 +120,18 @@ def is_archive(path: PurePath) -> bool:
     return path.suffix.lower() in ARCHIVE_ENDINGS
 
 
+def kind_of(path: PurePath) -> str:
+    """Name what a file is that no reader takes: `image`, `archive`, by another foreign ending that, else `binary`."""
+    known = "image" if is_image(path) else "archive" if is_archive(path) else path.suffix.lower()
+    return known if is_foreign(path) else "binary"
+
+
 def read_documents(path: Path, data: bytes) -> list[Document]:
     """Read the documents of one file, in this process and without bounds.
 
     Parameters
     ----------
-    path : where the bytes come from; its ending picks the reader, an unknown one is plain text.
+    path : where the bytes come from; its ending picks the reader; what has an unknown one is read by its content.
     data : the file's bytes.
 
     Raises
@@ -122,7 +141,7 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     """
     plugin = plugin_of(path)
     if plugin is None:
-        return READERS.get(ending_of(path), text.read)(source_of(path), data)
+        return READERS.get(ending_of(path), unknown.read)(source_of(path), data)
     try:
         read: Reader = plugin.load()
         return read(source_of(path), data)

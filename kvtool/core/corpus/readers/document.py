@@ -59,6 +59,10 @@ class BinaryFile(UnreadableFile):
     """It is no text."""
 
 
+class SecretFile(UnreadableFile):
+    """It holds keys or passwords."""
+
+
 class MissingPackage(UnreadableFile):
     """What reads it is not installed."""
 

@@ -19,7 +19,7 @@ FOREIGN_ENDINGS = (
     | ARCHIVE_ENDINGS
     | frozenset(
         (
-            *(".ps", ".eps", ".djvu", ".xps", ".rtf", ".mobi", ".azw", ".azw3", ".chm"),
+            *(".ps", ".eps", ".djvu", ".xps", ".mobi", ".azw", ".azw3", ".chm"),
             *(".doc", ".pages", ".wpd", ".hwp", ".hwpx"),
             *(".xls", ".xlsb", ".ods", ".numbers", ".ppt", ".odp", ".vsd"),
             *(".msg", ".pst", ".ost"),

@@ -7,7 +7,7 @@ from kvtool.core.corpus.readers.encoding import of_text
 
 ENDINGS = (
     *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
-    *(".csv", ".tsv", ".nfo", ".me", ".1st", ".po", ".pod", ".textile", ".wiki"),
+    *(".csv", ".tsv", ".nfo", ".me", ".1st", ".po", ".pot", ".pod", ".textile", ".wiki"),
     *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
     *("notice", "todo", "install", "contributing"),
 )

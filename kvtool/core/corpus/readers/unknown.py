@@ -1,0 +1,49 @@
+"""Files whose name does not say what they are: read where their content is text that somebody wrote."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from kvtool.core.corpus.readers import roff, text
+from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
+from kvtool.core.corpus.readers.encoding import decode
+
+SNIFFED = 1 << 16  # bytes at the beginning of a file that tell whether it is text
+_MOST_BYTES = 1 << 24  # of such a text that nobody has named
+_FEWEST_BREAKS = 0.02  # white space in a text; base64 in lines of 64 has 0.015, prose 0.15
+_WORD = 20  # characters of a text that may be one word
+_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|\A\s*(?:PuTTY-User-Key-File|AGE-SECRET-KEY-)")
+_NAME_IT = "name the file to have it read"
+
+
+def check(beginning: bytes, size: int) -> None:
+    """Refuse a file by its first bytes.
+
+    Parameters
+    ----------
+    beginning : the first `SNIFFED` bytes, or all of a shorter file.
+    size : bytes of the whole file.
+
+    Raises
+    ------
+    SecretFile : it holds a private key.
+    BinaryFile : it is no text, or a text for machines: numbers in base64, code on one line.
+    EmptyFile : it is empty.
+    """
+    if _KEY.search(beginning):
+        raise SecretFile("holds a private key", _NAME_IT)
+    written = decode(beginning)[0].strip()
+    breaks = sum(map(str.isspace, written))
+    if written.isascii() and len(written) > _WORD and breaks < _FEWEST_BREAKS * len(written):
+        raise BinaryFile("text without words: hashes, base64, or code on one line", _NAME_IT)
+    if size > _MOST_BYTES:
+        raise BinaryFile(f"over {_MOST_BYTES >> 20} MiB of text of an unknown kind", _NAME_IT)
+
+
+def read(source: str, data: bytes) -> list[Document]:
+    """Read one document: a manual page by its requests, a script as code, any other text as it is."""
+    (document,) = text.read(source, data)
+    if roff.is_page(document.text):
+        return roff.read(source, data)
+    return [replace(document, kind="code") if document.text.startswith("#!") else document]

@@ -1,0 +1,161 @@
+"""What a person reads and types in a shell: a question, its answer, several of them, and what to type instead."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+
+from kvtool.cli.text import clean
+from samples.office.portable import pdf
+from tests.cli.working import PREFIX, QUESTION, SHORT, kvtool, on_terminal, process
+
+LONG = ("--max-tokens", "40")
+
+
+# ---- a question ----
+
+
+def test_a_question_from_a_pipe(store: Path) -> None:
+    given = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
+    piped = kvtool("query", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
+    assert (piped["question"], piped["answer"]) == (QUESTION, given["answer"])
+    runs = kvtool("query", "--store", store, *SHORT, "--compare", "reuse", "--json", stdin=QUESTION.encode())
+    assert runs.fine().json["runs"][0]["question"] == QUESTION
+
+
+def test_a_pipe_without_a_question(store: Path) -> None:
+    """As cron has it, whose stdin is /dev/null."""
+    for nothing in (b"", b" \n"):
+        kvtool("query", "--store", store, stdin=nothing).failed(2, "no question was given", 'kvtool query "Who')
+    process("query", "--store", store).failed(2, "no question was given")
+    kvtool("query", "--store", store, stdin=b"\xff\xfe").failed(2, "not UTF-8")
+
+
+def test_a_batch_does_not_read_a_pipe(store: Path, tmp_path: Path) -> None:
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(json.dumps({"question": QUESTION}))
+    done = kvtool("query", "--batch", batch, "--store", store, *SHORT, stdin=b"Another one?").fine()
+    assert done.lines[0]["question"] == QUESTION
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (("query", "Who", "signs", "it"), 'kvtool query "Who signs it"'),
+        (("query", "Who", "--top-k", "3", "signs"), 'kvtool query "Who signs"'),
+        (("query", "Who's", "$it"), "kvtool query 'Who'\"'\"'s $it'"),
+        (("inspect", "plan", "Who", "signs", "it"), 'kvtool inspect plan "Who signs it"'),
+    ],
+)
+def test_a_question_of_several_words(words: tuple[str, ...], hint: str, store: Path) -> None:
+    kvtool(*words, "--store", store).failed(2, f"put it in quotation marks: {hint}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (("query", "--bogus"), "kvtool query"),
+        (("query", "x", "--top-k"), "kvtool query"),
+        (("store", "prune", "--bogus"), "kvtool store prune"),
+        (("store", "prune", "--max-size"), "kvtool store prune"),
+        (("inspect", "quality", "--html"), "kvtool inspect quality"),
+        (("store", "--store"), "kvtool store"),
+    ],
+)
+def test_a_hint_names_the_help_of_the_command(words: tuple[str, ...], command: str) -> None:
+    kvtool(*words).failed(2, f"hint: `{command} --help` shows what is possible\n")
+
+
+# ---- an answer ----
+
+
+def test_an_answer_is_not_broken_within_words(store: Path) -> None:
+    """The tiny model writes words of no language: they have to come out the same, each on one line."""
+    asked = ("query", QUESTION, "--store", store, *LONG, "--fusion", "reuse")
+    plain, shown = kvtool(*asked).fine().out, on_terminal(*asked, columns=40).fine().out
+    assert len(plain) > 40
+    assert shown.split() == plain.split()
+    assert max(map(cell_len, shown.splitlines())) <= 40
+    assert plain.count("\n") < shown.count("\n")
+
+
+def test_places_are_named_as_answers_name_them(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "in").mkdir()
+    pages = [[f"Page {number} tells of the mill of baker {number}. It grinds flour all day."] * 3 for number in (1, 2)]
+    (tmp_path / "in" / "mill.pdf").write_bytes(pdf(pages))
+    store = tmp_path / "store"
+    kvtool("ingest", tmp_path / "in", "--store", store, "--model", tiny, "--chunk-tokens", "64", *PREFIX).fine()
+    monkeypatch.chdir(tmp_path)
+    told = kvtool("query", "Who mills on page 2?", "--store", store, *SHORT, "-v", "--explain").fine().err
+    chunk_lines = [line for line in told.splitlines() if re.search(r"^ +hit | tokens recomputed", line)]
+    cited = re.findall(r"in/mill\.pdf p\. \d(?:–\d)?", re.search(r"sources: (.*)", told)[1])  # type: ignore[index]
+    assert len(cited) > 1
+    assert {name for line in chunk_lines for name in re.findall(r"in/mill.*?(?=: |$)", line)} == set(cited)
+    assert str(tmp_path / "in") not in told
+    plan = kvtool("inspect", "plan", "Who mills on page 2?", "--store", store).fine().out
+    assert all(f" {name} " in plan for name in cited)
+    assert str(tmp_path / "in") not in plan
+
+
+# ---- several ----
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Path:
+    rows = [
+        {"id": "first", "question": QUESTION, "answers": ["baker A"]},
+        {"question": "zzyzx"},
+        {"question": "And the second mill?"},
+    ]
+    (tmp_path / "batch.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "batch.jsonl"
+
+
+def test_a_batch_in_a_terminal_is_for_reading(batch: Path, store: Path) -> None:
+    asked = ("query", "--batch", batch, "--store", store, *SHORT)
+    shown = on_terminal(*asked)
+    assert shown.code == 3
+    answers = [row["answer"] for row in kvtool(*asked).lines if "answer" in row]
+    first, failed, third, summary = shown.out.split("\n\n", 3)
+    assert first.startswith(f"first. {QUESTION}\n{answers[0]}".rstrip())
+    assert "sources: " in first
+    assert "mill2.md:" in first
+    assert failed == "2. zzyzx\nno answer: no chunk matches the question"
+    assert third.startswith("3. And the second mill?\n")
+    assert summary.startswith("3 questions, 1 without an answer\n")
+    assert "TTFT ms" in summary
+    assert shown.err.count("cut at 4 tokens") == len(answers)
+    assert "{" not in shown.out
+    for mode in ("--json", "--jsonl"):
+        rows = [json.loads(line) for line in on_terminal(*asked, mode).out.splitlines()]
+        assert [row.get("type") for row in rows] == [None, "error", None, "summary"]
+
+
+def test_a_batch_of_modes_in_a_terminal(batch: Path, store: Path) -> None:
+    shown = on_terminal("query", "--batch", batch, "--store", store, *SHORT, "--compare", "reuse,epic")
+    summary = shown.out.split("1 without an answer\n")[1]
+    assert [line.split()[0] for line in summary.splitlines() if " 0" in line] == ["full", "reuse", "epic"]
+    assert shown.out.count("\nepic: ") == 2
+    assert shown.out.count(QUESTION) == 1
+
+
+def test_modes_are_compared_within_100_columns_and_answers_stand_below(store: Path) -> None:
+    modes = ["full", "blend", "infoflow", "union", "reuse"]
+    asked = ("query", QUESTION, "--store", store, *LONG, "--compare")
+    for compared in (",".join(modes), "auto"):
+        shown = on_terminal(*asked, compared).fine().out
+        assert max(map(cell_len, shown.splitlines())) <= 100
+        assert shown.count("KL first") == shown.count("speedup") == 1  # one table, not bands of it
+    runs = kvtool(*asked, ",".join(modes), "--json").fine().json["runs"]
+    said = [f"{run['fusion']}: {run['answer']}{'' if run['finish'] == 'stop' else ' …'}" for run in runs]
+    said[1:] = [
+        text if run["answer"] != runs[0]["answer"] else f"{run['fusion']}: as full"
+        for text, run in zip(said[1:], runs[1:], strict=True)
+    ]
+    table, answers = on_terminal(*asked, ",".join(modes)).fine().out.split("\n\n")
+    assert " ".join(answers.split()) == " ".join(clean(" ".join(said)).split())
+    assert not any(clean(run["answer"]) in table for run in runs)

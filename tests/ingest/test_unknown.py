@@ -1,0 +1,155 @@
+"""Files whose names no reader knows are read where their content is text that somebody wrote."""
+
+from __future__ import annotations
+
+import base64
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.corpus.readers import BinaryFile, EmptyFile, SecretFile, read_documents
+from kvtool.core.corpus.readers.unknown import SNIFFED, check
+from tests.cli.working import kvtool, listing
+
+WORDS = "Permission is hereby granted, free of charge, to any person who has a copy of this.\n"
+PAGE = """.\\" A comment.
+.TH VISIT 7 2026-05
+.de Sp
+.sp
+..
+.ie n \\{\\
+.    ds x y
+.\\}
+.SH NAME
+visit \\- walk around the caf\\('e
+.SH "SEE ALSO"
+.BR mill (1),
+\\fBriver\\fR\\|(1) \\(em \\*(L"both\\*(R"
+.TP
+\\fB\\-a\\fP, \\fB\\-\\-all\\fP
+do not leave out the \\e
+"""
+MDOC = ".Dd May 1\n.Dt VISIT 7\n.Sh NAME\n.Nm visit\n.Nd walk around\n.Sh SYNOPSIS\n.Nm visit\n.Op Fl a Ar place\n"
+
+
+def noise(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        WORDS.encode() * 2000,
+        "Grüße aus Köln, wo die Mühle steht.\n".encode("cp1252"),
+        "물레방아는 강가에 있다. 누가 지었는지 아무도 모른다.\n".encode("cp949"),
+        WORDS.encode("utf-16"),
+        "水車は川のそばに立っている。誰が建てたのかは誰も知らない。".encode(),
+        b"1.2.3",
+    ],
+)
+def test_text_is_taken_in_any_encoding(data: bytes) -> None:
+    check(data[:SNIFFED], len(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"\x7fELF\2\1\1" + bytes(9) + noise(4000), BinaryFile),
+        (noise(5000), BinaryFile),
+        (base64.encodebytes(noise(5000)), BinaryFile),
+        (b"function(b){return(b)};" * 3000, BinaryFile),
+        (b"ghp_0123456789abcdefghijklmnopqrstuvwxyz\n", BinaryFile),
+        (b"-----BEGIN OPENSSH PRIVATE KEY-----\n" + base64.encodebytes(noise(400)), SecretFile),
+        (b"A comment.\n-----BEGIN RSA PRIVATE KEY-----\n" + base64.encodebytes(noise(400)), SecretFile),
+        (b"PuTTY-User-Key-File-3: ssh-ed25519\n", SecretFile),
+        (b" \n\t", EmptyFile),
+    ],
+)
+def test_what_nobody_wrote_is_not(data: bytes, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        check(data[:SNIFFED], len(data))
+
+
+def test_a_long_text_has_to_be_named() -> None:
+    with pytest.raises(BinaryFile, match="over 16 MiB"):
+        check(WORDS.encode() * 100, 1 << 25)
+
+
+def test_a_manual_page_is_read_without_its_requests() -> None:
+    for name in ("visit.7", "visit.man"):
+        (document,) = read_documents(Path("/in") / name, PAGE.encode())
+        assert document.kind == "markdown"
+        assert document.text == (
+            "# VISIT(7)\n\n# NAME\n\nvisit - walk around the café\n\n# SEE ALSO\n\n"
+            'mill(1),\nriver(1) — "both"\n\n-a, --all\ndo not leave out the \\\n'
+        )
+    assert [mark.place for mark in document.marks] == [2, 9, 10, 11, 12, 15]
+    (document,) = read_documents(Path("/in/visit.7"), MDOC.encode())
+    assert document.text == "# VISIT(7)\n\n# NAME\n\nvisit\nwalk around\n\n# SYNOPSIS\n\nvisit\n-a place\n"
+
+
+def test_other_texts_stay_as_they_are() -> None:
+    for text, kind in ((WORDS, "text"), (".hidden files\nare listed\n", "text"), ("#!/bin/sh\necho mill\n", "code")):
+        (document,) = read_documents(Path("/in/a.1"), text.encode())
+        assert (document.text, document.kind) == (text, kind)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "in"
+    made.mkdir()
+    (made / "COPYRIGHT-2026").write_text(WORDS)
+    (made / "visit.7").write_text(PAGE)
+    (made / "mill.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"><text>The old mill</text></svg>')
+    (made / "rules.lst").write_text("no one enters\nthe mill at night\n")
+    (made / "libmill.so.1").write_bytes(b"\x7fELF\2\1\1" + bytes(9) + noise(4000))
+    (made / "weights.dat").write_bytes(noise(200_000))
+    (made / "photo.png").write_bytes(b"\x89PNG")
+    (made / "other.jpg").write_bytes(b"\xff\xd8")
+    (made / "all.zip").write_bytes(b"PK\3\4")
+    (made / "deploy").write_text("-----BEGIN RSA PRIVATE KEY-----\n" + "QUJD\n" * 30)
+    (made / "id_rsa").write_text("A key.")
+    (made / "prod.env").write_text("PASSWORD=mill")
+    (made / "notes.txt~").write_text("The copy that an editor left.")
+    return made
+
+
+def test_a_folder_of_such_files(folder: Path, fresh: Any, tmp_path: Path) -> None:
+    done = fresh(folder).fine()
+    read = {Path(document["source"]).name for document in listing(tmp_path / "fresh")}
+    assert read == {"COPYRIGHT-2026", "visit.7", "mill.svg", "rules.lst"}
+    assert {kind: count for kind, count in done.json["skipped"].items() if count} == {
+        "unsupported": 5, "secret": 3, "lock": 1,
+    }  # fmt: skip
+    assert done.json["unsupported"] == {"archive": 1, "binary": 2, "image": 2}
+    again = fresh(folder).fine().json  # and none of the others is taken for a failure then
+    assert (again["skipped"], again["documents"]["unchanged"]) == (done.json["skipped"], 4)
+    told = kvtool("ingest", folder, "--store", tmp_path / "fresh", "-v").fine()
+    assert "files skipped: 1 lock, 3 secret, 1 archive, 2 images, 2 binary\n" in told.out
+    assert f"skipped {folder}/weights.dat: binary" in told.err
+    assert f"skipped {folder}/deploy: holds a private key" in told.err
+
+
+def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:
+    (folder / "long.lst").write_text("x" * 5000)
+    assert fresh(folder / "long.lst").fine().json["documents"]["added"] == 1
+    assert fresh(folder, "--include", "*.lst").fine().json["documents"]["added"] == 1
+    assert fresh(folder / "deploy").fine().json["documents"]["added"] == 1
+
+
+def test_a_file_of_an_unknown_kind_that_cannot_be_read_is_no_failure(
+    folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvtool.core.ingest import survey
+
+    real = survey.read_regular
+
+    def denied(path: str, most: int) -> bytes:
+        if path.endswith("rules.lst"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, most)
+
+    monkeypatch.setattr(survey, "read_regular", denied)
+    assert fresh(folder).fine().json["unsupported"]["binary"] == 3

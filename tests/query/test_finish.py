@@ -1,0 +1,108 @@
+"""How answers end: by the model, at their longest, where they repeat themselves, where a base model asks itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import kvtool as package
+from kvtool.core.errors import UsageError
+from kvtool.core.model.prompt import turn_header
+from kvtool.core.model.tokens import encode
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, kvtool, write_corpus
+from tests.families import save_tiny
+from tests.fusion.making import tokenizer
+
+ONCE = "The mill was built by Anna Reeve, who came from Brennick with two mules."
+LOOP = " ".join([ONCE] * 4)
+LONG = ("--max-tokens", "400")
+
+
+def test_an_answer_says_how_it_ended(store: Path, says: Callable[[str], None]) -> None:
+    says(ONCE)
+    done = kvtool("query", QUESTION, "--store", store, "--json", *LONG).fine().json
+    assert (done["answer"], done["finish"]) == (ONCE, "stop")
+    done = kvtool("query", QUESTION, "--store", store, "--max-tokens", "5").fine()
+    assert "cut at 5 tokens: --max-tokens" in done.err
+    assert "--max-tokens" not in done.out
+    cut = kvtool("query", QUESTION, "--store", store, "--max-tokens", "5", "--json").fine().json
+    assert cut["finish"] == "length"
+    assert done.out.strip() == cut["answer"]
+    assert "cut at" not in kvtool("query", QUESTION, "--store", store, *LONG).fine().err
+
+
+def test_a_loop_ends_where_it_begins(store: Path, says: Callable[[str], None]) -> None:
+    """It went on until `--max-tokens`."""
+    says(LOOP)
+    done = kvtool("query", QUESTION, "--store", store, *LONG).fine()
+    assert done.out.strip() == ONCE
+    assert "--no-stop-repeats" in done.err
+    row = kvtool("query", QUESTION, "--store", store, "--json", *LONG).fine().json
+    assert (row["answer"], row["finish"]) == (ONCE, "repeat")
+    assert row["tokens"]["generated"] == len(encode(tokenizer(), ONCE))
+    whole = kvtool("query", QUESTION, "--store", store, "--json", *LONG, "--no-stop-repeats").fine().json
+    assert (whole["answer"], whole["finish"]) == (LOOP, "stop")
+
+
+def test_modes_that_are_compared_say_all(store: Path, tmp_path: Path, says: Callable[[str], None]) -> None:
+    says(LOOP)
+    runs = kvtool("query", QUESTION, "--store", store, "--compare", "reuse", "--json", *LONG).fine().json["runs"]
+    assert [(run["answer"], run["finish"]) for run in runs] == [(LOOP, "stop")] * 2
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text(json.dumps({"question": QUESTION}))
+    first, _ = kvtool("query", "--batch", batch, "--store", store, "--jsonl", *LONG).fine().lines
+    assert (first["answer"], first["finish"]) == (ONCE, "repeat")
+
+
+def test_an_audit_takes_a_loop_for_the_answer_that_it_is(store: Path, says: Callable[[str], None]) -> None:
+    """Full prefill's own answer goes on behind where the other was ended."""
+    says(LOOP)
+    done = kvtool("query", QUESTION, "--store", store, "--fusion", "reuse", "--audit", "1", *LONG).fine()
+    assert "same answer in full prefill" in done.err
+
+
+def test_a_turn_that_looped_stands_without_the_loop(store: Path, says: Callable[[str], None]) -> None:
+    says(LOOP)
+    with package.open(store) as cache:
+        talk = cache.conversation(max_tokens=400, top_k=2)
+        pieces: list[str] = []
+        reply = talk.ask(QUESTION, on_text=pieces.append)
+        assert "".join(pieces).strip() == reply.answer == ONCE
+        before = talk.tokens
+        header = turn_header(tokenizer())
+        assert before == reply.tokens["prompt"] + len(encode(tokenizer(), ONCE)) + len(header)
+        assert talk.ask("And when?").tokens["standing"] == before
+
+
+@pytest.mark.parametrize("behind", ["\n\nQuestion: Who else?\nAnswer: Nobody.", "\nQuestion:"])
+def test_a_base_model_does_not_ask_itself(behind: str, tmp_path: Path, says: Callable[[str], None]) -> None:
+    """Without a chat template nothing ends its turn: it went on with a question of its own."""
+    model = save_tiny("llama", tmp_path / "model")
+    for file in (model / "tokenizer_config.json", model / "chat_template.jinja"):
+        if file.suffix == ".jinja":
+            file.unlink(missing_ok=True)
+        else:
+            settings = json.loads(file.read_text())
+            settings.pop("chat_template", None)
+            file.write_text(json.dumps(settings))
+    folder, store = write_corpus(tmp_path / "in", 2), tmp_path / "store"
+    kvtool("ingest", folder, "--store", store, "--model", model, *CHUNKS, *PREFIX).fine()
+    says(f" {ONCE}{behind}")
+    done = kvtool("query", QUESTION, "--store", store, "--json", *LONG).fine().json
+    assert (done["answer"], done["finish"]) == (ONCE, "stop")
+    assert kvtool("query", QUESTION, "--store", store, *LONG).fine().out.strip() == ONCE
+    run = kvtool("query", QUESTION, "--store", store, "--compare", "reuse", "--json", *LONG).fine().json["runs"][0]
+    assert run["answer"] == ONCE
+
+
+def test_an_answer_is_streamed_in_python(store: Path) -> None:
+    pieces: list[str] = []
+    with package.open(store) as cache:
+        reply = cache.query(QUESTION, stream=pieces.append, max_tokens=12)
+        assert len(pieces) > 1
+        assert "".join(pieces).strip() == reply.answer == cache.query(QUESTION, max_tokens=12).answer
+        with pytest.raises(UsageError, match="stream: True is no function"):
+            cache.query(QUESTION, stream=True)  # type: ignore[arg-type]
