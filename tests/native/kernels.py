@@ -39,7 +39,7 @@ def hashes() -> dict[str, str]:
 
 def _entropy() -> Kernels:
     from kvtool.core.codec.entropy import native
-    from kvtool.core.native.compiling import ISAS
+    from kvtool.core.native.isa import ISAS
 
     for isa, kind in product(ISAS, native.KINDS):
         yield f"entropy/{kind}/{isa}", lambda isa=isa, kind=kind: native._text(ISAS[isa], kind)
@@ -47,8 +47,7 @@ def _entropy() -> Kernels:
 
 def _transforms() -> Kernels:
     from kvtool.core.codec.sides import ir_errors, ir_forms, ir_transform
-    from kvtool.core.native.compiling import ISAS
-    from kvtool.core.native.ir import AVX512
+    from kvtool.core.native.isa import AVX512, ISAS
 
     for name, form in product(ISAS, ir_forms.FORMS):
         kinds = {"errors": ir_errors.Errors(form)}
@@ -98,7 +97,7 @@ def _quantised() -> Kernels:
 
 def _rowwise() -> Kernels:
     from kvtool.core.model.rowwise import ir, ir_panels
-    from kvtool.core.native.compiling import ISAS
+    from kvtool.core.native.isa import ISAS
     from kvtool.core.native.simd import ACTIVATIONS
 
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
@@ -109,7 +108,7 @@ def _rowwise() -> Kernels:
 def _decoding() -> Kernels:
     from kvtool.core.model.stepping.ir_heads import Heads
     from kvtool.core.model.stepping.ir_play import Code, module, products
-    from kvtool.core.native.compiling import ISAS
+    from kvtool.core.native.isa import ISAS
 
     codes = {
         "plain": Code(Heads(64, 7, False, "float32"), frozenset({"float32", "q4_0"}), frozenset({64}), "silu"),

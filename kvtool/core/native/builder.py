@@ -193,11 +193,6 @@ class Value:
         wanted = vector(self.lanes, kind) if self.lanes and not kind.startswith("<") else kind
         return self.k.emit_value(wanted, f"bitcast {self.typed} to {wanted}")
 
-    def mask_bits(self) -> Value:
-        """A mask as an i64, the first lane lowest."""
-        whole = f"i{self.lanes}"
-        return self.k.emit_value(whole, f"bitcast {self.typed} to {whole}").to("i64")
-
     def splat(self, lanes: int) -> Value:
         """A vector with this number in every lane."""
         kind = vector(lanes, self.type)

@@ -11,8 +11,7 @@ from functools import cache
 from typing import Any
 
 from kvtool.core.common.arithmetic import FEATURES, cpu_features
-from kvtool.core.native.isa import ISAS as ISAS
-from kvtool.core.native.isa import Isa
+from kvtool.core.native.isa import ISAS, Isa
 from kvtool.core.native.objects import keep_code, kept_code, key_of
 
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less

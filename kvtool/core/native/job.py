@@ -63,19 +63,6 @@ class Job:
         return (ctypes.c_int64 * len(self))(*self.row(values))
 
 
-class Jobs:
-    """Several jobs of a kind, field by field: each is set for all of them at once."""
-
-    def __init__(self, kind: Job, count: int) -> None:
-        self._kind = kind
-        self.words = np.zeros((count, len(kind)), np.int64)
-
-    def set(self, values: Mapping[str, Any]) -> None:
-        """Set fields; a value is one for all jobs, or one for each."""
-        for name, value in values.items():
-            self.words[:, self._kind.places[name]] = value
-
-
 def word(kind: str, value: int | float) -> int:
     """A field's 8 bytes: of a float those of float32."""
     if kind == "float":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from kvtool.core.native.builder import FunctionBuilder, Value
+from kvtool.core.native.builder import Value
 
 MAGIC = 1.5 * 2.0**23  # adding it to a small float32 leaves the nearest whole number in the lowest bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -53,29 +52,6 @@ def larger(left: Value, right: Value | float) -> Value:
     return (left > right).select(left, right)
 
 
-def any_bit(value: Value) -> Value:
-    """The bits that any lane of i32 has."""
-    return value.k.call(f"llvm.vector.reduce.or.v{value.lanes}i32", "i32", value)
-
-
-def count_ones(bits: Value) -> Value:
-    """How many bits of an i64 are set."""
-    return bits.k.call("llvm.ctpop.i64", "i64", bits)
-
-
-def each_bit(k: FunctionBuilder, bits: Value, carried: Value, work: Callable[[Value, Value], None]) -> Value:
-    """Do `work(place, carried)` for each bit of an i64, lowest first; returns `carried` and how many there were.
-
-    Bits are taken to be rare: one branch for all of them.
-    """
-    some = k.when(bits.ne(0), carried)
-    lanes = k.loop(count_ones(bits), bits, carried)
-    left, number = lanes.values
-    work(k.call("llvm.cttz.i64", "i64", left, k.constant("i1", 1)), number)
-    _, number = lanes.close(left & (left - 1), number + 1)
-    return some.close(number)[0]
-
-
 def exp(value: Value) -> Value:
     """e to the power of each lane, within 2 units of its last place; from -87 and to 88 it stays what it is there.
 
@@ -109,7 +85,9 @@ def _gelu_tanh(x: Value) -> Value:
 ACTIVATIONS: dict[str, Callable[[Value], Value]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
 
 
-def rotate(low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one) -> Any:
+def rotate(
+    low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one
+) -> tuple[Value, Value]:
     """Both halves of a head rotated; `rounded` is done to each product."""
     first = rounded(low * cos) - rounded(high * sin)
     return first, rounded(high * cos) + rounded(low * sin)

@@ -12,7 +12,8 @@ import torch
 from kvtool.core.model.quantised.ir_matvec import product
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix, dense, numbers
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS
 from tests.model.quantised.matrices import random_matrix
 
 Product = Callable[..., None]

@@ -10,7 +10,8 @@ import torch
 from kvtool.core.model.quantised.ir_unpack import unpack
 from kvtool.core.model.quantised.matrix import LAYOUTS, none, numbers, packed_codes, take_rows, unpacked_codes
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS
 from tests.model.quantised.matrices import random_matrix
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
