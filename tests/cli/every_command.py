@@ -47,6 +47,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "compress (events)": ("compress", *fresh, "--level", "3", "--jsonl"),
             "fit lead-in": ("fit", "lead-in", *here, "--rounds", "1", "--json"),
             "query": ("query", QUESTION, *here, *SHORT, "--token-ids", "--explain", "--json"),
+            "search": ("search", *QUESTION.split(), *here, "--json"),
             "query (auto)": ("query", QUESTION, *here, *SHORT, "--fusion", "auto", "--json"),
             "query (deferred)": ("query", QUESTION, *here, *SHORT, "--defer", "--defer-threshold", "1", "--json"),
             "query (events)": ("query", QUESTION, *here, *SHORT, "--jsonl"),

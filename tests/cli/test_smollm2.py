@@ -54,5 +54,5 @@ def test_the_question_of_the_readme_is_answered_from_the_passage_that_answers_it
     reply = json.loads(run("query", "Who founded the observatory?", "--json"))
     assert "founded by Ilse Varnholt" in reply["answer"]
     assert [Path(chunk["source"]).name for chunk in reply["chunks"]] == ["kellhaven-observatory.md"]
-    assert reply["cut"] == 4
+    assert reply["cut"] == 3
     assert json.loads(run("query", "Who founded the observatory?", "--min-score", "0", "--json"))["cut"] == 0

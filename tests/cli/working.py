@@ -196,6 +196,8 @@ def emptied(path: Path) -> Done:
 def state(path: Path) -> tuple[object, ...]:
     """What a store holds, when it was used aside; compare before and after."""
     documents = listing(path)
+    for document in documents:
+        document.pop("last_used", None)
     for chunk in (chunk for document in documents for chunk in document["chunks"]):
         del chunk["last_used"]
     return documents, payloads(path), kvtool("inspect", "--store", path, "--json").json["model"]

@@ -224,7 +224,7 @@ def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_pa
 
 
 def test_a_foreign_level_goes_with_the_foreign_records(scene: Scene, tmp_path: Path) -> None:
-    kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw").fine()
+    kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw", "--yes").fine()
     new = tmp_path / "new"
     bring(scene, "import", store=new)
     (chunk,) = ids_of(scene.theirs, scene.own)
@@ -626,7 +626,7 @@ def test_a_push_adds_no_level_of_others_to_an_own_chunk(signed: bool, scene: Sce
     key, url, third = make_key(tmp_path, "ada"), f"file://{tmp_path / 'shared'}", tmp_path / "third"
     sign, trust = (("--sign", key), ("--trust", f"{key}.pub")) if signed else ((), ("--mine",))
     kvtool("store", "push", url, "--store", scene.mine, *sign).fine()
-    kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw").fine()
+    kvtool("compress", "--level", "2", "--store", scene.theirs, "--drop-raw", "--yes").fine()
     second = tmp_path / "second"
     bring(scene, "import", store=second)
     kvtool("store", "push", url, "--store", second, *sign).fine()

@@ -240,7 +240,7 @@ def test_metrics_and_log(ready: Path) -> None:
     assert values["kvtool_requests_total", ("path", "other"), ("status", "404")] == 1
     assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generation_seconds_count",)] == 1
     assert values["kvtool_tokens_total", ("kind", "reused")] > 0
-    assert values["kvtool_chunks_total", ("status", "hit")] == 5
+    assert values["kvtool_chunks_total", ("status", "hit")] > 0
     assert values["kvtool_store_bytes", ("level", "raw")] > 0
     assert values["kvtool_read_bytes_total", ("tier", "store")] > 0
     assert values[("kvtool_queued",)] == values[("kvtool_running",)] == 0

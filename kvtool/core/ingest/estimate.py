@@ -62,10 +62,13 @@ def kv_bytes_a_token(config: Any, dtype: str) -> int:
     """Return about how many bytes a store keeps of a token; 0 where the configuration does not tell."""
     from kvtool.core.model.support import kept_layers
 
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-    width = getattr(config, "head_dim", None) or (
-        getattr(config, "hidden_size", 0) // max(1, getattr(config, "num_attention_heads", 1) or 1)
-    )
+    try:
+        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+        width = getattr(config, "head_dim", None) or (
+            getattr(config, "hidden_size", 0) // max(1, getattr(config, "num_attention_heads", 1) or 1)
+        )
+    except RuntimeError:  # a number that differs from layer to layer (Gemma 4)
+        return 0
     if not isinstance(heads, int) or not isinstance(width, int):
         return 0
     return 2 * kept_layers(config) * heads * width * (4 if dtype == "float32" else 2)

@@ -41,7 +41,7 @@ def rows_of_rounds(session: Session, specs: Mapping[str, RunSpec], options: Quer
 
     def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
         asked = lay_out(session, request, options)
-        at_once = lay_out(session, request, replace(options, defer=False))
+        at_once = lay_out(session, request, replace(options, defer=False, min_score=0.0))
         return {name: _question(session, asked, at_once, specs[name], options) for name in names}
 
     return rows_of
