@@ -106,7 +106,8 @@ def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
     out.table(columns, rows, title=title)
     for number, reply in enumerate(replies):
         same = number and reply.answer == replies[0].answer
-        out.prose(f"{_mode(reply)}: {f'as {_mode(replies[0])}' if same else reply.answer}")
+        cut = "" if reply.finish == "stop" else " …"
+        out.prose(f"{_mode(reply)}: {f'as {_mode(replies[0])}' if same else reply.answer + cut}")
 
 
 def _mode(reply: Reply) -> str:

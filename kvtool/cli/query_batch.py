@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvtool.cli.answered import show_runs
+from kvtool.cli.answered import show_end, show_runs
 from kvtool.cli.json_out import error_json
 from kvtool.cli.sources import source_line
 from kvtool.core.common.sizes import counted
@@ -95,6 +95,7 @@ class Batch:
             show_runs(self._run.out, replies, title="")
         else:
             self._run.out.prose(replies[0].answer)
+            show_end(self._run.out, replies[0].to_json())
         self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
 
     def _sum_up(self, count: int, rows: list[dict[str, Any]]) -> None:

@@ -121,13 +121,14 @@ def test_a_batch_in_a_terminal_is_for_reading(batch: Path, store: Path) -> None:
     assert shown.code == 3
     answers = [row["answer"] for row in kvtool(*asked).lines if "answer" in row]
     first, failed, third, summary = shown.out.split("\n\n", 3)
-    assert first.startswith(f"first. {QUESTION}\n{answers[0]}".rstrip())
+    assert first.startswith(f"first. {QUESTION}\n{clean(answers[0])}".rstrip())
     assert "sources: " in first
     assert "mill2.md:" in first
     assert failed == "2. zzyzx\nno answer: no chunk matches the question"
     assert third.startswith("3. And the second mill?\n")
     assert summary.startswith("3 questions, 1 without an answer\n")
     assert "TTFT ms" in summary
+    assert shown.err.count("cut at 4 tokens") == len(answers)
     assert "{" not in shown.out
     for mode in ("--json", "--jsonl"):
         rows = [json.loads(line) for line in on_terminal(*asked, mode).out.splitlines()]
@@ -150,7 +151,7 @@ def test_modes_are_compared_within_100_columns_and_answers_stand_below(store: Pa
         assert max(map(cell_len, shown.splitlines())) <= 100
         assert shown.count("KL first") == shown.count("speedup") == 1  # one table, not bands of it
     runs = kvtool(*asked, ",".join(modes), "--json").fine().json["runs"]
-    said = [f"{run['fusion']}: {run['answer']}" for run in runs]
+    said = [f"{run['fusion']}: {run['answer']}{'' if run['finish'] == 'stop' else ' …'}" for run in runs]
     said[1:] = [
         text if run["answer"] != runs[0]["answer"] else f"{run['fusion']}: as full"
         for text, run in zip(said[1:], runs[1:], strict=True)
