@@ -237,13 +237,14 @@ def main() -> None:
     asking.add_argument("store", type=Path, metavar="STORE")
     asking.add_argument("--runs", type=Path, required=True, help="JSON lines that are added to")
     asking.add_argument("--name", default="", help="of the setting (default: its flags)")
-    asking.add_argument("flags", nargs="*", metavar="-- FLAGS", help="of `kvtool query`")
+    asking.usage = "%(prog)s OUTDIR STORE --runs RUNS [--name NAME] [-- FLAGS of `kvtool query`]"
     does.add_parser("table").add_argument("runs", type=Path)
-    given = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, flags = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     if given.does == "build":
         build(given.out)
     elif given.does == "measure":
-        measure(given.out, given.store, given.runs, given.name, given.flags)
+        measure(given.out, given.store, given.runs, given.name, flags)
     else:
         table(given.runs)
 

@@ -25,9 +25,9 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "force"),
-        *("top_k", "only", "retriever", "embedder", "order"),
-        *("fusion", "ratio", "link_tokens", "link", "shift", "level", "keep_states", "max_loss", "load_timeout"),
+        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "force", "top_k", "min_score", "only"),
+        *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
+        *("keep_states", "max_loss", "load_timeout"),
     ),
     StoreOptions,
     RemoteOptions,

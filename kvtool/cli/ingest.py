@@ -19,20 +19,11 @@ from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.options import IngestOptions
 
 _NOTICED_S = 3.0  # seconds beside the work from which on they are explained
-_PHASES = {
-    "model_download": "downloading the model, once",
-    "model_unpack": "unpacking the model from its GGUF file, once",
-    "model_files": "reading the model's settings and tokenizer",
-    "model_load": "loading the model",
-    "lead_in": "computing what stands before every chunk",
-    "index": "indexing words",
-    "gate": "the gate, once for a model and a store",
-}
 
 app = new_app()
 
@@ -128,6 +119,9 @@ def _show(run: Run, report: IngestReport) -> None:
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")
+        if report.forecast is not None:
+            run.out.print(report.forecast.told())
+            run.out.print(report.forecast.advice()) if report.forecast.advice() else None
         return
     speed = report.prefill_tokens_per_second
     rate = f" at {speed:,.0f} tokens/s" if speed else ""
@@ -160,5 +154,5 @@ def is_mostly_beside(report: IngestReport) -> bool:
 def time_of(report: IngestReport) -> str:
     """Where a run's time went."""
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
-    parts += [f"{report.phases[name]:.1f} s {what}" for name, what in _PHASES.items() if name in report.phases]
+    parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"

@@ -25,7 +25,9 @@ app = new_app()
 @app.command()
 @takes(
     AgentOptions,
-    QueryOptions.some("top_k", "retriever", "embedder", "fusion", "ratio", "level", "max_tokens", "system"),
+    QueryOptions.some(
+        *("top_k", "min_score", "retriever", "embedder", "fusion", "ratio", "level", "max_tokens", "system")
+    ),
     ModelOptions,
     StoreOptions,
     examples=("mcp --store notes", "mcp --root ~/notes", "mcp --http --port 8722"),

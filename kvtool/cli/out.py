@@ -15,7 +15,17 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 from kvtool.cli import spinner
 from kvtool.cli.json_out import SCHEMA, error_json, plain, to_json
-from kvtool.cli.progress import ALOUD_EVERY_S, EVENT_EVERY_S, STATUS_EVERY_S, Bar, Lines, Progress, rich_bars
+from kvtool.cli.progress import (
+    ALOUD_EVERY_S,
+    EVENT_EVERY_S,
+    PLAIN_EVERY_S,
+    STATUS_EVERY_S,
+    Bar,
+    Lines,
+    Progress,
+    Reminder,
+    rich_bars,
+)
 from kvtool.cli.rendering import render_markdown, render_quote, render_table
 from kvtool.cli.streams import SafeStream, silence
 from kvtool.cli.text import clean, one_line
@@ -217,9 +227,9 @@ class Out:
         if self._draws_bars():
             with spinner.aside(until_new_words=True):
                 pass
-            with rich_bars(self._stderr, unit) as self._bars:
+            with rich_bars(self._stderr) as self._bars:
                 try:
-                    yield Bar(self._bars, self._bars.add_task(label, total=total))
+                    yield Bar(self._bars, label, total, unit)
                 finally:
                     self._bars = None
         elif self.mode == "jsonl":
@@ -227,6 +237,13 @@ class Out:
         else:
             say = (lambda text, facts: self.status(text)) if aloud or self.verbosity >= 1 else None
             yield Lines(say, label, total, unit, ALOUD_EVERY_S if aloud else STATUS_EVERY_S)
+
+    def reminding(self, told: Callable[[], str]) -> Reminder | None:
+        """Say every half minute how far a job is, where nothing else shows it: no bar can be drawn, and neither -v nor
+        --jsonl has lines of its own."""
+        if self.verbosity != 0 or self.mode == "jsonl" or self._draws_bars():
+            return None
+        return Reminder(lambda: self.status(told()), PLAIN_EVERY_S)
 
     def flush(self) -> None:
         """Make sure that stdout has everything, while a failure can still be reported."""

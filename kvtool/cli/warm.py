@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from kvtool.core.query.asked import Asked
     from kvtool.core.remote.warm import WarmReport
 
-_READ = ("top_k", "only", "retriever", "embedder", "level", "max_loss", "offline")  # by which questions find and read
+# By which questions find and read.
+_READ = ("top_k", "min_score", "only", "retriever", "embedder", "level", "max_loss", "offline")
 
 
 @dataclass(frozen=True, kw_only=True)

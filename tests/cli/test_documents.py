@@ -44,7 +44,7 @@ def test_every_question_finds_the_place_of_its_answer(asked: tuple[Path, list[do
 
 def _cited(finder: Finder, store: Store, one: documents.Asked, folder: Path) -> str:
     """The place of the answer in the chunks that are found for its question; it names its chunk again."""
-    for hit in chunks_for(finder, Request(one.question), QueryOptions()):
+    for hit in chunks_for(finder, Request(one.question), QueryOptions()).hits:
         document = store.document(hit.passage.source)
         assert document is not None
         at = document.text.find(one.answers[0], hit.passage.start, hit.passage.end)

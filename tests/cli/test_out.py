@@ -6,19 +6,23 @@ import errno
 import io
 import json
 import re
+import time
 import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from kvtool.cli import progress as module
+from kvtool.cli.job_view import JobView
 from kvtool.cli.json_out import to_json
 from kvtool.cli.out import Out, OutputClosed
 from kvtool.cli.text import clean, degrade, one_line
+from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -399,8 +403,10 @@ def test_a_bar_on_a_terminal(encoding: str, make: Make, monkeypatch: pytest.Monk
     out, stdout, stderr = make(encoding=encoding, tty=True)
     with out.progress("prefill [x]", total=100) as bar:
         bar.advance(60)
+        bar.expect(90)
         bar.describe("문서\n이름")
         out.warning("odd [red]name[/red]")
+    assert "60/90 tokens, " in stderr.text
     assert "tokens/s" in stderr.text
     assert "odd [red]name[/red]" in stderr.text
     assert stdout.text == ""
@@ -421,8 +427,8 @@ def test_a_result_does_not_stand_behind_a_bar(make: Make, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("speed", "shown"),
     [
-        (None, "- tokens/s"),
-        (0.0, "- tokens/s"),
+        (None, ""),
+        (0.0, ""),
         (0.034, "0.03 tokens/s"),
         (0.4, "0.4 tokens/s"),
         (12.3, "12 tokens/s"),
@@ -441,21 +447,102 @@ def test_no_bar_where_nobody_watches(mode: str, verbosity: int, tty: bool, make:
     assert stdout.text == stderr.text == ""
 
 
+class Clock:
+    """A clock that tests set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+
+
 def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((0.0, 5.0, 10.0, 11.0, 25.0))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    clock = Clock(monkeypatch)
     out, _, stderr = make(verbosity=1)
     with out.progress("prefill", total=400) as bar:
-        for _ in range(4):
+        for clock.now in (5.0, 10.0, 11.0, 25.0):
             bar.advance(100)
-    assert stderr.text == "prefill: 200/400 tokens, 20.0 tokens/s\nprefill: 400/400 tokens, 16.0 tokens/s\n"
+    assert stderr.text == ("prefill: 200/400 tokens, 20 tokens/s, 0:00:10 left\nprefill: 400/400 tokens, 16 tokens/s\n")
+
+
+def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = module.Pace(4000, "tokens")
+    assert (pace.speed, pace.left, pace.told()) == (None, None, "0/4,000 tokens")
+    left = []
+    for step in range(1, 8):
+        clock.now = 100.0 * step
+        pace.advance(500)
+        assert pace.speed == pytest.approx(5)
+        for clock.now in (100.0 * step, 100.0 * step + 50):
+            left.append(pace.left)
+    assert left == pytest.approx([800 - 50.0 * step for step in range(2, 16)])
+    pace.total = 3500
+    assert pace.left == 0
+    assert pace.told() == "3,500/3,500 tokens, 5.0 tokens/s"
+
+
+def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    pace = module.Pace(None, "tokens")
+    for step in range(1, 601):
+        clock.now = float(step)
+        pace.advance(1000 if step <= 300 else 10)
+    assert pace.speed == pytest.approx(10)
+    for _ in range(100_000):
+        pace.advance(0)  # a step that takes no time keeps none
+    assert len(pace._steps) < 100
+
+
+def test_a_job_without_a_bar_says_a_line_now_and_then(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.cli.out.PLAIN_EVERY_S", 0.001)
+
+    def told(out: Out, stderr: Any, act: Callable[[Events], None]) -> str:
+        with JobView(SimpleNamespace(out=out)) as view:  # type: ignore[arg-type]
+            act(view.events)
+            seen = stderr.text
+            while stderr.text.count("\n") < seen.count("\n") + 2:
+                time.sleep(0.001)
+        return stderr.text.splitlines()[-1]
+
+    def load(events: Events) -> None:
+        events.status("loading the model")
+
+    def compute(events: Events) -> None:
+        events.step("computing KV", 400, "tokens")
+        events.advance(100)
+        events.expect(500)
+
+    out, _, stderr = make()
+    assert told(out, stderr, load).startswith("loading the model, for 0:00:0")
+    assert told(out, stderr, compute).startswith("computing KV: 100/500 tokens, ")
+    for mode, verbosity, tty in (("human", -1, False), ("human", 0, True), ("jsonl", 0, False), ("human", 1, False)):
+        out, _, stderr = make(mode, verbosity, tty=tty)
+        assert out.reminding(lambda: "x") is None
+
+
+def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+    def run(out: Out) -> None:
+        with JobView(SimpleNamespace(out=out)) as view:  # type: ignore[arg-type]
+            view.events.step("computing KV", 4, "tokens")
+            view.events.advance(4)
+            view.events.status("trying the model")
+
+    out, stdout, _ = make("jsonl")
+    run(out)
+    assert "trying the model" in [json.loads(line)["message"] for line in stdout.text.splitlines()]
+    out, _, stderr = make(tty=True)
+    run(out)
+    assert "trying the model" in stderr.text
 
 
 def test_status_events_in_jsonl(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter((0.0, 2.0))
-    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    clock = Clock(monkeypatch)
     out, stdout, _ = make("jsonl")
-    with out.progress("prefill", unit="chunks") as bar:
+    with out.progress("prefill", total=10, unit="chunks") as bar:
+        clock.now = 2.0
         bar.advance(4)
     event = json.loads(stdout.text)
     assert (event["type"], event["done"], event["per_second"], event["unit"]) == ("status", 4, 2, "chunks")
+    assert event["seconds_left"] == 3

@@ -90,13 +90,14 @@ def test_places_are_named_as_answers_name_them(tmp_path: Path, tiny: Path, monke
     store = tmp_path / "store"
     kvtool("ingest", tmp_path / "in", "--store", store, "--model", tiny, "--chunk-tokens", "64", *PREFIX).fine()
     monkeypatch.chdir(tmp_path)
-    told = kvtool("query", "Who mills on page 2?", "--store", store, *SHORT, "-v", "--explain").fine().err
+    asked = ("Who mills on page 2?", "--store", store, "--min-score", "0")
+    told = kvtool("query", *asked, *SHORT, "-v", "--explain").fine().err
     chunk_lines = [line for line in told.splitlines() if re.search(r"^ +hit | tokens recomputed", line)]
     cited = re.findall(r"in/mill\.pdf p\. \d(?:–\d)?", re.search(r"sources: (.*)", told)[1])  # type: ignore[index]
     assert len(cited) > 1
     assert {name for line in chunk_lines for name in re.findall(r"in/mill.*?(?=: |$)", line)} == set(cited)
     assert str(tmp_path / "in") not in told
-    plan = kvtool("inspect", "plan", "Who mills on page 2?", "--store", store).fine().out
+    plan = kvtool("inspect", "plan", *asked).fine().out
     assert all(f" {name} " in plan for name in cited)
     assert str(tmp_path / "in") not in plan
 

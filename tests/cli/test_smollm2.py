@@ -47,3 +47,12 @@ def test_a_question_is_answered_from_cached_chunks_by_a_real_model(run: Any) -> 
     assert by_mode["blend"]["kl_answer"] < by_mode["reuse"]["kl_answer"]
     answer = run("query", QUESTION, "--fusion", "blend", "--max-tokens", "24")
     assert "Bucket" in answer
+
+
+def test_the_question_of_the_readme_is_answered_from_the_passage_that_answers_it(run: Any) -> None:
+    run("ingest", ".", "--model", "smollm2")
+    reply = json.loads(run("query", "Who founded the observatory?", "--json"))
+    assert "founded by Ilse Varnholt" in reply["answer"]
+    assert [Path(chunk["source"]).name for chunk in reply["chunks"]] == ["kellhaven-observatory.md"]
+    assert reply["cut"] == 4
+    assert json.loads(run("query", "Who founded the observatory?", "--min-score", "0", "--json"))["cut"] == 0

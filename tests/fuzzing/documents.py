@@ -26,7 +26,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.query.asked import _named, _rows
 from kvtool.core.query.reply import read_batch
 from kvtool.core.retrieval.passages import title_of
-from kvtool.core.retrieval.terms import terms
+from kvtool.core.retrieval.terms import asked_terms, language_of, terms
 from samples.office.facts import facts
 from samples.office.writers import WRITERS
 
@@ -148,8 +148,10 @@ def _split(data: bytes) -> None:
         piece = text[start:end].strip()
         assert piece
         assert len(piece) == 1 or -(-len(piece) // per) <= most
-    words = terms(text)
-    assert sum(map(len, words)) <= 40 * len(text)  # NFKC makes 18 characters of one
+    language = language_of(text)
+    words, wholes = terms(text, language)
+    assert sum(map(len, words + wholes)) <= 40 * len(text)  # NFKC makes 18 characters of one
+    assert {*words, *wholes} == {*itertools.chain(*asked_terms(text, (language,)))}
     assert len(title_of(text)) <= 120
 
 

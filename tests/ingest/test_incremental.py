@@ -236,9 +236,9 @@ def test_a_file_that_fails_stops_no_other(fresh: Any, tmp_path: Path, monkeypatc
         return real(file, *rest)
 
     monkeypatch.setattr(stream, "prepare", refuse)
-    fresh(folder, "--fail-fast").failed(1, "mill1.md: too odd")
+    fresh(folder, "--fail-fast", store=tmp_path / "fast").failed(1, "mill1.md: too odd")
     done = fresh(folder).fine(3).json
     assert done["documents"]["added"] == 2
     assert done["documents"]["failed"] == 1
-    assert fresh(folder, "--continue-on-error").fine(3).json["documents"]["unchanged"] == 2
+    assert fresh(folder, "--continue-on-error").fine().json["documents"]["unchanged"] == 2
     assert PREFIX == ("--lead-in", "prefix")

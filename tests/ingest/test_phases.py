@@ -10,7 +10,7 @@ import pytest
 from kvtool.cli.ingest import is_mostly_beside, time_of
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest import account
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.files import DOWNLOAD
 from tests.cli.working import kvtool, write_corpus
@@ -48,13 +48,13 @@ def test_a_phase_within_a_phase_is_counted_once(monkeypatch: pytest.MonkeyPatch)
     kept = account.Account(IngestOptions(), Events(status=told.append))
     with kept.phase("model_files"):
         now[0] += 1
-        with kept.once(DOWNLOAD):
+        with kept.phase(DOWNLOAD):
             now[0] += 20
         now[0] += 2
     with kept.phase("model_files"):
         now[0] += 4
     assert kept.report.phases == {"model_download": 20, "model_files": 7}
-    assert told == ["downloading the model, once"]
+    assert told == [PHASES[name] for name in ("model_files", "model_download", "model_files")]
 
 
 def test_a_run_explains_itself_where_most_of_it_was_no_chunk() -> None:
@@ -63,7 +63,7 @@ def test_a_run_explains_itself_where_most_of_it_was_no_chunk() -> None:
     assert is_mostly_beside(report)
     assert time_of(report) == (
         "of these 1.0 s computing chunks, 8.0 s loading the model, 3.0 s computing what stands before every chunk, "
-        "9.2 s the gate, once for a model and a store"
+        "9.2 s trying the model on this store (the gate), once"
     )
     report.seconds = 60.0
     assert not is_mostly_beside(report)

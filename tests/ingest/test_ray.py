@@ -111,7 +111,7 @@ def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
     assert child.returncode == 128 + number, err
-    assert err.startswith(f"error: {word}\nhint: what was committed stays; run the same command again")
+    assert f"error: {word}\nhint: what was committed stays; run the same command again" in err
     assert f'"exit_code": {128 + number}' in out
     kept = len(listing(store))
     assert 0 < kept < 200

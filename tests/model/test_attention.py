@@ -13,7 +13,7 @@ from kvtool.core.model import attention, kernels, products
 from kvtool.core.model.attention import Rows, rows_attention
 from kvtool.core.model.flash.tiling import Tiling
 from kvtool.core.model.scoring import Scoring
-from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64

@@ -10,8 +10,9 @@ import torch
 
 from kvtool.core.model.offsets import Mover, Runs
 from kvtool.core.model.rotary import Angles, Table
-from kvtool.core.native.compiling import ISAS, runnable
+from kvtool.core.native.compiling import runnable
 from kvtool.core.native.crew import gathered
+from kvtool.core.native.isa import ISAS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One number of another rounding, of numbers below 8: sums over probes are added in another order.

@@ -12,8 +12,8 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.packed import pack_weights
 from kvtool.core.model.rotary import Angles
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
-from kvtool.core.native.compiling import ISAS, runnable
-from kvtool.core.native.ir import Isa
+from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import ISAS, Isa
 from tests.families import tiny_model
 from tests.fusion.making import NAMES, case, new_case
 

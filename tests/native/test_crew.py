@@ -14,9 +14,10 @@ from collections.abc import Callable
 import pytest
 
 from kvtool.core.native import crew, team
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.compiling import compiled, runnable
 from kvtool.core.native.crew import Crew, current, gathered
 from kvtool.core.native.ir import Body
+from kvtool.core.native.isa import ISAS
 from tests.native.test_team import TASKS, counting
 
 pytestmark = pytest.mark.skipif(not runnable() or sys.platform == "win32", reason="there is no crew")

@@ -11,7 +11,8 @@ import pytest
 
 from kvtool.core.common.places import cache_dir
 from kvtool.core.native import compiling, objects
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS
 from kvtool.core.native.objects import keep_code, kept_code, key_of
 
 needs_llvm = pytest.mark.skipif(not runnable(), reason="there is no machine code here")

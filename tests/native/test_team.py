@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.native import team
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.compiling import compiled, runnable
 from kvtool.core.native.ir import Body, Loop
+from kvtool.core.native.isa import ISAS
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 TASKS = 1000

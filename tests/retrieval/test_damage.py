@@ -49,7 +49,7 @@ WORDS = Retrieval("bm25")
 def found(store: Store, retrieval: Retrieval = WORDS) -> tuple[list[object], list[str]]:
     told: list[str] = []
     finder = Finder(store, lambda text, hint: told.append(text))
-    return [finder.find(question, 3, retrieval) for question in QUESTIONS], told
+    return [finder.find(question, 3, retrieval).hits for question in QUESTIONS], told
 
 
 @pytest.mark.parametrize("kind", ["state", "segment", "vectors"])

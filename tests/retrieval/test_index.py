@@ -12,6 +12,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval import index as room
+from kvtool.core.retrieval import terms as of_terms
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.segment import IndexSegment
 from tests.retrieval.making import ingest, search_in, store_of
@@ -190,3 +191,23 @@ def test_an_empty_store(tmp_path: Path) -> None:
     with Store.create_or_open(tmp_path / "store") as store:
         assert len(index_of(store)) == 0
         assert len(index_of(store)) == 0
+
+
+@pytest.mark.parametrize(("constant", "older"), [("INDEX_FORMAT", 4), ("STEMS", "snowball 0")])
+def test_an_index_of_other_terms_is_made_anew(
+    tmp_path: Path, built: list[int], monkeypatch: pytest.MonkeyPatch, constant: str, older: object
+) -> None:
+    """Terms of an older kvtool, or of another version of the stemmer, are none that a question of today would meet."""
+    texts = {"a": "The packages cost 30 euros."}
+    with store_of(tmp_path / "store", texts) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(room, constant, older)
+            patch.setattr(of_terms, "_stem", lambda word, language: f"{word}!")
+            of_terms._split.cache_clear()
+            index_of(store)
+        of_terms._split.cache_clear()
+        (hit,) = search_in(index_of(store), texts).best("package", 5)
+        assert hit.passage.source == "a"
+        index_of(store)
+        assert built == [1, 1]
+        assert len(list((store.path / "index").glob("words-*"))) == 1

@@ -42,7 +42,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def found(store: Store, question: str, retrieval: Retrieval, top_k: int = 5) -> list[str]:
-    return [hit.passage.source for hit in Finder(store).find(question, top_k, retrieval)]
+    return [hit.passage.source for hit in Finder(store).find(question, top_k, retrieval).hits]
 
 
 def test_a_word_that_is_not_there_is_found_by_its_meaning(store: Store, static_model: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
     gone = static_model.rename(static_model.with_name("gone"))
     try:
         warned: list[str] = []
-        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval())
+        hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval()).hits
         assert hits[0].passage.source == "a"
         assert "found by words alone" in warned[0]
         for how in (Retrieval("hybrid"), Retrieval("auto", str(static_model))):
@@ -187,7 +187,7 @@ def test_a_damaged_document_fails_no_question(
     monkeypatch.setattr(store, "document", document)
     warned: list[str] = []
     finder = Finder(store, lambda text, hint: warned.append(text))
-    assert {hit.passage.source for hit in finder.find("mill stream", 2, Retrieval("bm25"))} == {"a", "b"}
+    assert {hit.passage.source for hit in finder.find("mill stream", 2, Retrieval("bm25")).hits} == {"a", "b"}
     assert [text for text in warned if "names in a were not followed" in text]
     with pytest.raises(DamagedError):  # a vector of nothing would be kept for good
         finder.find("mill", 1, Retrieval("dense", str(static_model)))

@@ -50,6 +50,7 @@ def ran(code: str) -> str:
         "try: _parsed(('{' + names + ',\"89999\":1}').encode())\nexcept Refusal: print('refused')",
         # marks of one letter in no order
         "from kvtool.core.retrieval.terms import terms\nterms('a' + '\\u0301\\u0316' * 250_000); print('refused')",
+        "from kvtool.core.retrieval.terms import terms\nterms('aB-' * 250_000 + 'a' * 750_000); print('refused')",
         "from kvtool.core.common.spelling import composed\ncomposed('\\uff9e\\u0301' * 250_000); print('refused')",
         # spaces at any of which a label might begin
         "from kvtool.core.retrieval.places import Places\nfrom kvtool.core.errors import UsageError\n"
@@ -85,9 +86,10 @@ def test_letters_are_normalised_as_ever() -> None:
 
 
 def test_long_words_are_not_kept() -> None:
-    before = of_terms._known.cache_info().currsize
-    assert of_terms.terms("x" * 10_000) == ["x" * 10_000]
-    assert of_terms._known.cache_info().currsize == before
+    before = of_terms._split.cache_info().currsize, of_terms._asked.cache_info().currsize
+    assert of_terms.terms("x" * 10_000) == (["x" * 10_000], [])
+    assert of_terms.asked_terms("x" * 10_000) == [("x" * 10_000,)]
+    assert (of_terms._split.cache_info().currsize, of_terms._asked.cache_info().currsize) == before
 
 
 def test_a_label_is_looked_for_at_few_places(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from heapq import nsmallest
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 from kvtool.core.agent.results import Excerpt, Found, Status, Stretch
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
+from kvtool.core.query.finding import retrieval_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.since import changes
 from kvtool.core.remote.opening import open_store
-from kvtool.core.retrieval.finder import Finder, Retrieval
+from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.gate import known_verdict
 from kvtool.core.session.identity import store_identity
@@ -42,10 +44,9 @@ class Shelf:
 
     def search(self, question: str, top_k: int, only: Sequence[str]) -> Found:
         """Find chunks. Raises as `Finder.find` does."""
-        options = self._options
-        how = Retrieval(options.retriever, options.embedder, tuple(only) or options.only, options.offline)
+        options = replace(self._options, only=tuple(only) or self._options.only)
         with self._reading() as (store, finder):
-            hits = finder.find(question, top_k, how)
+            hits = finder.find(question, top_k, retrieval_of(options)).hits
             since = changes(store, [hit.passage.source for hit in hits])
             return Found([_excerpt(store, hit.passage, since, hit) for hit in hits])
 

@@ -14,7 +14,6 @@ import torch
 
 from kvtool.core.codec.base import LayerKV, Payload
 from kvtool.core.codec.entropy.encoder import Encoding, encode_all
-from kvtool.core.codec.entropy.jobs import memory
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.symbols import finer_symbols, has_strays, symbols_of, wider
 from kvtool.core.codec.layout import SIDES, Layout, wide_sides
@@ -24,6 +23,7 @@ from kvtool.core.codec.profile import CodedColumns, Profile
 from kvtool.core.codec.sides import products
 from kvtool.core.codec.transform import BOTH, I16, add_outside, finest_numbers, sides_by_torch
 from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.native.job import scratch
 
 AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
@@ -154,7 +154,7 @@ class _Slab:
 
     def _memory(self, name: str) -> I16:
         shape = (len(self._layers), self._tokens, self._profile.layout.stride)
-        return memory(name, int(np.prod(shape)), np.int16).reshape(shape)
+        return scratch(name, int(np.prod(shape)), np.int16).reshape(shape)
 
     def _of(self, level: str) -> I16:
         """Numbers of a level."""
@@ -200,7 +200,7 @@ class _Slab:
         """What a decoder makes of the records: `[layers, 2, tokens, groups, size]`."""
         layout, numbers = self._profile.layout, self._of(level)
         shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
-        held = memory("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
+        held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
         out = torch.from_numpy(held).view(self._dtype).view(shape)
         by = products.backward_by(layout, self._dtype)
         if by is not None and out.numel():

@@ -12,10 +12,10 @@ import torch
 
 from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode, refine
-from kvtool.core.codec.entropy.jobs import memory
 from kvtool.core.codec.payload import Coded, Escapes, in_form
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.codec.sides.products import torch_is_faster
+from kvtool.core.native.job import scratch
 
 _FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 
@@ -62,7 +62,7 @@ class HostNumbers:
     @classmethod
     def in_memory(cls, shape: tuple[int, int], nested: bool) -> HostNumbers:
         """Numbers in this thread's memory: a kernel looks at what has been decoded and at nothing else."""
-        held = memory("decoded", shape[0] * shape[1], np.int16).reshape(shape)
+        held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
         if nested:
             held[:] = 0  # a finer level codes more columns than its base
         return cls(torch.from_numpy(held))

@@ -20,16 +20,20 @@ class Events:
     Attributes
     ----------
     step : (label, total, unit): a part of the job begins, of so many units; the part before it is over.
+    expect : (total): so many units are expected of this part by now; before it is over it may be an estimate.
     advance : (count): so many more units of this part are done, whole or not.
-    status : (text): what is done now, for who asked to see more.
+    status : (text): what is done now; a part of the work that has no count.
+    say : (text, hint): something that the user should know beforehand, as how long it takes.
     warn : (text, hint): something that the user should know.
     failed, skipped : (path, reason): a file that could not be read, or was passed over.
     took : (path, what, chunks): a file's documents, of so many chunks, were `added`, `changed` or `removed`.
     """
 
     step: Callable[[str, int, str], None] = _nothing
+    expect: Callable[[float], None] = _nothing
     advance: Callable[[float], None] = _nothing
     status: Callable[[str], None] = _nothing
+    say: Callable[[str, str], None] = _nothing
     warn: Warn = warn_nobody
     failed: Callable[[str, str], None] = _nothing
     skipped: Callable[[str, str], None] = _nothing

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.corpus.readers.document import EXTRA
-from kvtool.core.corpus.walk import Failure, Skip, Skipped, places
+from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.estimate import Estimate, remember_speed
+from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.model.files import DOWNLOAD, UNPACK
-
-_ONCE = {
-    DOWNLOAD: "downloading the model, once",
-    UNPACK: "unpacking the model from its GGUF file, once",
-}
+from kvtool.core.records.wanted import WantedChunk
 
 
 class Account:
@@ -29,12 +26,20 @@ class Account:
         self.report = IngestReport(dry_run=options.dry_run)
         self.events = events
         self._fail_fast, self._strict = not options.continue_on_error, options.strict
+        self.wanted = 0  # tokens that have to be computed, of the files that are read
+        self._estimate = Estimate(())
+        self._computes = False  # whether progress is counted in tokens
+        self._computed = 0  # tokens
+        self._began = self._computed_at = 0.0  # seconds of the first and the last of them
+        self._options = options
         self._named = {str(place) for path in options.paths for place in places(path)}
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Count the time inside of this towards a phase of the run (`IngestReport.phases`), that of a phase in it to
-        that one alone."""
+    def phase(self, name: str, told: bool = True) -> Iterator[None]:
+        """Tell that a phase of the run begins (`ingest_report.PHASES`), and count the time inside of this towards it;
+        that of a phase in it to that one alone. `told`: what is inside does not tell it better."""
+        if told:
+            self.events.status(PHASES[name])
         phases = self.report.phases
         started, others = time.perf_counter(), sum(phases.values())
         try:
@@ -42,13 +47,6 @@ class Account:
         finally:
             within = sum(phases.values()) - others
             phases[name] = phases.get(name, 0.0) + time.perf_counter() - started - within
-
-    @contextmanager
-    def once(self, name: str) -> Iterator[None]:
-        """Count what is done the first time that a model is used (`model/files.py`), and tell it: it may take long."""
-        self.events.status(_ONCE[name])
-        with self.phase(name):
-            yield
 
     def warn(self, text: str, hint: str = "") -> None:
         """Tell of something that the user should know."""
@@ -88,18 +86,53 @@ class Account:
         self.report.failures.append(row)
         self.events.failed(failure.path, failure.error)
 
-    def begin(self, size: int) -> None:
-        """Begin to look at files of so many bytes."""
-        self.events.step("ingest", max(1, -(-size // 1000)), "kB")
+    def begin(self, files: Sequence[FoundFile]) -> None:
+        """Begin to look at files."""
+        self._estimate = Estimate(files)
+        if not self.report.dry_run:
+            self.events.step("reading files", len(files), "files")
 
-    def advance(self, size: float) -> None:
-        """Tell that so many bytes of the files are done."""
-        self.events.advance(size / 1000)
+    def look_at(self, path: str) -> None:
+        """Count a file as looked at."""
+        known = self._estimate.pass_by(path)
+        if self._computes:
+            self.events.expect(self.expected)
+        elif known:
+            self.events.advance(1)
+
+    def want(self, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+        """Count the chunks of a file that have to be computed."""
+        tokens = sum(len(chunk.ids) for chunk in new)
+        self._estimate.learn(file.entry.path, file.entry.size, tokens)
+        self.wanted += tokens
+        if self._computes:
+            self.events.expect(self.expected)
+
+    @property
+    def expected(self) -> int:
+        """How many tokens have to be computed, those of files that are not read yet by an estimate."""
+        return self.wanted + self._estimate.tokens
+
+    def begin_computing(self) -> None:
+        """Begin to count tokens: what there is to do is known in them now."""
+        if not self._computes and not self.report.dry_run:
+            self._computes, self._began = True, time.monotonic()
+            self.events.step("computing KV", max(1, self.expected), "tokens")
+
+    def computed(self, chunks: Sequence[WantedChunk]) -> None:
+        """Tell that chunks are computed."""
+        tokens = sum(len(chunk.ids) for chunk in chunks)
+        self._computed += tokens
+        self._computed_at = time.monotonic()
+        self.events.advance(tokens)
+
+    def remember_speed(self, store: Store, fingerprint: str) -> None:
+        """Keep the speed of this run, writes included, for the next one's forecast."""
+        remember_speed(store, fingerprint, self._options, self._computed, self._computed_at - self._began)
 
     def unchanged(self, entry: FileEntry) -> None:
         """Count a file that the store has just so."""
         self.report.documents.unchanged += len(entry.documents)
-        self.advance(entry.size)
 
     def count_file(self, file: PreparedFile) -> None:
         """Count a file's documents as added or changed."""

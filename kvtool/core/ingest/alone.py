@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import DamagedError
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.account import Account
 from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.alone import alone_id, keep_beginning, put
 from kvtool.core.session.session import Session
@@ -25,13 +25,14 @@ class AloneStorer:
         """Refuse chunks of which the model cannot hold one behind the lead-in. Raises UsageError."""
         self.session.alone.check_length(max((len(chunk.ids) for chunk in chunks), default=0))
 
-    def take(self, writer: Writer, report: IngestReport, chunks: Sequence[WantedChunk]) -> None:
+    def take(self, writer: Writer, account: Account, chunks: Sequence[WantedChunk]) -> None:
         """Store chunks, and before the first of a store the prompt's own beginning; durable on return.
 
         Raises
         ------
         NoSpaceError : there is no room.
         """
+        report = account.report
         maker, store, turns = self.session.alone, self.session.store, self.session.decoder.turns
         with turns.turn():  # of a served model, between two steps of the answers
             report.kv_bytes += keep_beginning(maker, store, writer)
@@ -47,3 +48,4 @@ class AloneStorer:
             report.kv_bytes += made.info.size
             report.tokens += len(chunk.ids)
             report.chunks.computed += 1
+            account.computed([chunk])

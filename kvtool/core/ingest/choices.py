@@ -124,7 +124,7 @@ class Choices:
             parts = PromptParts(self.known.prefix, self.known.answer_header)
         else:
             parts = prompt_parts(self.tokenizer, system)
-        fingerprint, ids = model_fingerprint(self.files, dtype), lead_in_ids(mode, self.tokenizer, parts)
+        fingerprint, ids = model_fingerprint(self.files, dtype, self._once), lead_in_ids(mode, self.tokenizer, parts)
         if keeps and mode != _NO_LEAD_IN and not ids:
             raise UsageError("there is nothing to compute chunks behind", "use --lead-in warm")
         learned = mode == LEARNED

@@ -5,7 +5,23 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvtool.core.common.sizes import shown_size
 from kvtool.core.corpus.walk import Skip
+
+PHASES = {
+    "model_download": "downloading the model, once",
+    "model_hash": "hashing the model's files, once",
+    "model_unpack": "unpacking the model from its GGUF file, once",
+    "model_files": "reading the model's settings and tokenizer",
+    "model_load": "loading the model",
+    "lead_in": "computing what stands before every chunk",
+    "index": "indexing words",
+    "gate": "trying the model on this store (the gate), once",
+}
+"""What takes time beside reading and prefill, in words."""
+_NOTED_BYTES = 10**7  # of KV, from which on it is told beforehand
+_MUCH_BYTES, _MUCH_SHARE = 2 * 10**9, 0.1  # of KV, or of the free disk: then what makes it smaller is named
+_MINUTE = 60.0
 
 
 @dataclass(slots=True)
@@ -28,6 +44,53 @@ class Chunks:
     removed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What an ingest will take.
+
+    Attributes
+    ----------
+    tokens : to be computed.
+    kv_bytes : of their KV, before any compression.
+    seconds : at the speed of the last ingest; None: it is not known.
+    disk_free : bytes that the disk has left.
+    level : codec level that is stored.
+    """
+
+    tokens: int
+    kv_bytes: int
+    seconds: float | None
+    disk_free: int
+    level: str
+
+    @property
+    def is_noted(self) -> bool:
+        """Whether it is worth a word beforehand."""
+        return self.kv_bytes >= _NOTED_BYTES
+
+    def told(self) -> str:
+        """Word it."""
+        before = "" if self.level == "raw" else " before compression"
+        kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
+        text = f"about {self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
+        if self.seconds is not None:
+            text += f"; about {self._minutes()} at the speed of the last ingest"
+        return text
+
+    def advice(self) -> str:
+        """Name what makes it smaller, where it is much."""
+        much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
+        hint = (
+            "`--level lossless` stores it exactly in less, `--level 2` in far less with some loss; `kvtool compress` "
+            "does so afterwards"
+        )
+        return hint if much and self.level == "raw" else ""
+
+    def _minutes(self) -> str:
+        minutes = (self.seconds or 0) / _MINUTE
+        return "a minute" if minutes < 1.5 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+
+
 @dataclass(slots=True)
 class IngestReport:
     """Tells the result of an ingest (kvtool/docs/json.md); `tokens` and `kv_bytes` count what was computed in this run.
@@ -35,9 +98,9 @@ class IngestReport:
     Attributes
     ----------
     skipped : how many files were passed over, by kind; nothing is wrong with them.
-    phases : seconds of what comes beside reading and prefill: `model_download`, `model_unpack` (a GGUF file, converted
-        at its first use), `model_files` (settings and tokenizer), `model_load`, `lead_in`, `index`, `gate`.
+    phases : seconds of what comes beside reading and prefill, by `PHASES`.
     unsupported : of these, the files without a reader, by what they are: `image`, `archive`, `binary`, an ending.
+    forecast : what it was expected to take, before the first chunk; None: no chunk was to be computed.
     failures : what should have been read and was not; with `strict` all of it.
     still_failing : what could not be read before either, and has not changed; not among `failures`.
     loss : nats a token of the answer that the level of new chunks loses; None: not measured, or none was computed.
@@ -60,6 +123,7 @@ class IngestReport:
     warnings: list[str] = field(default_factory=list)
     resolved: dict[str, Any] = field(default_factory=dict)
     gate: dict[str, Any] | None = None
+    forecast: Forecast | None = None
     dry_run: bool = False
 
     @property

@@ -19,8 +19,9 @@ from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
+from kvtool.core.ingest.estimate import forecast, kv_bytes_a_token
 from kvtool.core.ingest.index import referred_in, update_index
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.ingest.ingest_report import Forecast, IngestReport
 from kvtool.core.ingest.lead_in_change import lead_in_change
 from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
@@ -88,9 +89,9 @@ def ingest(
 def _preview(path: Path, options: IngestOptions, events: Events, reading: Reading) -> IngestReport:
     try:
         with Store.open(path) as store:
-            return _Job(store, options, events, reading).preview()
+            return _Job(path, store, options, events, reading).preview()
     except StoreNotFoundError:
-        return _Job(None, options, events, reading).preview()
+        return _Job(path, None, options, events, reading).preview()
 
 
 def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
@@ -99,11 +100,11 @@ def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, k
         from kvtool.core.crew.cluster import check_there
 
         check_there(options.ray)
-    first = _Job(None, options, events, reading, kept) if is_new(path) else None
+    first = _Job(path, None, options, events, reading, kept) if is_new(path) else None
     if first is not None:
         first.stream.begin()
     with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        job = _Job(store, options, events, reading, kept)
+        job = _Job(path, store, options, events, reading, kept)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
         return job.run(store, writer)
@@ -123,15 +124,16 @@ def is_new(path: Path) -> bool:
 class _Job:
     def __init__(
         self,
+        path: Path,
         store: Store | None,
         options: IngestOptions,
         events: Events,
         reading: Reading,
         kept: KeptModel | None = None,
     ) -> None:
-        self.options, self._model = options, kept or KeptModel()
+        self.options, self._path, self._model = options, path, kept or KeptModel()
         self.account = Account(options, events)
-        self.choices = Choices(store, options, self.account.once)
+        self.choices = Choices(store, options, self.account.phase)
         self.stream = Stream(store, options, self.choices, self.account, reading)
         self._changed = False  # whether any file did
         self._kept = False  # whether the store knows what it is made with
@@ -151,6 +153,7 @@ class _Job:
                 continue
             report.chunks.computed += len(new)
             report.tokens += sum(len(chunk.ids) for chunk in new)
+        report.forecast = self._forecast(self.stream.store, report.tokens)
         report.chunks.reused = novelties.reused
         report.documents.removed = sum(len(entry.documents) for entry in self.stream.gone)
         paths |= {entry.path for entry in self.stream.gone} | {*self.stream.abandoned}
@@ -167,6 +170,9 @@ class _Job:
             whole = True
         finally:
             self.stream.seen.keep(store, whole)
+            self.account.remember_speed(
+                store, self.choices.identity.fingerprint
+            ) if self.account.report.tokens else None
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)
@@ -225,13 +231,16 @@ class _Job:
         try:
             for file in self.stream:
                 new = novelties.of(file)
+                self.account.want(file, new)
                 if self.choices.identity.keeps_states:
                     if not self._describe(store, writer, file, new):
                         novelties.take_back(new)
                     continue
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
+                    self._say_forecast(store, self.account.expected)
                     storer = self._storer(store, writer, new)
+                    self.account.begin_computing()
                 if storer is not None and not self._fits(file, new, storer.check_length):
                     novelties.take_back(new)
                     continue
@@ -250,6 +259,21 @@ class _Job:
             if storer is not None:
                 storer.close()
 
+    def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
+        """What computing so many tokens will take; None where it is nothing, or not known."""
+        if not tokens or self.choices.identity.keeps_states:
+            return None
+        from kvtool.core.model.load import supported_config
+
+        identity = self.choices.identity
+        per_token = kv_bytes_a_token(supported_config(self.choices.files), identity.dtype)
+        return forecast(tokens, per_token, store, self._path, identity.fingerprint, self.options)
+
+    def _say_forecast(self, store: Store, tokens: int) -> None:
+        ahead = self.account.report.forecast = self._forecast(store, tokens)
+        if ahead is not None and ahead.is_noted:
+            self.account.events.say(ahead.told(), ahead.advice())
+
     def _fits(
         self, file: PreparedFile, new: Sequence[WantedChunk], check: Callable[[Sequence[WantedChunk]], None]
     ) -> bool:
@@ -258,7 +282,7 @@ class _Job:
             check(new)
         except UsageError as error:
             self.stream.fail(file.entry.path, f"{error.message}: {error.hint}")
-            self.account.advance(file.entry.size)
+            self.account.wanted -= sum(len(chunk.ids) for chunk in new)
             return False
         return True
 
@@ -267,18 +291,18 @@ class _Job:
         self._keep_identity(writer)
         writer.commit_file(file.entry, file.documents)
         self.account.count_file(file)
-        self.account.advance(file.entry.size)
 
     def _describe(self, store: Store, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> bool:
         """Commit a file of a store whose model keeps states. What its chunks are alone is computed only behind a
         lead-in, and first: what is told of a chunk later is that it is known. Returns whether they fit the model."""
         if self.choices.identity.keeps_alone and new:
             storer = self._alone(store)
+            self.account.begin_computing()
             if not self._fits(file, new, storer.check_length):
                 return False
             self._keep_identity(writer)
             writer.begin_file(file.entry.path, file.chunk_ids)
-            storer.take(writer, self.account.report, new)
+            storer.take(writer, self.account, new)
             self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
         self._changed = True
         writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new}, HERE)
@@ -311,7 +335,7 @@ class _Job:
 
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
         """Load the model."""
-        with self.account.phase("model_load"):
+        with self.account.phase("model_load", told=False):
             from kvtool.core.ingest.compute import ChunkStorer, Maker
 
             self._session = session = self._open(store)
@@ -325,7 +349,7 @@ class _Job:
         """Have models loaded by Ray's actors; none is loaded here."""
         from kvtool.core.ingest.ray_storer import far_storer
 
-        with self.account.phase("model_load"):
+        with self.account.phase("model_load", told=False):
             storer, resolved = far_storer(store, writer, self.account, self.options, self.choices)
         self.account.report.resolved = resolved
         return storer
@@ -337,7 +361,7 @@ class _Job:
         from kvtool.core.ingest.alone import AloneStorer
 
         if self._session is None:
-            with self.account.phase("model_load"):
+            with self.account.phase("model_load", told=False):
                 self._session = self._open(store)
         return AloneStorer(self._session)
 

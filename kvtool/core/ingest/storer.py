@@ -30,11 +30,10 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Batch:
-    """Holds chunks that are computed together; `size` is the share of their files' bytes that they are cut from."""
+    """Holds chunks that are computed together; `tokens` with what is before each."""
 
     chunks: list[WantedChunk]
     tokens: int = 0
-    size: float = 0.0
 
 
 class Storer(ABC):
@@ -88,23 +87,19 @@ class Storer(ABC):
             files.append(waiting)
         if not lists:
             self._commit_all([waiting])
-        share = file.entry.size / max(1, sum(len(chunk.ids) for chunk in missing))
         for chunk in missing:
-            self._queue(chunk, share * len(chunk.ids))
-        if not missing:
-            self._account.advance(file.entry.size)
+            self._queue(chunk)
 
     def finish(self) -> None:
         """Have the rest computed, and wait until all is written; raise what went wrong there."""
         self._hand_over()
 
-    def _queue(self, chunk: WantedChunk, size: float) -> None:
+    def _queue(self, chunk: WantedChunk) -> None:
         length = len(chunk.before) + len(chunk.ids)
         if self._batch.tokens + length > self._most_tokens:
             self._hand_over()
         self._batch.chunks.append(chunk)
         self._batch.tokens += length
-        self._batch.size += size
 
     def _spanning(self, batch: Batch) -> list[PreparedFile]:
         """List the files of a batch that need other chunks, too: they are unfinished once it is written."""
@@ -120,7 +115,7 @@ class Storer(ABC):
 
     def _is_there(self, batch: Batch) -> None:
         """Commit the files that waited for nothing else, in their order."""
-        self._account.advance(batch.size)
+        self._account.computed(batch.chunks)
         whole = []
         for waiting in (waiting for chunk in batch.chunks for waiting in self._waiting.pop(chunk.chunk_id)):
             waiting.chunks -= 1

@@ -126,9 +126,9 @@ class Stream:
     def __iter__(self) -> Iterator[PreparedFile]:
         """Cut the changed files, one after another. All others are counted and told."""
         self._tell_paths()
-        if not self._options.dry_run:
-            self._account.begin(sum(file.size for file in self.walked.files))
+        self._account.begin(self.walked.files)
         for outcome in self._outcomes:
+            self._account.look_at(_path_of(outcome))
             if isinstance(outcome, Failure):
                 self._account.fail(outcome)
             elif isinstance(outcome, Skipped):
@@ -196,6 +196,12 @@ class Stream:
             self._account.warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
         for path in set(self.walked.bare).difference(map(Path.resolve, self.kept)):
             self._account.warn(f"{path}: no readable file in this folder")
+
+
+def _path_of(outcome: Outcome) -> str:
+    if isinstance(outcome, ChangedFile):
+        return outcome.found.name
+    return outcome.known.path if isinstance(outcome, UnchangedFile) else outcome.path
 
 
 def _is_kept(path: Path) -> str:

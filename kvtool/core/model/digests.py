@@ -18,11 +18,13 @@ from filelock import FileLock, Timeout
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError
+from kvtool.core.model.files import HASH, Once, unnoticed
 
 _REMEMBERED = 4096  # entries kept, the newest
 _RACY_SECONDS = 2.0  # a file younger than this may change again under the same times
 _LOCK_SECONDS = 5.0
 _DAY_SECONDS = 86400.0
+_TAKES_SECONDS = 1 << 28  # bytes of a file from which on its digest does
 _BLOCKS, _BLOCK = 32, 1 << 15  # 1 MiB of a file, spread over it, first and last bytes included
 
 
@@ -49,8 +51,9 @@ class _Known:
         return 0 <= time.time() - self.checked < _DAY_SECONDS
 
 
-def file_digest(path: Path) -> str:
-    """SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same.
+def file_digest(path: Path, once: Once = unnoticed) -> str:
+    """SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same; `once` is entered while
+    that takes seconds.
 
     On the first use in a day a part of the file is read again and compared: a file with the same place and times need
     not be the same file.
@@ -64,7 +67,7 @@ def file_digest(path: Path) -> str:
         if _sample(real) == known.sample:
             _remember(str(real), replace(known, checked=time.time()))
             return known.digest
-    with real.open("rb") as file:
+    with once(HASH) if stamp[2] >= _TAKES_SECONDS else contextlib.nullcontext(), real.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     sample = _sample(real)
     if _stamp(real) == stamp and time.time() - max(stamp[-2:]) / 1e9 > _RACY_SECONDS:

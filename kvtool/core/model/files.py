@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 )
 SOURCE = "gguf-source.json"  # in a folder converted from a GGUF file: which one
 PACKED = "packed.safetensors"  # in such a folder: its weights as the GGUF file has them
-DOWNLOAD, UNPACK = "model_download", "model_unpack"
+DOWNLOAD, HASH, UNPACK = "model_download", "model_hash", "model_unpack"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ADAPTER = "adapter_config.json"
@@ -40,7 +40,7 @@ _MAX_CONFIG = 50_000_000
 
 
 Once = Callable[[str], AbstractContextManager[None]]
-"""Entered with `DOWNLOAD` or `UNPACK` while that is done for a model which is used for the first time."""
+"""Entered with `DOWNLOAD`, `HASH` or `UNPACK` while that is done for a model which is used for the first time."""
 
 
 def unnoticed(what: str) -> AbstractContextManager[None]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
+from kvtool.core.model.files import TOKENIZER_FILES, ModelFiles, Once, read_config, unnoticed, weight_files
 from kvtool.core.model.origin import checked_origin
 
 _VERSION = 1
@@ -35,7 +35,7 @@ _VOLATILE = frozenset(
 )
 
 
-def model_fingerprint(files: ModelFiles, dtype: str) -> str:
+def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> str:
     """SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
 
     What computes them is no part of it: a store is the same one on machines of different arithmetic.
@@ -43,21 +43,22 @@ def model_fingerprint(files: ModelFiles, dtype: str) -> str:
     Parameters
     ----------
     dtype : of the keys and values, resolved ("bfloat16", "float32", "float16"), never "auto".
+    once : entered while a file of the model is hashed for the first time.
 
     Raises
     ------
     ModelError : the folder is incomplete; or it was converted from a GGUF file, and is not what was made.
     """
-    contents = _converted(files) if files.kind in ("gguf", "packaged") else _contents(files.folder)
+    contents = _converted(files) if files.kind in ("gguf", "packaged") else _contents(files.folder, once)
     identity = {"version": _VERSION, **contents, "dtype": dtype}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _contents(folder: Path) -> dict[str, Any]:
+def _contents(folder: Path, once: Once) -> dict[str, Any]:
     return {
         "config": _lasting(read_config(folder)),
-        "weights": {path.name: file_digest(path) for path in weight_files(folder)},
+        "weights": {path.name: file_digest(path, once) for path in weight_files(folder)},
         "tokenizer": {name: file_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import importlib.util
 import io
 import os
@@ -12,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 
@@ -61,7 +63,7 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
     if not gguf.is_file():
         raise ModelError(f"there is no file {gguf}", "check the path")
     with reading(gguf):
-        folder = cache_dir() / "gguf" / f"{file_digest(gguf)[:32]}-v{_VERSION}"
+        folder = cache_dir() / "gguf" / f"{file_digest(gguf, once)[:32]}-v{_VERSION}"
     if (folder / SOURCE).is_file():
         _complete(gguf, folder, once)
         return folder
@@ -145,7 +147,8 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
     from kvtool.core.model.quantised.folder import pack_folder
     from kvtool.core.model.support import check_supported
 
-    with quiet(), contextlib.redirect_stderr(io.StringIO()):  # the reader draws a progress bar of its own
+    # the reader draws a progress bar of its own
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), _plain_arrays():
         config = model_config(gguf, header, alone)
         check_supported(config)
         tokenizer = read_tokenizer(header, alone)
@@ -154,6 +157,22 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
         tokenizer.save_pretrained(target)
         del model
         pack_folder(target, gguf, header)
+
+
+@contextlib.contextmanager
+def _plain_arrays() -> Iterator[None]:
+    """Let the reader, which `transformers` runs three times, cut the file as a plain array. It makes an array of every
+    word of the vocabulary, and those of a `memmap` take three times as long."""
+    import numpy as np
+
+    library: Any = importlib.import_module("gguf")
+    kept = library.GGUFReader
+    as_array = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", np.asarray(mapped)))
+    library.GGUFReader = type(kept.__name__, (kept,), {"data": as_array})
+    try:
+        yield
+    finally:
+        library.GGUFReader = kept
 
 
 def _check_header(gguf: Path, header: GgufHeader) -> None:

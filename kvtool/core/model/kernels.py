@@ -19,7 +19,7 @@ from kvtool.core.model.products import attend_by_products
 from kvtool.core.model.scoring import Scoring, Seen
 from kvtool.core.model.weights import attend_by_weights
 from kvtool.core.native.compiling import runnable
-from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16, Isa
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, Isa
 
 OWN, PRODUCTS, FUSED = KERNELS = ("own", "products", "fused")
 # Rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later key.

@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvtool.core.model.flash.tiling import STORED
-from kvtool.core.model.ir_offsets import AT, FIELDS, offsets_module
+from kvtool.core.model.ir_offsets import JOB, offsets_module
 from kvtool.core.model.rotary import Angles, Table
-from kvtool.core.model.stepping.ir_common import lanes_for
 from kvtool.core.native.compiling import compiled
 from kvtool.core.native.crew import current
-from kvtool.core.native.ir import Isa
+from kvtool.core.native.formats import STORED
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.simd import lanes_for
 
 Whole: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Sides: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys and values of a layer
@@ -137,9 +137,9 @@ class Mover:
         self._kept = torch.empty((2, heads, len(runs.places), head_dim), dtype=like.dtype)
         self._sums = torch.empty((len(layers), len(runs.spans), heads, 2), dtype=torch.float32)
         self._told = _told(runs)
-        self._job = np.zeros(len(FIELDS), np.int64)
+        self._job = np.zeros(len(JOB), np.int64)
         for name, value in self._known(like).items():
-            self._job[AT[name]] = value
+            self._job[JOB.places[name]] = value
         self._address = self._job.ctypes.data
         self._plain, self._turned = (
             _compiled(isa, str(like.dtype).removeprefix("torch."), head_dim, half)
@@ -181,9 +181,9 @@ class Mover:
             raise ValueError(f"{factors.dtype} {tuple(factors.shape)} are no factors of these rows")
         sums = self._sums[layer]
         self._aim(layer)
-        self._job[AT["next"]] = 0
-        self._job[AT["factors"]] = factors.data_ptr()
-        self._job[AT["sums"]] = sums.data_ptr()
+        self._job[JOB.places["next"]] = 0
+        self._job[JOB.places["factors"]] = factors.data_ptr()
+        self._job[JOB.places["sums"]] = sums.data_ptr()
         code, crew = self._plain if self._rotations[layer] is None else self._turned, current()
         # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
         if crew is not None and self._helped:
@@ -194,17 +194,17 @@ class Mover:
 
     def _aim(self, layer: int) -> None:
         keys, values = self._layers[layer]
-        self._job[AT["keys"]] = keys.data_ptr()
-        self._job[AT["values"]] = values.data_ptr()
+        self._job[JOB.places["keys"]] = keys.data_ptr()
+        self._job[JOB.places["values"]] = values.data_ptr()
         if (name := self._rotations[layer]) is not None:
             self._turn_by(self._runs.table.by_name[name], self._runs.back.by_name[name])
 
     def _turn_by(self, angles: Angles, back: Angles) -> None:
         for prefix, one in (("", angles), ("back_", back)):
-            self._job[AT[f"{prefix}cos"]] = one.cos.data_ptr()
-            self._job[AT[f"{prefix}sin"]] = one.sin.data_ptr()
-        self._job[AT["table_row"]] = angles.cos.stride(1)
-        self._job[AT["back_row"]] = back.cos.stride(1)
+            self._job[JOB.places[f"{prefix}cos"]] = one.cos.data_ptr()
+            self._job[JOB.places[f"{prefix}sin"]] = one.sin.data_ptr()
+        self._job[JOB.places["table_row"]] = angles.cos.stride(1)
+        self._job[JOB.places["back_row"]] = back.cos.stride(1)
 
 
 def _told(runs: Runs) -> Whole:
@@ -237,7 +237,7 @@ def _lanes(isa: Isa, head_dim: int, rotated: int) -> int:
 @cache
 def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> _Code:
     """The machine code of one shape, compiled at its first use."""
-    text = offsets_module(stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
+    text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
     keep, add = compiled(text, isa, "keep", "add")
     # What is copied is little: who gave up Python's lock for it might wait for it longer than that takes.
     return _Code(ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep), ctypes.CFUNCTYPE(None, ctypes.c_void_p)(add), add)

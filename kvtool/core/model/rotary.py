@@ -18,7 +18,7 @@ from kvtool.core.model.kernels import isa_here
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
 from kvtool.core.model.rotation import Move, move_all, rotate_halves
 from kvtool.core.model.triton_place import Piece, Side
-from kvtool.core.native.ir import Isa
+from kvtool.core.native.isa import Isa
 
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model

@@ -10,31 +10,23 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvtool.core.model.flash.ir_moves import narrowed, widened
-from kvtool.core.model.flash.tiling import STORED
+from kvtool.core.native.builder import FunctionBuilder, Value, module
 from kvtool.core.native.compiling import compiled
-from kvtool.core.native.ir import Body, Isa, Loop, fields, vector
+from kvtool.core.native.formats import STORED
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.job import JOBS, Job
+from kvtool.core.native.simd import rotate
 
 _WIDTH = 8  # numbers handled together
-_FLOATS = vector(_WIDTH, "float")
 _FORMATS = frozenset(
     (getattr(torch, stored), kept) for stored in STORED for kept in (getattr(torch, stored), torch.float32)
 )
-_FIELDS = {
-    "from": "ptr",
-    "from_head": "i64",
-    "from_row": "i64",
-    "to": "ptr",
-    "to_head": "i64",
-    "to_row": "i64",
-    "cos": "ptr",
-    "sin": "ptr",
-    "table_row": "i64",
-    "heads": "i64",
-    "rows": "i64",
-    "half": "i64",  # of the numbers that are rotated
-    "rest": "i64",  # numbers behind them, which are not
-}
+_JOB = Job(
+    **{"from": "ptr", "from_head": "i64", "from_row": "i64", "to": "ptr", "to_head": "i64", "to_row": "i64"},
+    **{"cos": "float*", "sin": "float*", "table_row": "i64", "heads": "i64", "rows": "i64"},
+    half="i64",  # of the numbers that are rotated
+    rest="i64",  # numbers behind them, which are not
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,63 +131,37 @@ def move_all(moves: Sequence[Move], isa: Isa) -> bool:
 @cache
 def _function(isa: Isa, stored: str, kept: str) -> Callable[[int, int], None]:
     """The machine code from one format to one, compiled at its first use (0.02 s)."""
-    (address,) = compiled(rotation_module(stored, kept), isa, "rotate")
+    (address,) = compiled(rotation_module(stored, kept, isa), isa, "rotate")
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
 
 
-def rotation_module(stored: str, kept: str) -> str:
+def rotation_module(stored: str, kept: str, isa: Isa) -> str:
     """LLVM IR of `void rotate(jobs, number)`: numbers stored in one format go to places of the same or a wider one."""
-    body = Body()
-    each = Loop(body, "%number")
-    job = fields(body, each.index, _FIELDS)
-    row = Loop(body, job["rows"], may_be_empty=True)
-    table = body(f"mul i64 {row.index}, {job['table_row']}")
-    cos, sin = (body.at("float", job[name], table) for name in ("cos", "sin"))
-    head = Loop(body, job["heads"], may_be_empty=True)
-    source = row_of(body, job, "from", head.index, row.index, STORED[stored])
-    target = row_of(body, job, "to", head.index, row.index, STORED[kept])
-    _halves(body, (stored, kept), (source, target), (cos, sin), job["half"])
-    behind = body(f"mul i64 {job['half']}, 2")
-    rest = Loop(body, body(f"udiv i64 {job['rest']}, {_WIDTH}"), may_be_empty=True)
-    place = body(f"add i64 {behind}, {body(f'mul i64 {rest.index}, {_WIDTH}')}")
-    value = body.load(_numbers(stored), source, place)
-    if stored != kept:
-        value = widened(body, stored, value)
-    body.store(_numbers(kept), value, target, place)
-    rest.close()
-    head.close()
-    row.close()
-    each.close()
-    body.do("ret void")
-    return f"define void @rotate(ptr %jobs, i64 %number) {{\n{body.text()}\n}}\n"
+    k = FunctionBuilder("rotate", isa, JOBS)
+    k.keeps_nan = True
+    with _JOB.each(k) as job, k.loop(job.rows, may_be_empty=True) as row:
+        cos, sin = (side.at(row * job.table_row) for side in (job.cos, job.sin))
+        with k.loop(job.heads, may_be_empty=True) as head:
+            source, target = (
+                job[side].of(form).at(head * job[f"{side}_head"] + row * job[f"{side}_row"])
+                for side, form in (("from", stored), ("to", kept))
+            )
+            _rotate_row(k, source, target, (cos, sin), job.half)
+            behind = job.half * 2
+            if stored == kept:  # bit by bit
+                source, target = (side.of(STORED[stored]) for side in (source, target))
+            with k.loop(job.rest // _WIDTH, may_be_empty=True) as index:
+                place = index * _WIDTH + behind
+                target.store(source.load(place, _WIDTH), place)
+    return module(k)
 
 
-def _numbers(stored: str) -> str:
-    return vector(_WIDTH, STORED[stored])
-
-
-def row_of(body: Body, job: dict[str, str], side: str, head: str, row: str, element: str) -> str:
-    """The address of a head's row on one side of a job, whose fields tell how far apart heads and rows are."""
-    by_head, by_row = job[f"{side}_head"], job[f"{side}_row"]
-    return body.at(
-        element, job[side], body(f"add i64 {body(f'mul i64 {head}, {by_head}')}, {body(f'mul i64 {row}, {by_row}')}")
-    )
-
-
-def _halves(body: Body, formats: tuple[str, str], rows: tuple[str, str], table: tuple[str, str], half: str) -> None:
-    """Both halves of a row, from one place to another."""
-    (stored, kept), (source, target) = formats, rows
-    each = Loop(body, body(f"udiv i64 {half}, {_WIDTH}"), may_be_empty=True)
-    first = body(f"mul i64 {each.index}, {_WIDTH}")
-    places = first, body(f"add i64 {first}, {half}")
-    cos, sin = (body.load(_FLOATS, side, first) for side in table)
-    low, high = (widened(body, stored, body.load(_numbers(stored), source, place)) for place in places)
-    straight = [body(f"fmul {_FLOATS} {value}, {cos}") for value in (low, high)]
-    crossed = [body(f"fmul {_FLOATS} {value}, {sin}") for value in (high, low)]
-    turned = (
-        body(f"fsub {_FLOATS} {straight[0]}, {crossed[0]}"),
-        body(f"fadd {_FLOATS} {straight[1]}, {crossed[1]}"),
-    )
-    for value, place in zip(turned, places, strict=True):
-        body.store(_numbers(kept), narrowed(body, kept, value), target, place)
-    each.close()
+def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[Value, Value], half: Value) -> None:
+    """Both halves of a head's row, from one place to another."""
+    with k.loop(half // _WIDTH, may_be_empty=True) as index:
+        first = index * _WIDTH
+        places = first, first + half
+        cos, sin = (side.load(first, _WIDTH) for side in table)
+        low, high = (source.load(place, _WIDTH) for place in places)
+        for value, place in zip(rotate(low, high, cos, sin), places, strict=True):
+            target.store(value, place)

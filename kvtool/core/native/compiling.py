@@ -11,10 +11,8 @@ from functools import cache
 from typing import Any
 
 from kvtool.core.common.arithmetic import FEATURES, cpu_features
-from kvtool.core.native.ir import AVX2, AVX512, SCALAR, Isa
+from kvtool.core.native.isa import ISAS, Isa
 from kvtool.core.native.objects import keep_code, kept_code, key_of
-
-ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
 
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
 _X86 = ("x86_64", "AMD64")

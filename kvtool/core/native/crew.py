@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS
 
 # The board, 8 bytes a field: what the one that calls writes on one line of the cache, what helpers write on another.
 # `turn` is odd while a job is open; so many `places` there are for helpers; `over` ends them.

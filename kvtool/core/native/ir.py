@@ -3,32 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 _ALIGNMENT = {"i8": 1, "half": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
-
-
-@dataclass(frozen=True, slots=True)
-class Isa:
-    """An instruction set: i32 lanes handled together, LLVM's name of the CPU, and the features it must have.
-
-    The CPU is a named level, not the host: the same code everywhere, and an old CPU's code can be tested on a new one.
-    Without a name it is the least of its architecture.
-    """
-
-    width: int
-    cpu: str
-    features: frozenset[str] = frozenset()
-    extra: str = ""
-
-
-_V3 = frozenset("avx avx2 bmi bmi2 f16c fma lzcnt movbe popcnt".split())
-_V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi2".split())
-
-AVX512 = Isa(16, "x86-64-v4", _V4, "+avx512vbmi2")
-AVX2 = Isa(8, "x86-64-v3", _V3)
-AVX512_BF16 = Isa(16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
-SCALAR = Isa(8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
 
 
 class Body:
@@ -90,24 +66,14 @@ class Body:
 
 
 class Loop:
-    """A loop that runs `count` times and carries values: `(type, initial value)` each.
+    """A loop that runs `count` times, at least once, and carries values: `(type, initial value)` each."""
 
-    It runs at least once, unless it `may_be_empty`.
-    """
-
-    def __init__(
-        self, body: Body, count: str | int, carried: Sequence[tuple[str, str]] = (), may_be_empty: bool = False
-    ) -> None:
+    def __init__(self, body: Body, count: str | int, carried: Sequence[tuple[str, str]] = ()) -> None:
         self._body, self._count = body, count
         self._carried = [("i64", "0"), *carried]
         self._before, self._block = body.block, body.new_block()
         self._after = body.new_block()
-        self._may_be_empty = may_be_empty
-        if may_be_empty:
-            some = body(f"icmp ne i64 {count}, 0")
-            body.do(f"br i1 {some}, label %{self._block}, label %{self._after}")
-        else:
-            body.do(f"br label %{self._block}")
+        body.do(f"br label %{self._block}")
         body.enter(self._block)
         self._lines = [body.reserve() for _ in self._carried]
         self.index, *self.values = [f"%{self._block}.{place}" for place in range(len(self._carried))]
@@ -120,42 +86,9 @@ class Loop:
         for line, name, (kind, first), later in zip(self._lines, names, self._carried, [index, *values], strict=True):
             body.fill(line, f"{name} = phi {kind} [{first}, %{self._before}], [{later}, %{body.block}]")
         again = body(f"icmp ult i64 {index}, {self._count}")
-        last = body.block
         body.do(f"br i1 {again}, label %{self._block}, label %{self._after}")
         body.enter(self._after)
-        if not self._may_be_empty:
-            return list(values)
-        return [
-            body(f"phi {kind} [{first}, %{self._before}], [{later}, %{last}]")
-            for (kind, first), later in zip(self._carried[1:], values, strict=True)
-        ]
-
-
-class Shares:
-    """Takes one share of a job's work after the other until none is left; any number of threads take from one job.
-
-    The job's first number counts what has been taken. Needs `llvm.smin.i64` to be declared.
-
-    Attributes
-    ----------
-    first, last : of the share, the latter not in it.
-    """
-
-    def __init__(self, body: Body, share: str, stop: str) -> None:
-        self._body, self._take, some, self._end = body, body.new_block(), body.new_block(), body.new_block()
-        body.do(f"br label %{self._take}")
-        body.enter(self._take)
-        self.first = body(f"atomicrmw add ptr %job, i64 {share} monotonic")
-        left = body(f"icmp slt i64 {self.first}, {stop}")
-        body.do(f"br i1 {left}, label %{some}, label %{self._end}")
-        body.enter(some)
-        behind = body(f"add i64 {self.first}, {share}")
-        self.last = body(f"call i64 @llvm.smin.i64(i64 {behind}, i64 {stop})")
-
-    def close(self) -> None:
-        """The share is done: the next one, or what stands behind."""
-        self._body.do(f"br label %{self._take}")
-        self._body.enter(self._end)
+        return list(values)
 
 
 def vector(width: int, element: str) -> str:

@@ -8,15 +8,15 @@ in float32 the same bit for bit on every CPU that has fused multiply-add. One co
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.native.ir import AVX2, AVX512, AVX512_BF16, Body, Isa, Loop, allowed, vector
+from kvtool.core.native.ir import Body, Loop, allowed, vector
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, Isa
+from kvtool.core.native.job import aligned
 
 F32 = npt.NDArray[np.float32]
-_LINE = 64
 _OF_PAIRS, _PAIR = "llvm.x86.avx512bf16.dpbf16ps.512", "<32 x bfloat>"
 
 
@@ -80,14 +80,6 @@ def _paired(weights: F32) -> F32:
     bits = even.view(np.uint32)
     nearest = (bits + ((bits >> 16) & 1) + np.uint32(0x7FFF)) >> 16
     return np.ascontiguousarray(nearest[::2] | nearest[1::2] << 16).view(np.float32)
-
-
-def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """Zeros that begin with a line of the cache: a load across two lines takes twice as long."""
-    wanted = np.dtype(dtype)
-    whole = np.zeros(count * wanted.itemsize + _LINE, np.uint8)
-    first = -int(whole.__array_interface__["data"][0]) % _LINE
-    return whole[first : first + count * wanted.itemsize].view(wanted)
 
 
 def product(tile: Tile, pitch: int) -> str:

@@ -57,6 +57,7 @@ class QueryArguments(TypedDict, total=False):
     seed: int
     force: bool
     top_k: int
+    min_score: float
     only: str | Iterable[str]
     retriever: str
     embedder: str | None

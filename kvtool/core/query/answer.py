@@ -318,6 +318,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         again=with_changes(session.store, begun.again),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
+        cut=asked.cut,
         left=len(asked.hits) - len(fused.plan.chunks),
         states=begun.outcome.states,
         resolved={

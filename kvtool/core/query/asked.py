@@ -109,7 +109,7 @@ def _named(row: Mapping[str, Any]) -> list[bytes]:
 def _found(finder: Finder, row: Mapping[str, Any], options: QueryOptions) -> list[bytes]:
     """The chunks that a question is answered from; none where it finds nothing, or is no request."""
     try:
-        hits = chunks_for(finder, request_of(row), options)
+        hits = chunks_for(finder, request_of(row), options).hits
     except (KvtoolError, ValueError):
         return []
     return [*dict.fromkeys(hit.passage.chunk_id for hit in hits)]

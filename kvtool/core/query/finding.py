@@ -11,12 +11,12 @@ from kvtool.core.query.defer import spans
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder, Retrieval
-from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.retrieval.passages import Found, Hit, Passage
 
 
 def chunks_for(
     finder: Finder, request: Request, options: QueryOptions, prefer: Container[bytes] | None = None
-) -> list[Hit]:
+) -> Found:
     """Find the chunks for a request, in the order of the prompt.
 
     Parameters
@@ -30,15 +30,20 @@ def chunks_for(
     if not request.question.strip():
         raise UsageError("the question is empty", "ask something")
     if request.chunks:
-        return _named(request.chunks, finder.places.of_chunks)
+        return Found(_named(request.chunks, finder.places.of_chunks))
     if request.documents:
-        return _named(request.documents, finder.places.of_document)
-    retrieval = Retrieval(options.retriever, options.embedder, options.only, options.offline)
-    hits = finder.find(request.search or request.question, options.top_k, retrieval, prefer=prefer)
+        return Found(_named(request.documents, finder.places.of_document))
+    hits, cut = finder.find(request.search or request.question, options.top_k, retrieval_of(options), prefer=prefer)
     if not options.defer:
-        return in_order(hits, options.order)
+        return Found(in_order(hits, options.order), cut)
     rounds = spans(len(hits), options.defer_first)
-    return [hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)]
+    return Found([hit for start, stop in rounds for hit in in_order(hits[start:stop], options.order)])
+
+
+def retrieval_of(options: QueryOptions) -> Retrieval:
+    """Return how chunks are to be found; with `--defer` nothing is cut: the answer says how many chunks it needs."""
+    min_score = 0.0 if options.defer else options.min_score
+    return Retrieval(options.retriever, options.embedder, options.only, options.offline, min_score)
 
 
 def _named(names: Sequence[str], find: Callable[[str], Sequence[Passage]]) -> list[Hit]:

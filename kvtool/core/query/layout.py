@@ -46,6 +46,7 @@ class Asked:
     revision : of the store, at which all of it was looked up.
     behind : what the plan's first segment stands in; None: nothing stands yet.
     again : what was found and stands there already.
+    cut : chunks that were found and left out because they help no more (`--min-score`).
     """
 
     request: Request
@@ -55,6 +56,7 @@ class Asked:
     revision: int = 0
     behind: Standing | None = None
     again: Sequence[Hit] = ()
+    cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ def lay_out(
         length = _Length(session, options.max_tokens if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
         length.check(least)  # before anything is looked for
-        hits, again = _found(session, request, options, behind, must_find)
+        hits, again, cut = _found(session, request, options, behind, must_find)
         length.check(least + len(hits))  # before their tokens are read: each has some
         candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
@@ -119,7 +121,7 @@ def lay_out(
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)
-    return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again)
+    return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +157,18 @@ class _Length:
 
 def _found(
     session: Session, request: Request, options: QueryOptions, behind: Standing | None, must_find: bool
-) -> tuple[list[Hit], list[Hit]]:
-    """The chunks for a request: those that are new, and those that stand already. Where something stands, a question
-    that finds nothing is asked of that."""
+) -> tuple[list[Hit], list[Hit], int]:
+    """Find the chunks for a request: those that are new, those that stand already, and how many were cut. Where
+    something stands, a question that finds nothing is asked of that."""
     try:
-        hits = chunks_for(session.finder, request, options, session.hot)
+        hits, cut = chunks_for(session.finder, request, options, session.hot)
     except NothingFoundError:
         if behind is None and must_find:
             raise
-        hits = []
+        hits, cut = [], 0
     known: Mapping[bytes, int] = {} if behind is None else behind.chunks
     again = [hit for hit in hits if hit.passage.chunk_id in known]
-    return [hit for hit in hits if hit.passage.chunk_id not in known], again
+    return [hit for hit in hits if hit.passage.chunk_id not in known], again, cut
 
 
 def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str) -> Asked:

@@ -47,7 +47,14 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     seed: int = option(0, "Seed of the sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
     force: bool = option(False, "Answer although the gate refuses.", group=ANSWER, setting=False)
 
-    top_k: int = option(5, "How many chunks to find.", group=CHUNKS, lowest=1)
+    top_k: int = option(5, "How many chunks to find at most.", group=CHUNKS, lowest=1)
+    min_score: float = option(
+        0.7,
+        "Share of the best match below which a chunk is cut, unless it adds words of the question; 0 cuts none.",
+        group=CHUNKS,
+        lowest=0,
+        highest=1,
+    )
     only: tuple[str, ...] = option(
         (), "Search only documents whose path matches.", group=CHUNKS, setting=False, metavar="GLOB"
     )

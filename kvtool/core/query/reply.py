@@ -103,6 +103,7 @@ class Reply:
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
         and what it was searched by (query/conversation.py).
+    cut : chunks that were found and left out because they help no more.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     states : of chunks of a model that keeps states, put together: what the mode loses (query/apart.py).
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
@@ -131,6 +132,7 @@ class Reply:
     slo: dict[str, Any] = field(default_factory=dict)
     rounds: list[Round] = field(default_factory=list)
     left: int = 0
+    cut: int = 0
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
     states: dict[str, Any] = field(default_factory=dict)
@@ -194,6 +196,7 @@ class Reply:
             "fusion": self.fusion,
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
+            "cut": self.cut,
             "tokens": self.tokens,
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -18,11 +19,11 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFou
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embeds, embedder_of
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Hit, Passage, found_by, hot_first, stands_in
+from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, hot_first, stands_in
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
-from kvtool.core.retrieval.terms import spellings, terms
+from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms
 from kvtool.core.retrieval.vectors import Meaning, remember, remembered
 
 if TYPE_CHECKING:
@@ -43,12 +44,15 @@ class Retrieval:
     embedder : the vectors' model; None: the one that the store remembers.
     offline : the network must not be touched.
     only : globs; documents whose path, or the end of it, matches one of them. None given: all.
+    min_score : share of the best score below which a chunk has to add words of the question; 0 cuts nothing. Found by
+        vectors alone, nothing is cut: cosines of chunks that help and of others differ too little.
     """
 
     retriever: str = "auto"
     embedder: str | None = None
     only: tuple[str, ...] = ()
     offline: bool = False
+    min_score: float = 0.0
 
 
 class Finder:
@@ -84,10 +88,8 @@ class Finder:
             self._meanings.clear()
             self._read.cache_clear()
 
-    def find(
-        self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None
-    ) -> list[Hit]:
-        """Find the best chunks, best first.
+    def find(self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None) -> Found:
+        """Find the best chunks, `top_k` at most, and cut them where they stop helping.
 
         Parameters
         ----------
@@ -101,17 +103,23 @@ class Finder:
         """
         with self._store.view():
             self.follow()
-            if prefer is None:
-                return self._find(question, top_k, retrieval)
-            return hot_first(self._find(question, top_k + _TIES, retrieval), prefer)[:top_k]
+            search = self._search(retrieval)
+            hits = self._best(search, question, top_k if prefer is None else top_k + _TIES, retrieval)
+            hits = hits if prefer is None else hot_first(hits, prefer)[:top_k]
+            if not retrieval.min_score or retrieval.retriever == "dense":
+                return Found(hits)
+            kept = search.helpful(question, hits, retrieval.min_score)
+            return Found(kept, len(hits) - len(kept))
 
-    def _find(self, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
+    def _search(self, retrieval: Retrieval) -> Search:
         if not len(self.index):
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
         allowed = self._allowed(retrieval.only) if retrieval.only else None
+        return Search(self.index, self.text, allowed, self._own_text)
+
+    def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
         meaning = self._meaning(retrieval)
         like = meaning(question) if meaning is not None else None
-        search = Search(self.index, self.text, allowed, self._own_text)
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise NothingFoundError(
@@ -150,15 +158,17 @@ class Finder:
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
         """The words of a question that stand in a chunk, as they are spelled there; what tells it from the others best
         (TF-IDF) first."""
-        text, asked = self.text(passage), set(terms(question))
-        spelled, both = spellings(text), [term for term in terms(text) if term in asked]
+        text = self.text(passage)
+        language = language_of(text)
+        asked = {*itertools.chain(*asked_terms(question, (language,)))}
+        spelled, both = spellings(text, language), [term for term in terms(text, language)[0] if term in asked]
         return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, both, most)))
 
     def rare_words(self, text: str, share: float) -> int:
         """How many of a text's terms tell chunks apart: they stand in at most this share of all, and in some."""
         with self._store.view():
             self.follow()
-            return bm25.rare(self.index, terms(text), share)
+            return bm25.rare(self.index, asked_terms(text, self.index.languages), share)
 
     # ---- meaning ----
 

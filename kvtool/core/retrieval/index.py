@@ -24,11 +24,12 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument, digests
 from kvtool.core.retrieval.tables import Array, open_tables, write_tables
+from kvtool.core.retrieval.terms import STEMS
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
-INDEX_FORMAT = 4
+INDEX_FORMAT = 5
 _KEY, _MARK = 20, 16  # bytes
 _STATE = f"state{TABLES}"
 _TRIES = 3
@@ -69,6 +70,11 @@ class Index:
     def segments(self) -> list[IndexSegment]:
         """The parts' segments, in order."""
         return [part.segment for part in self.parts]
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """The languages by which its documents are stemmed."""
+        return tuple(sorted(set[str]().union(*(segment.languages for segment in self.segments))))
 
     def __len__(self) -> int:
         """How many chunks are alive."""
@@ -199,7 +205,7 @@ class Index:
         for at, segment in enumerate(self.segments):
             arrays[f"dead_{at}"] = np.flatnonzero(~segment.alive).astype(np.uint32)
         names = json.dumps([part.name for part in self.parts])
-        write_tables(folder / _STATE, arrays, {"revision": str(self.revision), "segments": names})
+        write_tables(folder / _STATE, arrays, {"revision": str(self.revision), "segments": names, "stems": STEMS})
         _clean(folder, {part.name for part in self.parts} | {_STATE})
         for older in folder.parent.glob("words-*"):  # of a kvtool before this
             if older.name < folder.name:
@@ -217,6 +223,8 @@ class Index:
     def _open(cls, folder: Path) -> Index:
         try:
             state = open_tables(folder / _STATE)
+            if state.texts["stems"] != STEMS:
+                return cls.empty()
             names = parsed(state.texts["segments"])
             parts = [Part(IndexSegment(open_tables(folder / name)), name) for name in names]
             for at, part in enumerate(parts):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvtool.core.common.marks import Place
 from kvtool.core.errors import DamagedError
@@ -32,6 +32,13 @@ class Hit:
 
     passage: Passage
     score: float
+
+
+class Found(NamedTuple):
+    """Hits, best first, and how many further ones were cut because they help no more."""
+
+    hits: list[Hit]
+    cut: int = 0
 
 
 def hot_first(hits: Sequence[Hit], hot: Container[bytes]) -> list[Hit]:

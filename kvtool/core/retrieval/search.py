@@ -6,21 +6,24 @@ costs no model.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from kvtool.core.retrieval import bm25
+from kvtool.core.retrieval.bm25 import Forms
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.links import named_in
 from kvtool.core.retrieval.passages import Hit, Passage
 from kvtool.core.retrieval.tables import Array
-from kvtool.core.retrieval.terms import terms
+from kvtool.core.retrieval.terms import asked_terms
 
 _WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
 _NAMED = 0.2  # what a document's best chunk gains when the question names it, beside 1 for the best match
 _HOP = 0.4  # what it gains, times the score of the chunk that names it
+_ADDED = 0.05  # share of a question's words, by weight, for which a chunk is kept that scores far less than the best
 _FIRST = 5  # chunks of the first hop that are read for names
 
 Texts = Callable[[Passage], str]
@@ -54,7 +57,7 @@ class Search:
         hop : follow names.
         words : whether words count; without them there has to be a likeness.
         """
-        base = self._base(terms(question) if words else [], meaning)
+        base = self._base(asked_terms(question, self.index.languages) if words else [], meaning)
         score = self._with_hop(question, base) if hop and base.any() else base
         hits: list[Hit] = []
         found: dict[bytes, list[Passage]] = {}
@@ -69,10 +72,30 @@ class Search:
                 break
         return hits
 
+    def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
+        """Cut hits, given best first, where they stop helping.
+
+        The best one is kept, and each that scores at least `min_score` times as much, or has words of the question that
+        the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf. A score above 1 counts as
+        1: the rest comes from names, and where they lead from chunk to chunk several are needed.
+        """
+        worth = bm25.weights(self.index, asked_terms(question, self.index.languages))
+        enough = _ADDED * sum(worth.values())
+        kept: list[Hit] = []
+        known: set[Forms] = set()
+        for hit in hits:
+            forms = {*itertools.chain.from_iterable(asked_terms(self.texts(hit.passage), self.index.languages))}
+            held = {word for word in worth if not forms.isdisjoint(word)}
+            is_near = not kept or hit.score >= min_score * min(kept[0].score, 1.0)
+            if is_near or sum(worth[word] for word in held - known) >= enough:
+                kept.append(hit)
+                known |= held
+        return kept
+
     def _says_the_same(self, passage: Passage, other: Passage) -> bool:
         return self.passages is None or self.passages(passage) == self.passages(other)
 
-    def _base(self, words: Sequence[str], meaning: Array | None) -> Array:
+    def _base(self, words: Sequence[Forms], meaning: Array | None) -> Array:
         score = self._allowed_only(bm25.scores(self.index, words))
         highest = score.max(initial=0.0)
         if highest > 0:
@@ -84,21 +107,22 @@ class Search:
 
     def _with_hop(self, question: str, base: Array) -> Array:
         first = base.copy()
-        for row, share in self._rows_named(terms(question), base).items():
+        for row, share in self._rows_named(question, base).items():
             first[row] += _NAMED * share
         gains: dict[int, float] = {}
         for row in self._ranked(first, _FIRST)[:_FIRST]:
             document = self.index.document_at(row)
-            for other, share in self._rows_named(terms(self.texts(self.index.passage(row))), base).items():
+            for other, share in self._rows_named(self.texts(self.index.passage(row)), base).items():
                 if self.index.document_at(other) != document:
                     gains[other] = max(gains.get(other, 0.0), _HOP * float(first[row]) * share)
         for row, gain in gains.items():
             first[row] += gain
         return first
 
-    def _rows_named(self, words: Sequence[str], base: Array) -> dict[int, float]:
-        """The row of the best chunk of each document that the words name, with the document's share."""
+    def _rows_named(self, text: str, base: Array) -> dict[int, float]:
+        """The row of the best chunk of each document that a text names, with the document's share."""
         shares = {}
+        words = itertools.chain.from_iterable(asked_terms(text, self.index.languages))
         for place, share in named_in(self.index, words).items():
             rows = self.index.rows_of(place)
             if len(rows):

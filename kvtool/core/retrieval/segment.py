@@ -12,10 +12,12 @@ import numpy as np
 from kvtool.core.retrieval.passages import Passage, found_by, title_of
 from kvtool.core.retrieval.postings import Postings, key_of
 from kvtool.core.retrieval.tables import Array, Tables
-from kvtool.core.retrieval.terms import terms
+from kvtool.core.retrieval.terms import LANGUAGES, language_of, terms
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
+
+_OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,11 @@ class IndexSegment:
         """Index documents."""
         documents = sorted(documents, key=lambda document: document.entry.source)
         entries = [document.entry for document in documents]
-        titles = [sorted(set(terms(title_of(entry.text)))) for entry in entries]
+        spoken = [language_of(entry.text) for entry in entries]
+        titles = [
+            sorted(set(terms(title_of(entry.text), language)[0]))
+            for entry, language in zip(entries, spoken, strict=True)
+        ]
         lengths: list[int] = []
         refs = [ref for entry in entries for ref in entry.chunks]
         sources = [entry.source.encode("utf-8", "surrogatepass") for entry in entries]
@@ -61,12 +67,13 @@ class IndexSegment:
             "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
             "file_keys": digests([document.file_key for document in documents], 20),
             "marks": digests([document.mark for document in documents], 16),
+            "languages": np.array([LANGUAGES.index(language) for language in spoken], np.uint8),
             "first_chunk": np.cumsum([0, *(len(entry.chunks) for entry in entries)], dtype=np.int64),
             "chunk_ids": digests([ref.chunk_id for ref in refs], 20),
             "spans": np.array([(ref.start, ref.end) for ref in refs], np.int64).reshape(-1, 2),
             "title_sizes": np.array([len(title) for title in titles], np.uint32),
             "title_ids": np.array([key_of("\0".join(title)) for title in titles], np.uint64),
-            **Postings.build(_words(entries, lengths)).to_arrays("word"),
+            **Postings.build(_words(zip(entries, spoken, strict=True), lengths)).to_arrays("word"),
             **Postings.build(titles).to_arrays("title"),
         }
         arrays["lengths"] = np.array(lengths, np.uint32)
@@ -99,7 +106,10 @@ class IndexSegment:
             "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
             "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
             "first_chunk": np.cumsum([0, *(len(parts[at].chunks_of(n)) for at, n in kept)], dtype=np.int64),
-            **{name: gathered(name, documents) for name in ("file_keys", "marks", "title_sizes", "title_ids")},
+            **{
+                name: gathered(name, documents)
+                for name in ("file_keys", "marks", "languages", "title_sizes", "title_ids")
+            },
             **{name: gathered(name, chunks) for name in ("chunk_ids", "spans", "lengths")},
             **words.to_arrays("word"),
             **titles.to_arrays("title"),
@@ -147,6 +157,11 @@ class IndexSegment:
         )
 
     @cached_property
+    def languages(self) -> frozenset[str]:
+        """The languages by which its documents are stemmed, those of dead ones included."""
+        return frozenset(LANGUAGES[number] for number in np.unique(self.tables["languages"]))
+
+    @cached_property
     def title_sizes(self) -> Array:
         """How many terms each document's title has, int64 `[documents]`; -1: it has no title."""
         sizes = self.tables["title_sizes"].astype(np.int64)
@@ -173,13 +188,16 @@ class IndexSegment:
         self.__dict__.pop("living", None)
 
 
-def _words(entries: Iterable[DocumentEntry], lengths: list[int]) -> Iterator[list[str]]:
-    """The words of each chunk, one chunk at a time: those of a large corpus would take far more room than its index."""
-    for entry in entries:
+def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -> Iterator[list[str]]:
+    """The words of each chunk, one chunk at a time: those of a large corpus would take far more room than its index.
+
+    A compound's parts make a chunk longer, the whole of it does not.
+    """
+    for entry, language in documents:
         for text in found_by(entry):
-            words = terms(text)
+            words, wholes = terms(text, language)
             lengths.append(len(words))
-            yield words
+            yield words + wholes
 
 
 def digests(values: Sequence[bytes], size: int) -> Array:

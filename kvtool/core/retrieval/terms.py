@@ -1,73 +1,203 @@
-"""Text → search terms, for any script."""
+"""Text → search terms, for any script: stems (Snowball) without accents, compounds split and whole.
+
+A document's words are stemmed in its own language. A question is too short to tell one: each of its words is looked up
+under the stems of all languages that the index holds, so that a word matches itself wherever it stands.
+"""
 
 from __future__ import annotations
 
+import itertools
 import re
-from functools import lru_cache
+import unicodedata
+from collections import Counter
+from collections.abc import Hashable, Iterator
+from functools import _lru_cache_wrapper, cache, lru_cache
+from threading import Lock
+from typing import TypeVar
+
+import Stemmer
 
 from kvtool.core.common.spelling import normalised
 
-# Hangul, Kana and Han are written without (useful) spaces: Korean particles stick to their nouns, Chinese and Japanese
-# have no word breaks. Overlapping character pairs find them all without a dictionary.
+STEMS = f"snowball {Stemmer.version()}"  # other versions have other stems
+ENGLISH, VIETNAMESE = "english", "vietnamese"
+_STOPWORDS = (
+    "a an and are as at be been by did do does for from had has have he her him his how i in into is it its not of on "
+    "or she that the their them they this to was we were what when where which who whom whose why will with you"
+).split()
+# Words that tell the language of a text in Latin script, whose stemmer is then used: English where there are none.
+_COMMON = {
+    ENGLISH: _STOPWORDS,
+    "german": "der die das und ist nicht ein eine mit von zu den dem im auf".split(),
+    "french": "le la les et est une des du dans que pour qui il en au".split(),
+    "spanish": "el la es una del que por con en se su al lo".split(),
+    "italian": "il di che è una per non del della gli sono con nel".split(),
+    "portuguese": "os é uma da do dos que para não em com por mais".split(),
+    "dutch": "de het een en van niet op te dat met voor zijn".split(),
+    "swedish": "och att det är som en ett för inte av på den till".split(),
+    "danish": "og det er en et ikke til af som på den der".split(),
+    "norwegian": "og det er en et ikke til av som på den å".split(),
+    "finnish": "ja ei että se oli ovat hän mutta joka kun".split(),
+    "hungarian": "az és hogy nem egy volt ez meg csak".split(),
+    "polish": "nie na się jest że jak od dla przez oraz".split(),
+    "czech": "je na se že jsou jsem jako byl pro".split(),
+    "romanian": "și în de la nu cu este pe din care să".split(),
+    "turkish": "ve bir bu için ile da de olarak olan çok".split(),
+    "catalan": "el la els les és una del que per amb en dels".split(),
+    "indonesian": "yang dan di ini itu dengan untuk dari tidak adalah".split(),
+    VIETNAMESE: "và của là có được trong cho các một không những với để đã".split(),
+}
+LANGUAGES = tuple(_COMMON)
+_SPEAKERS = {word: [one for one in LANGUAGES if word in _COMMON[one]] for words in _COMMON.values() for word in words}
+_TELLING = 8000  # characters of a text that tell its language
+_LEAST = 1 / 25  # share of the words that have to be common ones; Turkish has fewest
+# Words of these scripts are stemmed alike in all languages; None: there is no stemmer.
+_SCRIPTS = (
+    ("\u0370-\u03ff\u1f00-\u1fff", "greek"),
+    ("\u0400-\u052f", "russian"),
+    ("\u0530-\u058f", "armenian"),
+    ("\u0600-\u077f", "arabic"),
+    ("\u0900-\u097f", "hindi"),
+    ("\u0b80-\u0bff", "tamil"),
+    ("\u0590-\u05ff\u0700-\u08ff\u0980-\u0b7f\u0c00-\u1dff\u2000-\U0010ffff", None),
+)
+_SCRIPT = re.compile("|".join(f"([{letters}])" for letters, _ in _SCRIPTS))
+
+# Hangul, Kana and Han are written without (useful) spaces: Korean particles stick to their nouns; Chinese, Japanese,
+# Thai, Lao, Burmese and Khmer have no word breaks. Overlapping character pairs find them all without a dictionary.
 _UNSPACED = re.compile(
-    "[\u1100-\u11ff\u3040-\u30ff\u3130-\u318f\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff"
-    "\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff]+"
+    "[\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u3040-\u30ff\u3130-\u318f\u31f0-\u31ff\u3400-\u4dbf"
+    "\u4e00-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff]+"
 )
-_WORD = re.compile(r"\w+")
+# Vowels of Indic scripts and accents are no letters to Python's `\w`.
+_MARKS = "".join(
+    mark for mark in map(chr, [*range(0x300, 0x3100), *range(0xA66F, 0xAC00)]) if unicodedata.category(mark)[0] == "M"
+)
+_LETTERS = rf"[\w{_MARKS}]+"
+_WORD = re.compile(rf"({_LETTERS}(?:[-\u2010]{_LETTERS})*)(?:['’][sS]\b)?")
+_BETWEEN_PARTS = re.compile(r"[-_\u2010]+|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{2})")
+_UNSEEN = re.compile("[\u00ad\u200c\u200d]")  # a soft hyphen, and what joins letters or holds them apart
 _LONGEST_KEPT = 64  # letters of a word whose terms are kept: longer ones would fill the memory
-_ENDINGS = ("'s", "ies", "es", "s", "ed", "ing")
-_STOPWORDS = frozenset(
-    (
-        "a an and are as at be been by did do does for from had has have he her him his how i in into is it its not of "
-        "on or she that the their them they this to was we were what when where which who whom whose why will with you"
-    ).split()
-)
+T = TypeVar("T")
 
 
-def terms(text: str) -> list[str]:
-    """Search terms of `text` in order: words without common endings, and character pairs of unspaced scripts."""
-    words = _WORD.findall(normalised("NFKC", text).casefold())
-    return [term for word in words for term in (_known(word) if len(word) <= _LONGEST_KEPT else _of_word(word))]
+def language_of(text: str) -> str:
+    """The language whose stems a text's words in Latin script have."""
+    words = re.findall(r"\w+", text[:_TELLING].casefold())
+    spoken = Counter(language for word in words for language in _SPEAKERS.get(word, ()))
+    best = max(LANGUAGES, key=lambda language: spoken[language])  # of equals the first
+    return best if spoken[best] >= _LEAST * len(words) else ENGLISH
+
+
+def terms(text: str, language: str = ENGLISH) -> tuple[list[str], list[str]]:
+    """Search terms of `text` in order: of its words, compounds split; and of the compounds as wholes.
+
+    Words come without endings and accents, unspaced scripts as character pairs, common English words not at all.
+    """
+    found = _of_each_word(text, _split, language)
+    return [term for parts, _ in found for term in parts], [term for _, whole in found for term in whole]
+
+
+def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tuple[str, ...]]:
+    """The words of `text` in order, each as all terms by which a document may have it.
+
+    They are its stems in each of the languages and, of a part of a compound, those of the whole.
+    """
+    return [forms for word in _of_each_word(text, _asked, languages) for forms in word]
+
+
+def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
+    """The first word of `text` that gives each term: what a person would call it."""
+    words: dict[str, str] = {}
+    for word in _words(text):
+        for term in itertools.chain(*_split(word, language)):
+            words.setdefault(term, word)
+    return words
+
+
+def _words(text: str) -> list[str]:
+    found: list[str] = _WORD.findall(_UNSEEN.sub("", normalised("NFKC", text)))
+    return found
+
+
+def _of_each_word(text: str, find: _lru_cache_wrapper[T], language: Hashable) -> list[T]:
+    """What is found of each word; of short ones it is remembered."""
+    return [
+        find(word, language) if len(word) <= _LONGEST_KEPT else find.__wrapped__(word, language)
+        for word in _words(text)
+    ]
 
 
 @lru_cache(maxsize=1 << 17)
-def _known(word: str) -> tuple[str, ...]:
-    return _of_word(word)
+def _asked(word: str, languages: tuple[str, ...]) -> list[tuple[str, ...]]:
+    each = [_split.__wrapped__(word, language) for language in languages]
+    wholes = [term for _, whole in each for term in whole]
+    return [tuple(dict.fromkeys([*stems, *wholes])) for stems in zip(*(parts for parts, _ in each), strict=True)]
 
 
-def _of_word(word: str) -> tuple[str, ...]:
-    parts: list[str] = []
+@lru_cache(maxsize=1 << 17)
+def _split(word: str, language: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The terms of a word, or of a compound's parts; and that of the whole, which has no part of an unspaced script."""
+    parts = [part for part in _BETWEEN_PARTS.split(word) if part]
+    split = tuple(term for part in parts for term in _of_part(part.casefold(), language))
+    joined = "".join(parts)
+    if len(parts) < 2 or len(joined) > _LONGEST_KEPT or joined.isdecimal() or _UNSPACED.search(joined):
+        return split, ()
+    whole = tuple(_plain(joined.casefold(), language))
+    return (split, whole) if split else (whole, ())
+
+
+def _of_part(part: str, language: str) -> Iterator[str]:
     at = 0
-    for run in _UNSPACED.finditer(word):
-        parts += [*_plain(word[at : run.start()]), *_pairs(run.group())]
+    for run in _UNSPACED.finditer(part):
+        yield from _plain(part[at : run.start()], language)
+        yield from _pairs(run.group())
         at = run.end()
-    return (*parts, *_plain(word[at:]))
-
-
-def spellings(text: str) -> dict[str, str]:
-    """The first word of `text` that gives each term: what a person would call it."""
-    words: dict[str, str] = {}
-    for word in _WORD.findall(normalised("NFKC", text)):
-        for term in terms(word):
-            words.setdefault(term, word)
-    return words
+    yield from _plain(part[at:], language)
 
 
 def _pairs(run: str) -> list[str]:
     return [run] if len(run) == 1 else [run[i : i + 2] for i in range(len(run) - 1)]
 
 
-def _plain(word: str) -> list[str]:
-    if not word or word in _STOPWORDS:
+def _plain(word: str, language: str) -> list[str]:
+    if not word or ENGLISH in _SPEAKERS.get(word, ()):
         return []
-    return [_stem(word)]
+    script = None if word.isascii() else _SCRIPT.search(word)
+    stemmer = language if script is None else _SCRIPTS[(script.lastindex or 0) - 1][1]
+    if stemmer == VIETNAMESE:  # has no endings, and its accents make other words, which no folded word may meet
+        return [f"vi:{word}"]
+    if stemmer == ENGLISH:  # its stemmer knows no accents, those of other languages need them
+        word = word.translate(_FOLDED)
+    stem = _stem(word, stemmer).translate(_FOLDED)
+    return [stem] if stem else []
 
 
-def _stem(word: str) -> str:
-    """Cut one common English ending, so that `founded` finds `founding`; the rest must keep four letters."""
-    if not word.isascii():
+class _Folded(dict[int, str]):
+    """Letters without accents, where accents are left out in writing: in Latin and Greek script.
+
+    In Cyrillic й and ї are letters, in Indic scripts marks are vowels. Hangul stays composed.
+    """
+
+    def __missing__(self, code: int) -> str:
+        base = unicodedata.normalize("NFD", chr(code))[0]
+        self[code] = base if base.isascii() or "\u0370" <= base <= "\u03ff" else chr(code)
+        return self[code]
+
+
+_FOLDED = _Folded(dict.fromkeys(range(0x300, 0x370), ""))  # those that stay apart, such as stress in Cyrillic
+_FOLDED |= {ord(letter): plain for letter, plain in zip("øđłıðþæœё", "o d l i d th ae oe е".split(), strict=True)}
+_lock = Lock()
+
+
+def _stem(word: str, language: str | None) -> str:
+    if language is None or not 0 < len(word) <= _LONGEST_KEPT:
         return word
-    for ending in _ENDINGS:
-        if word.endswith(ending) and len(word) - len(ending) >= 4:
-            return word[: -len(ending)]
-    return word
+    with _lock:  # a stemmer has a state
+        stem: str = _stemmer(language).stemWord(word)
+    return stem or word
+
+
+@cache
+def _stemmer(language: str) -> Stemmer.Stemmer:
+    return Stemmer.Stemmer(language, 0)

@@ -23,7 +23,6 @@ from kvtool.core.codec.cachegen import encode_layers
 from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
 from kvtool.core.codec.entropy.encoder import Encoding, encode_all
-from kvtool.core.codec.entropy.jobs import memory
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.symbols import symbols_of, wider
 from kvtool.core.codec.entropy.tables import ZERO
@@ -38,6 +37,7 @@ from kvtool.core.codec.raw import DTYPES, NAMES
 from kvtool.core.codec.transform import finest_numbers
 from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.native.job import scratch
 from kvtool.lab.bench.sample import AT_ONCE, Sample
 
 SIDE = "K or V of a layer of a chunk"
@@ -220,7 +220,7 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
 def _streams(profile: Profile, level: str, numbers: npt.NDArray[np.int16]) -> list[Stream]:
     """Streams of a level, of the finest numbers `[layers, tokens, stride]`."""
     for step in range(NESTED.index(level)):
-        numbers = wider(numbers, memory(f"bench {step}", numbers.size, np.int16).reshape(numbers.shape))
+        numbers = wider(numbers, scratch(f"bench {step}", numbers.size, np.int16).reshape(numbers.shape))
     columns = [profile.coded(level, layer).alone for layer in range(len(numbers))]
     found = symbols_of(numbers, columns)
     return encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])

@@ -96,6 +96,7 @@ def evaluation_facts(
         "max_loss": options.max_loss if options.level == "auto" else None,
         "batch": hashlib.sha256(batch.encode()).hexdigest(),
         "top_k": options.top_k,
+        "min_score": options.min_score,
         "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
         "max_tokens": options.max_tokens,
     }

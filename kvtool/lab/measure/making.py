@@ -6,6 +6,7 @@ that passage alone. What they are good for is to hold modes against each other o
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.passages import Passage, passages_in
-from kvtool.core.retrieval.terms import terms
+from kvtool.core.retrieval.terms import asked_terms, terms
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -106,8 +107,8 @@ def _first_question(said: str) -> str | None:
 
 def _is_about(question: str, text: str) -> bool:
     """Whether enough of what retrieval would look for stands in the passage."""
-    wanted, there = set(terms(question)), set(terms(text))
-    return len(wanted & there) >= max(2, _ABOUT * len(wanted))
+    wanted, there = set(asked_terms(question)), set(itertools.chain(*terms(text)))
+    return sum(not there.isdisjoint(forms) for forms in wanted) >= max(2, _ABOUT * len(wanted))
 
 
 def _is_answer(question: str, answer: str, text: str) -> bool:

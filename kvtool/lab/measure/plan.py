@@ -29,16 +29,17 @@ def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Sp
     Returns
     -------
     `chunks[{id, source, start, end, line, score, keywords, tokens, status, level[, reason], bytes[, round]}]` (`round`:
-    the one of a deferred query that would load it, if it came to that), `tokens{prompt, reused, fresh, exact, miss,
-    dropped}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms, reuses, bytes}`: how many such questions pay for
-    the prefill of these chunks, by `union`'s saving; the last two None without speeds.
+    the one of a deferred query that would load it, if it came to that), `cut` (chunks found beside these),
+    `tokens{prompt, reused, fresh, exact, miss, dropped}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms,
+    reuses, bytes}`: how many such questions pay for the prefill of these chunks, by `union`'s saving; the last two None
+    without speeds.
     """
     plan, chunks = asked.plan, _chunks(session, asked)
     if options.defer:
         for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
             for chunk in chunks[start:stop]:
                 chunk["round"] = number
-    value: dict[str, Any] = {"chunks": chunks, "tokens": _tokens(plan)}
+    value: dict[str, Any] = {"chunks": chunks, "cut": asked.cut, "tokens": _tokens(plan)}
     if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
         return value | {"expected_ms": None, "break_even": None}
     expected = expected_ms(session, plan, speeds, options)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
-RETRIEVAL = ("top_k", "retriever", "embedder", "order")  # options of a query by which chunks are found
+RETRIEVAL = ("top_k", "min_score", "retriever", "embedder", "order")  # options of a query by which chunks are found
 _TIMES = ("since", "until", "last_used")  # facts that are seconds since 1970
 _LONG = 500  # characters of a fact that would hide the others
 

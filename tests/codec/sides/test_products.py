@@ -21,8 +21,8 @@ from kvtool.core.codec.raw import DTYPES
 from kvtool.core.codec.sides import products
 from kvtool.core.common.arithmetic import FEATURES
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.compiling import ISAS
 from kvtool.core.native.ir_matmul import PAIRS, Tile, panels, tile_of
+from kvtool.core.native.isa import ISAS
 from tests.codec.synthetic import KV, LAYERS, model, profile
 
 MACHINES = [name for name in native.available() if name != native.NUMPY]

@@ -11,8 +11,8 @@ from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.model.flash.kernel import Kernel, Spans, kernel, takes
 from kvtool.core.model.flash.tiling import KEYS, Scratch, Tiling
 from kvtool.core.model.scoring import Scoring
-from kvtool.core.native.compiling import ISAS, runnable
-from kvtool.core.native.ir import AVX512_BF16
+from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import AVX512_BF16, ISAS
 
 NAMES = [name for name in runnable() if name != "scalar"]
 TILINGS = [Tiling(ISAS[name], stored) for name in NAMES for stored in ("float32", "bfloat16", "float16")]

@@ -9,10 +9,11 @@ from itertools import product as product_of
 import pytest
 import torch
 
-from kvtool.core.model.quantised.ir_codes import declarations
 from kvtool.core.model.quantised.ir_matvec import product
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix, dense, numbers
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.builder import module
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS
 from tests.model.quantised.matrices import random_matrix
 
 Product = Callable[..., None]
@@ -20,8 +21,8 @@ SIZES = [(1, 32), (3, 64), (5, 256), (9, 288), (2, 576), (4, 1536)]
 
 
 def native(isa: str, kind: str, height: int = 1) -> Product:
-    text = declarations() + "declare i64 @llvm.umin.i64(i64, i64)\n" + product(ISAS[isa], kind, height)
-    (address,) = compiled(text, ISAS[isa], f"product_{kind}" if height == 1 else f"product_{kind}_{height}")
+    function = product(ISAS[isa], kind, height)
+    (address,) = compiled(module(function), ISAS[isa], function.name)
     return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * (3 if height == 1 else 6))(address)
 
 

@@ -7,10 +7,11 @@ import ctypes
 import pytest
 import torch
 
-from kvtool.core.model.quantised.ir_codes import declarations
 from kvtool.core.model.quantised.ir_unpack import unpack
 from kvtool.core.model.quantised.matrix import LAYOUTS, none, numbers, packed_codes, take_rows, unpacked_codes
-from kvtool.core.native.compiling import ISAS, compiled, runnable
+from kvtool.core.native.builder import module
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS
 from tests.model.quantised.matrices import random_matrix
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
@@ -20,8 +21,7 @@ PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 @pytest.mark.parametrize("to", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", PACKED)
 def test_native_code_unpacks_to_the_same_bits(isa: str, kind: str, to: str) -> None:
-    text = declarations() + unpack(ISAS[isa], kind, to)
-    (address,) = compiled(text, ISAS[isa], f"unpack_{kind}_{to}")
+    (address,) = compiled(module(unpack(ISAS[isa], kind, to)), ISAS[isa], f"unpack_{kind}_{to}")
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)(address)
     for rows, columns in [(5, 256), (4, 768)] if LAYOUTS[kind].blocks else [(5, 32), (4, 288), (5, 768)]:
         matrix = random_matrix(kind, rows, columns)

@@ -12,9 +12,10 @@ import numpy as np
 from kvtool.core.codec.entropy import ir_encode, native, reference
 from kvtool.core.codec.entropy.columns import Columns, address
 from kvtool.core.codec.entropy.ir_output import MOST_CONTEXT
-from kvtool.core.codec.entropy.jobs import Jobs, memory
+from kvtool.core.codec.entropy.jobs import Jobs
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE, U8, U16, U32, Stream
 from kvtool.core.codec.entropy.tables import TableSet
+from kvtool.core.native.job import scratch
 
 _SLACK = 16  # words an encoder may write behind the last: those of a register
 _MISSING = 1 << 31
@@ -70,7 +71,7 @@ def _run(kernel: native.Kernel, encodings: Sequence[Encoding]) -> list[Stream]:
         return []
     sizes = [one.symbols.size for one in encodings]  # symbols and contexts are bytes
     ends = list(accumulate(size + _SLACK for size in sizes))
-    words = memory("words", ends[-1], np.uint16)
+    words = scratch("words", ends[-1], np.uint16)
     starts = [end - size - _SLACK for end, size in zip(ends, sizes, strict=True)]
     states = np.full((len(encodings), LANES), LEAST_STATE, np.uint32)
     counts = np.zeros((len(encodings), 2), np.int64)

@@ -13,10 +13,7 @@ from kvtool.core.codec.entropy import ir_output as output
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
 from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, SLOTS
 from kvtool.core.native.ir import (
-    AVX512,
-    SCALAR,
     Body,
-    Isa,
     Loop,
     fields,
     look_up_by_memory,
@@ -27,6 +24,7 @@ from kvtool.core.native.ir import (
     splat,
     vector,
 )
+from kvtool.core.native.isa import AVX512, SCALAR, Isa
 
 FORMS = ("int16", "bfloat16", "float16")
 REFINE = "refine"

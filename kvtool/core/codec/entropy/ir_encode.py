@@ -8,21 +8,8 @@ from __future__ import annotations
 
 from kvtool.core.codec.entropy.reference import LANES
 from kvtool.core.codec.entropy.tables import ALPHABET, PROBABILITY_BITS, SLOTS
-from kvtool.core.native.ir import (
-    AVX512,
-    SCALAR,
-    Body,
-    Isa,
-    Loop,
-    fields,
-    look_up,
-    module,
-    ones,
-    permutations,
-    permuted,
-    splat,
-    vector,
-)
+from kvtool.core.native.ir import Body, Loop, fields, look_up, module, ones, permutations, permuted, splat, vector
+from kvtool.core.native.isa import AVX512, SCALAR, Isa
 
 FIELDS = {
     "symbols": "ptr",  # u8 [rows, columns]: its end

@@ -18,7 +18,8 @@ from kvtool.core.codec.entropy.ir_decode import (
 from kvtool.core.codec.entropy.ir_output import BLOCK, with_escapes
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE
 from kvtool.core.codec.entropy.tables import SLOTS
-from kvtool.core.native.ir import SCALAR, Body, Loop, fields, module, vector
+from kvtool.core.native.ir import Body, Loop, fields, module, vector
+from kvtool.core.native.isa import SCALAR
 
 _UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
 

@@ -16,8 +16,8 @@ from kvtool.core.codec.entropy.ir_encode import encode_module
 from kvtool.core.codec.entropy.ir_symbols import finer_module, stray_module, symbols_module, wider_module
 from kvtool.core.common.switches import ENTROPY_CODER, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.native.compiling import ISAS, compiled, runnable
-from kvtool.core.native.ir import SCALAR, Isa
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import ISAS, SCALAR, Isa
 
 VARIABLE = ENTROPY_CODER
 NUMPY = "numpy"

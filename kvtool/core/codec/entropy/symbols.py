@@ -1,4 +1,4 @@
-"""Whole numbers to symbols, of several layers in one call. What comes back may be this thread's memory: see jobs.py."""
+"""Whole numbers to symbols, of several layers in one call. What comes back may be this thread's scratch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy.typing as npt
 from kvtool.core.codec.entropy import ir_symbols, native
 from kvtool.core.codec.entropy.columns import Columns, address
 from kvtool.core.codec.entropy.ir_output import BLOCK, MOST_CONTEXT
-from kvtool.core.codec.entropy.jobs import Jobs, memory
+from kvtool.core.codec.entropy.jobs import Jobs
 from kvtool.core.codec.entropy.reference import U8
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
+from kvtool.core.native.job import scratch
 
 I16 = npt.NDArray[np.int16]
 I32 = npt.NDArray[np.int32]
@@ -45,7 +46,7 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
         return [_in_numpy(some, of) for some, of in zip(numbers, columns, strict=True)]
     rows = numbers.shape[1]
     symbols = _cut("symbols", rows, columns)
-    marked = memory("marked", sum(part.size for part in symbols), np.int16)
+    marked = scratch("marked", sum(part.size for part in symbols), np.int16)
     starts = [end - part.size for end, part in zip(accumulate(part.size for part in symbols), symbols, strict=True)]
     some = [number for number, part in enumerate(symbols) if part.size]
     counts = np.zeros(len(symbols), np.int64)
@@ -145,7 +146,7 @@ def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
     """This thread's memory, cut into `[rows, columns]` for each layer."""
     widths = [of.ids.shape[0] for of in columns]
     ends = list(accumulate(rows * width for width in widths))
-    whole = memory(name, ends[-1] if ends else 0, np.uint8)
+    whole = scratch(name, ends[-1] if ends else 0, np.uint8)
     return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.core.codec.sides import ir_forms
-from kvtool.core.native.ir import Body, Isa, Loop, fields, module, vector
+from kvtool.core.native.ir import Body, Loop, fields, module, vector
 from kvtool.core.native.ir_repeat import along
+from kvtool.core.native.isa import Isa
 
 FIELDS = {
     "made": "ptr",  # of the form

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvtool.core.codec.entropy import ir_output
-from kvtool.core.native.ir import SCALAR, Body, Isa, splat, vector
+from kvtool.core.native.ir import Body, splat, vector
+from kvtool.core.native.isa import SCALAR, Isa
 
 FORMS = ("bfloat16", "float16", "float32")
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.core.codec.sides import ir_forms
-from kvtool.core.native.ir import Body, Isa, Loop, fields, module, splat, vector
+from kvtool.core.native.ir import Body, Loop, fields, module, splat, vector
 from kvtool.core.native.ir_matmul import PAIRS, Tile, product, tile_of
 from kvtool.core.native.ir_repeat import along
+from kvtool.core.native.isa import Isa
 
 MOST_ROWS = 96  # at once: a multiple of every tile's rows
 FORWARD = {

@@ -15,13 +15,14 @@ import torch
 
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import address
-from kvtool.core.codec.entropy.jobs import Jobs, memory
+from kvtool.core.codec.entropy.jobs import Jobs
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.codec.sides import ir_errors, ir_transform
 from kvtool.core.common.arithmetic import cpu_features, is_fast
-from kvtool.core.native.ir import AVX512
 from kvtool.core.native.ir_matmul import Tile, panels
+from kvtool.core.native.isa import AVX512
+from kvtool.core.native.job import scratch
 
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]
@@ -236,8 +237,8 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
         "weights": addresses[:, 0],
         "means": addresses[:, 1],
         "panels": count,
-        "a": address(memory("rows", ir_transform.MOST_ROWS * ir_transform.pitch_of(depth), np.float32)),
-        "c": address(memory("product", ir_transform.MOST_ROWS * count * tile.columns, np.float32)),
+        "a": address(scratch("rows", ir_transform.MOST_ROWS * ir_transform.pitch_of(depth), np.float32)),
+        "c": address(scratch("product", ir_transform.MOST_ROWS * count * tile.columns, np.float32)),
     }
 
 

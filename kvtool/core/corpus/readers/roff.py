@@ -19,8 +19,10 @@ _BREAKS = frozenset("P PP LP Pp TP TQ HP IP It RS RE Bl El Bd Ed EX EE SY YS Sp 
 _SILENT = frozenset("P PP LP Pp TP TQ HP RS RE Bl El Bd Ed EX EE YS Sp Vb Ve PD UC AT IX DT TS TE Os Dd ME UE".split())
 _CLOSE = frozenset("BI BR IB IR RB RI SY".split())  # whose words have no space between them
 _MDOC = frozenset("Fl Ar Op Cm Pa Xr Nm Ns Ic Li Sy Em Dq Sq Pq Ql Qq Oo Oc Dv Ev Fn Fa Ft Va Ad An".split())
-_ESCAPE = re.compile(
-    r"\\(?:[fFmM](?:\[[^\]]*\]|\(..|.)|s[-+]?\d{0,2}|[hvwlL]'[^']*'|\*?(?:\((..)|\[([^\]]*)\])|\*.|(.?))", re.DOTALL
+_ESCAPE = re.compile(  # names are short: what opens without an end is not looked for to the end of the file
+    r"\\(?:[fFmM](?:\[[^\]\n]{0,60}\]|\(..|.)|s[-+]?\d{0,2}|[hvwlL]'[^'\n]{0,60}'|\*?(?:\((..)|\[([^\]\n]{0,60})\])"
+    r"|\*.|(.?))",
+    re.DOTALL,
 )
 _CHARACTERS = {
     **{"aq": "'", "cq": "’", "oq": "‘", "lq": "“", "rq": "”", "dq": '"', "em": "—", "en": "–", "bu": "•", "co": "©"},
@@ -66,7 +68,7 @@ def _words(name: str, rest: str) -> list[str]:
     if name == "IP":
         return words[:1]
     if name[1:].islower():  # mdoc: arguments are macros, too
-        flags = [number for number, word in enumerate([name, *words]) if word == "Fl"]
+        flags = {number for number, word in enumerate([name, *words]) if word == "Fl"}
         words = [f"-{word}" if at in flags else word for at, word in enumerate(words)]
         words = [word for word in words if word not in _MDOC]
     return words

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-import struct
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,10 +11,11 @@ from functools import cache
 
 import torch
 
-from kvtool.core.model.flash.ir import FIELDS, attention_module
-from kvtool.core.model.flash.tiling import ALIGNMENT, Scratch, Tiling
+from kvtool.core.model.flash.ir import JOB, attention_module
+from kvtool.core.model.flash.tiling import Scratch, Tiling
 from kvtool.core.model.scoring import Scoring
 from kvtool.core.native.compiling import compiled
+from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.team import run_in_team
 
 COLUMNS = 16  # head dimensions are a multiple of it
@@ -105,25 +105,23 @@ class Kernel:
         blocks = self._blocks(rows.spans, query.shape[0], key.shape[0], threads)
         threads = min(threads, len(blocks) * key.shape[0])
         size = Scratch.of(self.tiling).bytes(self.tiling, query.shape[2], value.shape[2])
-        size = -(-size // ALIGNMENT) * ALIGNMENT
-        scratch = torch.empty(size * threads + ALIGNMENT, dtype=torch.uint8)
+        size = -(-size // LINE) * LINE
         counters = torch.zeros(2, dtype=torch.int64)
         begins, rests = rows.begins, _rests(scoring, query.shape[0])
         assert begins is not None
-        job = {
+        job = JOB.pack(
             **_laid_out(query, key, value, out, leads),
             **_scored(scoring),
-            "limits": rows.limits.data_ptr(),
-            "begins": begins.data_ptr(),
-            "rests": rests.data_ptr(),
-            "blocks": blocks.data_ptr(),
-            "count": len(blocks),
-            "counters": counters.data_ptr(),
-            "scratch": -(-scratch.data_ptr() // ALIGNMENT) * ALIGNMENT,
-            "scratch_bytes": size,
-        }
-        fields = (ctypes.c_int64 * len(FIELDS))(*(job[name] for name in FIELDS))
-        run_in_team(self.address, ctypes.addressof(fields), threads)
+            limits=rows.limits.data_ptr(),
+            begins=begins.data_ptr(),
+            rests=rests.data_ptr(),
+            blocks=blocks.data_ptr(),
+            count=len(blocks),
+            counters=counters.data_ptr(),
+            scratch=scratch("attention", size * threads, "uint8").ctypes.data,
+            scratch_bytes=size,
+        )
+        run_in_team(self.address, ctypes.addressof(job), threads)
         return out
 
     def _check(
@@ -177,20 +175,14 @@ def _laid_out(
     }
 
 
-def _scored(scoring: Scoring) -> dict[str, int]:
+def _scored(scoring: Scoring) -> dict[str, float]:
     """What makes a weight of a product: factors for powers of two, and the cap."""
     cap = scoring.softcap
     return {
-        "bend": 0 if cap is None else _bits(-2 * math.log2(math.e) * scoring.scale / cap),
-        "top": _bits(cap or 0.0),
-        "scale": _bits((scoring.scale if cap is None else 1.0) * math.log2(math.e)),
+        "bend": 0 if cap is None else -2 * math.log2(math.e) * scoring.scale / cap,
+        "top": cap or 0.0,
+        "scale": (scoring.scale if cap is None else 1.0) * math.log2(math.e),
     }
-
-
-def _bits(number: float) -> int:
-    """Those of a float32."""
-    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
-    return bits
 
 
 def _rests(scoring: Scoring, heads: int) -> torch.Tensor:

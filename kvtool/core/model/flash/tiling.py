@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvtool.core.native.ir import AVX512, Isa
+from kvtool.core.native.builder import FunctionBuilder
+from kvtool.core.native.isa import AVX512, Isa
+from kvtool.core.native.job import LINE
 
-STORED = {"float32": "float", "bfloat16": "i16", "float16": "half"}  # numbers in memory, in LLVM's words
 KEYS = 96  # of a tile: a multiple of every `keys_once`
-ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,14 @@ class Tiling:
         """Numbers of a tile of keys or values, in LLVM's words."""
         return "i16" if self.pairs else "float"
 
-    def floats(self) -> str:
-        """A register of float32."""
-        return f"<{self.width} x float>"
+    @property
+    def starts(self) -> range:
+        """The first lane of each register of a strip."""
+        return range(0, self.strip, self.width)
+
+    def function(self, name: str, arguments: str) -> FunctionBuilder:
+        """Begin a function of the kernel's own module."""
+        return FunctionBuilder(name, self.isa, arguments, internal=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +87,12 @@ class Scratch:
     @classmethod
     def of(cls, tiling: Tiling) -> Scratch:
         """Lay it out."""
-        sizes = [
-            4 * tiling.lanes,
-            4 * tiling.lanes,
-            8 * tiling.lanes,
-            8 * tiling.lanes,
-            4 * tiling.lanes,
-            4 * tiling.lanes,
-        ]
-        sizes += [4 * tiling.strip, 4 * tiling.strip, 4 * KEYS * tiling.strip]
+        lanes, strip = tiling.lanes, tiling.strip
+        sizes = [4 * lanes, 4 * lanes, 8 * lanes, 8 * lanes, 4 * lanes, 4 * lanes]
+        sizes += [4 * strip, 4 * strip, 4 * KEYS * strip]
         places = [0]
         for size in sizes:
-            places.append(-(-(places[-1] + size) // ALIGNMENT) * ALIGNMENT)
+            places.append(-(-(places[-1] + size) // LINE) * LINE)
         return cls(*places)
 
     def bytes(self, tiling: Tiling, head_dim: int, value_dim: int) -> int:

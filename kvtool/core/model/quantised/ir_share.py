@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from kvtool.core.native.ir import Body, Shares
+from kvtool.core.native.builder import FunctionBuilder, WorkQueue
+from kvtool.core.native.job import Job
 
-# A job's fields, 8 bytes each: `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
-FIELDS = ("next", "share", "last", "columns", "data", "scales", "mins", "x", "out")
+# `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
+JOB = Job(
+    **{"next": "i64", "share": "i64", "last": "i64", "columns": "i64"},
+    **dict.fromkeys(("data", "scales", "mins", "x", "out"), "ptr"),
+)
 
 
-def share(function: str) -> str:
+def share(function: FunctionBuilder) -> FunctionBuilder:
     """The function `void share_FUNCTION(ptr job)`: any number of threads may run it with the same job."""
-    body = Body()
-    have = {name: body.load("i64", "%job", place) for place, name in enumerate(FIELDS[1:], 1)}
-    pointers = [body(f"inttoptr i64 {have[name]} to ptr") for name in ("data", "scales", "mins", "x", "out")]
-    if function.startswith("unpack"):  # which has no x
-        del pointers[3]
-    shares = Shares(body, have["share"], have["last"])
-    arguments = ", ".join(f"ptr {pointer}" for pointer in pointers)
-    body.do(f"call void @{function}({arguments}, i64 {shares.first}, i64 {shares.last}, i64 {have['columns']})")
-    shares.close()
-    body.do("ret void")
-    return f"define void @share_{function}(ptr %job) {{\n{body.text()}\n}}\n"
-
-
-def declarations() -> str:
-    """What a module declares, once, that has any of these functions."""
-    return "declare i64 @llvm.smin.i64(i64, i64)\n"
+    k = FunctionBuilder(f"share_{function.name}", function.isa, "ptr job")
+    job = JOB.load(k, k.args.job)
+    with WorkQueue(k, k.args.job, job.share, job.last) as queue:
+        own = {"first": queue.first, "last": queue.last}
+        k.do(function.name, *(own[name] if name in own else job[name] for name in function.args.names))
+    return k

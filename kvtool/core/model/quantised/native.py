@@ -10,22 +10,21 @@ from itertools import pairwise
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.model.quantised import ir_codes, ir_few, ir_share
-from kvtool.core.model.quantised.ir_few import OUTPUTS, inputs
+from kvtool.core.model.quantised import ir_few, ir_share
+from kvtool.core.model.quantised.ir_few import OUTPUTS, few, inputs
 from kvtool.core.model.quantised.ir_matvec import product
-from kvtool.core.model.quantised.ir_share import FIELDS, share
+from kvtool.core.model.quantised.ir_share import share
 from kvtool.core.model.quantised.ir_unpack import unpack
 from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix
-from kvtool.core.native.compiling import ISAS, compiled, runnable
-from kvtool.core.native.ir import AVX512_BF16
+from kvtool.core.native.builder import module
+from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.isa import AVX512_BF16, ISAS
+from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.team import run_in_team
 
-_FewJob = ctypes.c_int64 * len(ir_few.FIELDS)
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-_LINE = 64  # bytes of a cache line
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
 _FEW = 256  # rows of X at a time: both stay in a core's own cache
-_Job = ctypes.c_int64 * len(FIELDS)
 _compiling = threading.Lock()
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 _HELD = {"DEFAULT": ("scalar",), "AVX2": ("avx2", "scalar")}
@@ -89,13 +88,19 @@ def _multiply_block(function: int, matrix: Matrix, x: torch.Tensor, out: torch.T
     """As many rows of X as stay in a core's own cache."""
     threads = torch.get_num_threads()
     share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
-    size = -(-share * matrix.columns * x.itemsize // _LINE) * _LINE
-    scratch = torch.empty(threads * size + _LINE, dtype=torch.uint8)
-    start = -(-scratch.data_ptr() // _LINE) * _LINE
-    parts = (part.data_ptr() for part in (matrix.data, matrix.scales, matrix.mins))
-    given = x.data_ptr(), x.shape[0], out.data_ptr(), matrix.rows, bias.data_ptr()
-    job = _FewJob(0, 0, share, matrix.rows, matrix.columns, *parts, *given, start, size)
+    size = -(-share * matrix.columns * x.itemsize // LINE) * LINE
+    unpacked = scratch("unpacked", threads * size, "uint8")
+    job = ir_few.JOB.pack(
+        **{"next": 0, "thread": 0, "share": share, "last": matrix.rows, "columns": matrix.columns},
+        **_parts(matrix),
+        **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
+        **{"bias": bias.data_ptr(), "scratch": unpacked.ctypes.data, "scratch_bytes": size},
+    )
     run_in_team(function, ctypes.addressof(job), threads)
+
+
+def _parts(matrix: Matrix) -> dict[str, int]:
+    return {"data": matrix.data.data_ptr(), "scales": matrix.scales.data_ptr(), "mins": matrix.mins.data_ptr()}
 
 
 def least_few(matrix: Matrix, dtype: torch.dtype, isa: str | None = None) -> int | None:
@@ -112,12 +117,12 @@ def least_few(matrix: Matrix, dtype: torch.dtype, isa: str | None = None) -> int
 @cache
 def _few(kind: str, element: str, name: str) -> int:
     """The address of a kind's function, compiled at its first use."""
-    isa, function = AVX512_BF16 if element == "bfloat16" else ISAS[name], f"few_{kind}_{element}"
-    text = ir_codes.declarations() + ir_few.declarations(isa, element)
+    isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
+    functions = [few(isa, kind, element)]
     if not LAYOUTS[kind].dense:
-        text += unpack(isa, kind, element)
+        functions.append(unpack(isa, kind, element))
     with _compiling:
-        return compiled(text + ir_few.few(isa, kind, element), isa, function)[0]
+        return compiled(module(*functions), isa, functions[0].name)[0]
 
 
 def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: str | None = None) -> torch.Tensor:
@@ -149,8 +154,8 @@ def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: s
 def _run(function: int, matrix: Matrix, x: int, out: int, first: int, last: int) -> None:
     threads = torch.get_num_threads()
     share = max(1, -(-(last - first) // (_SHARES * threads)))
-    parts = (part.data_ptr() for part in (matrix.data, matrix.scales, matrix.mins))
-    job = _Job(first, share, last, matrix.columns, *parts, x, out)
+    taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
+    job = ir_share.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
     run_in_team(function, ctypes.addressof(job), threads)
 
 
@@ -165,11 +170,10 @@ def _functions(kind: str, isa: str | None) -> dict[str, int]:
 @cache
 def _compiled(kind: str, name: str) -> dict[str, int]:
     """Addresses of a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
-    isa, names = ISAS[name], {"product": f"product_{kind}"}
-    text = ir_codes.declarations() + ir_share.declarations() + product(isa, kind)
+    isa = ISAS[name]
+    functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
-        names[to] = f"unpack_{kind}_{to}"
-        text += unpack(isa, kind, to)
-    text += "".join(share(function) for function in names.values())
-    addresses = compiled(text, isa, *(f"share_{function}" for function in names.values()))
-    return dict(zip(names, addresses, strict=True))
+        functions[to] = unpack(isa, kind, to)
+    shares = [share(function) for function in functions.values()]
+    addresses = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
+    return dict(zip(functions, addresses, strict=True))

@@ -36,7 +36,7 @@ from kvtool.core.model.stepping.family import (
     rotaries_of,
 )
 from kvtool.core.model.stepping.kept import Unfit
-from kvtool.core.native.compiling import ISAS
+from kvtool.core.native.isa import ISAS
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

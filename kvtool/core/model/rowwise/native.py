@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +10,9 @@ from functools import cache
 
 import torch
 
-from kvtool.core.model.rowwise.ir import FIELDS, module
-from kvtool.core.native.compiling import ISAS, compiled
+from kvtool.core.model.rowwise.ir import JOBS, module
+from kvtool.core.native.compiling import compiled
+from kvtool.core.native.isa import ISAS
 from kvtool.core.native.team import run_in_team
 
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
@@ -51,10 +51,8 @@ class Code:
         sum_ = x if more is None else torch.empty_like(x)
         y = torch.empty_like(x)
         added = 0 if more is None else more.data_ptr()
-        (bits,) = struct.unpack("<i", struct.pack("<f", epsilon))
-        self._run(
-            "norm", rows, count, x.data_ptr(), added, sum_.data_ptr(), weight.data_ptr(), y.data_ptr(), count, bits
-        )
+        places = {"x": x.data_ptr(), "more": added, "sum": sum_.data_ptr(), "weight": weight.data_ptr()}
+        self._run("norm", rows, count, **places, y=y.data_ptr(), count=count, epsilon=epsilon)
         return sum_, y
 
     def gate(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -63,7 +61,7 @@ class Code:
         rows = self._rows(y, count)
         if x.shape != y.shape or self._rows(x, count) != rows:
             raise ValueError(f"no gate for {tuple(y.shape)} and {tuple(x.shape)}")
-        self._run("gate", rows, count, x.data_ptr(), y.data_ptr(), count)
+        self._run("gate", rows, count, x=x.data_ptr(), y=y.data_ptr(), count=count)
         return y
 
     def turn(self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
@@ -82,8 +80,9 @@ class Code:
             raise ValueError(f"{tuple(queries.shape)} and {tuple(keys.shape)} are not rotated by {tuple(cos.shape)}")
         self._rows(cos, cos.shape[1])
         self._rows(sin, cos.shape[1])
-        places = [tensor.data_ptr() for tensor in (queries, keys, cos, sin)]
-        self._run("turn", rows, whole, *places, heads, keys.shape[1], head_dim, cos.shape[1] // 2)
+        tensors = {"queries": queries, "keys": keys, "cos": cos, "sin": sin}
+        sizes = {"heads": heads, "kv_heads": keys.shape[1], "head_dim": head_dim, "half": cos.shape[1] // 2}
+        self._run("turn", rows, whole, **{name: tensor.data_ptr() for name, tensor in tensors.items()}, **sizes)
 
     def _rows(self, tensor: torch.Tensor, count: int) -> int:
         """How many rows of so many numbers there are: machine code knows no bounds."""
@@ -94,11 +93,11 @@ class Code:
             raise ValueError(f"{tuple(tensor.shape)} has no rows of {count}")
         return rows
 
-    def _run(self, name: str, rows: int, numbers: int, *values: int) -> None:
+    def _run(self, name: str, rows: int, numbers: int, **values: int | float) -> None:
         address, alone = self.functions[name]
         threads = torch.get_num_threads() if rows * numbers > _ALONE else 1
         share = -(-rows // (_SHARES * threads)) if threads > 1 else rows
-        job = (ctypes.c_int64 * len(FIELDS[name]))(0, share, rows, *values)
+        job = JOBS[name].pack(next=0, share=share, rows=rows, **values)
         if threads > 1:
             run_in_team(address, ctypes.addressof(job), threads)
         else:
@@ -118,6 +117,6 @@ def code_for(isa: str, dtype: torch.dtype, activation: str) -> Code:
 
 @cache
 def _code(isa: str, dtype: torch.dtype, activation: str) -> Code:
-    addresses = compiled(module(ISAS[isa], ELEMENTS[dtype], activation), ISAS[isa], *FIELDS)
+    addresses = compiled(module(ISAS[isa], ELEMENTS[dtype], activation), ISAS[isa], *JOBS)
     call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    return Code({name: (at, call(at)) for name, at in zip(FIELDS, addresses, strict=True)}, dtype)
+    return Code({name: (at, call(at)) for name, at in zip(JOBS, addresses, strict=True)}, dtype)

@@ -11,15 +11,14 @@ import torch
 
 from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.model.kernels import isa_here
-from kvtool.core.model.rowwise.ir_panels import FIELDS, OUTPUTS, ROWS, module
+from kvtool.core.model.rowwise.ir_panels import JOB, OUTPUTS, ROWS, module
 from kvtool.core.native.compiling import compiled
-from kvtool.core.native.ir import AVX512, AVX512_BF16
+from kvtool.core.native.isa import AVX512, AVX512_BF16
 from kvtool.core.native.team import run_in_team
 
 MOST_ROWS = 320  # beyond, oneDNN's own products are as fast
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 _PROBED = 512  # numbers of a weight that must lie where they are expected
-_Job = ctypes.c_int64 * len(FIELDS)
 _compiling = threading.Lock()
 
 
@@ -76,8 +75,10 @@ class Panels:
         out = torch.empty((x.shape[0], self.outputs), dtype=torch.bfloat16)
         threads, panels = torch.get_num_threads(), self.outputs // OUTPUTS
         share = max(1, panels // (_SHARES * threads))
-        given = self.address, self.columns, x.data_ptr(), x.shape[0], out.data_ptr(), self.bias.data_ptr()
-        job = _Job(0, share, panels, *given)
+        job = JOB.pack(
+            **{"next": 0, "share": share, "panels": panels, "weights": self.address, "columns": self.columns},
+            **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "bias": self.bias.data_ptr()},
+        )
         run_in_team(_address(), ctypes.addressof(job), min(threads, panels))
         return out
 

@@ -8,26 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvtool.core.model.quantised.ir_codes import fma
-from kvtool.core.model.stepping.ir_common import (
-    arithmetic,
-    constant,
-    exp,
-    fields,
-    function,
-    lanes_for,
-    larger,
-    largest,
-    load_numbers,
-    share,
-    splatted,
-    spread,
-    summed,
-    tiles,
-)
+from kvtool.core.model.stepping.ir_common import operation, share, tiles
 from kvtool.core.model.stepping.ir_heads import Heads
 from kvtool.core.model.stepping.tape import BLOCK, HEADROOM
-from kvtool.core.native.ir import Body, Isa, Loop, vector
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.simd import exp, fma, lanes_for, larger, largest, total
 
 _LOW = -1e30  # below every score
 _ROW = BLOCK + 16  # room for the scores of one query head
@@ -35,43 +21,34 @@ _TOGETHER = 4  # query heads at a time: their sums stay in registers
 _COLUMNS = 2  # vectors of values at a time
 
 
-def attend(isa: Isa, heads: Heads) -> str:
+def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
     """The operation `attend`: this thread's blocks of keys, each for all query heads that share them."""
-    body = Body()
-    have = fields(body, "attend")
-    scores = body(f"alloca float, i64 {heads.group * _ROW}, align 64")
-    length = have["seen"]
-    blocks = body(f"udiv i64 {body(f'add i64 {length}, {BLOCK - 1}')}, {BLOCK}")
-    first, count = share(body, body(f"mul i64 {blocks}, {have['heads']}"))
-    loop = Loop(body, count, may_be_empty=True)
-    task = body(f"add i64 {first}, {loop.index}")
-    head, block = body(f"udiv i64 {task}, {blocks}"), body(f"urem i64 {task}, {blocks}")
-    _Block(body, isa, heads, have, scores, (head, block, length)).emit()
-    loop.close()
-    return function("attend", body)
+    k, have = operation(isa, "attend")
+    scores = k.alloca("float", heads.group * _ROW)
+    blocks = (have.seen + (BLOCK - 1)) // BLOCK
+    first, count = share(k, blocks * have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        task = first + index
+        _Block(k, heads, have, scores, task // blocks, task % blocks).emit()
+    return k
 
 
 class _Block:
     """One block of keys of one head."""
 
     def __init__(
-        self, body: Body, isa: Isa, heads: Heads, have: dict[str, str], scores: str, place: tuple[str, str, str]
+        self, k: FunctionBuilder, heads: Heads, have: Fields, scores: Value, head: Value, block: Value
     ) -> None:
-        (head, block, length), capacity = place, have["capacity"]
-        self._body, self._isa, self._heads, self._scores = body, isa, heads, scores
-        self._lanes = lanes_for(isa.width, heads.dim)
-        start = body(f"mul i64 {block}, {BLOCK}")
-        left = body(f"sub i64 {length}, {start}")
-        self._count = body(f"call i64 @llvm.umin.i64(i64 {left}, i64 {BLOCK})")
-        row = body(f"add i64 {body(f'mul i64 {head}, {capacity}')}, {start}")
-        at = body(f"mul i64 {row}, {heads.dim}")
-        self._element = "float" if heads.cache == "float32" else "i16"
-        self._keys, self._values = (body.at(self._element, have[name], at) for name in ("key_cache", "value_cache"))
-        first = body(f"mul i64 {head}, {heads.group}")
-        self._queries = body.at("float", have["x"], body(f"mul i64 {first}, {heads.dim}"))
-        self._slot = body(f"mul i64 {have['blocks']}, {HEADROOM + heads.dim}")  # floats from one head's to the next's
-        slots = body.at("float", have["parts"], body(f"mul i64 {first}, {self._slot}"))
-        self._parts = body.at("float", slots, body(f"mul i64 {block}, {HEADROOM + heads.dim}"))
+        self._k, self._heads, self._scores = k, heads, scores
+        self._lanes = lanes_for(k.width, heads.dim)
+        start = block * BLOCK
+        self._count = k.minimum(have.seen - start, BLOCK)
+        at = (head * have.capacity + start) * heads.dim
+        self._keys, self._values = (side.of(heads.cache).at(at) for side in (have.key_cache, have.value_cache))
+        first = head * heads.group
+        self._queries = have.x.at(first * heads.dim)
+        self._slot = have.blocks * (HEADROOM + heads.dim)  # floats from one head's to the next's
+        self._parts = have.parts.at(first * self._slot).at(block * (HEADROOM + heads.dim))
 
     def emit(self) -> None:
         """Emit scores, weights and sums of the block."""
@@ -85,127 +62,89 @@ class _Block:
 
     def _hide_the_rest(self) -> None:
         """Lowest scores from the last whole vector on: those of keys that are there are written over them."""
-        body, width = self._body, self._isa.width
-        behind = body(f"mul i64 {body(f'udiv i64 {self._count}, {width}')}, {width}")
+        width = self._k.width
+        behind = self._count // width * width
+        low = self._k.zeros(width).like(_LOW)
         for head in range(self._heads.group):
-            row = body.at("float", self._scores, head * _ROW)
-            body.store(vector(width, "float"), splatted(_LOW), row, behind)
+            self._scores.at(head * _ROW).store(low, behind)
 
     def _score(self, tile: range) -> None:
         """The scores of some query heads: every key is read once for all of them."""
-        body, lanes, dim = self._body, self._lanes, self._heads.dim
-        loop = Loop(body, self._count)
-        key = body.at(self._element, self._keys, body(f"mul i64 {loop.index}, {dim}"))
-        sums = ["zeroinitializer"] * len(tile)
-        for start in range(0, dim, lanes):
-            numbers = load_numbers(body, lanes, self._heads.cache, key, start)
-            for place, head in enumerate(tile):
-                query = body.load(vector(lanes, "float"), self._queries, head * dim + start)
-                sums[place] = fma(body, lanes, query, numbers, sums[place])
-        for head, value in zip(tile, sums, strict=True):
-            row = body.at("float", self._scores, head * _ROW)
-            body.store("float", summed(body, lanes, value), row, loop.index)
-        loop.close()
+        k, lanes, dim = self._k, self._lanes, self._heads.dim
+        with k.loop(self._count) as index:
+            key = self._keys.at(index * dim)
+            sums = [k.zeros(lanes)] * len(tile)
+            for start in range(0, dim, lanes):
+                numbers = key.load(start, lanes)
+                queries = [self._queries.load(head * dim + start, lanes) for head in tile]
+                sums = [fma(query, numbers, before) for query, before in zip(queries, sums, strict=True)]
+            for head, value in zip(tile, sums, strict=True):
+                self._scores.at(head * _ROW).store(total(value), index)
 
     def _weigh(self) -> None:
         """Scores to weights; the largest score and the sum of the weights go into the head's slot."""
-        body, width = self._body, self._isa.width
-        kind = vector(width, "float")
-        steps = body(f"udiv i64 {body(f'add i64 {self._count}, {width - 1}')}, {width}")
-        heads = Loop(body, self._heads.group)
-        row = body.at("float", self._scores, body(f"mul i64 {heads.index}, {_ROW}"))
-        loop = Loop(body, steps, [(kind, splatted(_LOW))])
-        score = body.load(kind, row, body(f"mul i64 {loop.index}, {width}"))
-        (most,) = loop.close([larger(body, width, score, loop.values[0])])
-        top = largest(body, width, most)
-        loop = Loop(body, steps, [(kind, "zeroinitializer")])
-        at = body(f"mul i64 {loop.index}, {width}")
-        score = body.load(kind, row, at)
-        weight = self._weight(score, spread(body, width, top))
-        body.store(kind, weight, row, at)
-        (total,) = loop.close([arithmetic(body, width, "fadd", loop.values[0], weight)])
-        slot = body.at("float", self._parts, body(f"mul i64 {heads.index}, {self._slot}"))
-        body.store("float", top, slot, 0)
-        body.store("float", summed(body, width, total), slot, 1)
-        heads.close()
-
-    def _weight(self, score: str, top: str) -> str:
-        """e to the power of a score less the largest; nothing for a key that is not there."""
-        body, width = self._body, self._isa.width
-        kind = vector(width, "float")
-        weight = exp(body, width, arithmetic(body, width, "fsub", score, top))
-        there = body(f"fcmp ogt {kind} {score}, {splatted(_LOW)}")
-        return body(f"select <{width} x i1> {there}, {kind} {weight}, {kind} zeroinitializer")
+        k, width = self._k, self._k.width
+        steps = (self._count + (width - 1)) // width
+        with k.loop(self._heads.group) as head:
+            row = self._scores.at(head * _ROW)
+            loop = k.loop(steps, k.zeros(width).like(_LOW))
+            (most,) = loop.close(larger(row.load(loop.index * width, width), loop.values[0]))
+            top = largest(most)
+            loop = k.loop(steps, k.zeros(width))
+            at = loop.index * width
+            score = row.load(at, width)
+            weight = exp(score - top.splat(width))
+            weight = (score > _LOW).select(weight, 0.0)  # nothing for a key that is not there
+            row.store(weight, at)
+            (sums,) = loop.close(loop.values[0] + weight)
+            slot = self._parts.at(head * self._slot)
+            slot.store(top)
+            slot.store(total(sums), 1)
 
     def _sum(self, tile: range, columns: range) -> None:
         """Some columns of the values, weighed for some query heads."""
-        body, lanes, dim = self._body, self._lanes, self._heads.dim
-        kind = vector(lanes, "float")
+        k, lanes, dim = self._k, self._lanes, self._heads.dim
         places = [(head, column) for head in tile for column in columns]
-        loop = Loop(body, self._count, [(kind, "zeroinitializer")] * len(places))
-        value = body.at(self._element, self._values, body(f"mul i64 {loop.index}, {dim}"))
-        numbers = {c: load_numbers(body, lanes, self._heads.cache, value, c * lanes) for c in columns}
-        weights = {
-            head: spread(body, lanes, body.load("float", body.at("float", self._scores, head * _ROW), loop.index))
-            for head in tile
-        }
+        loop = k.loop(self._count, *[k.zeros(lanes)] * len(places))
+        value = self._values.at(loop.index * dim)
+        numbers = {column: value.load(column * lanes, lanes) for column in columns}
+        weights = {head: self._scores.at(head * _ROW).load(loop.index).splat(lanes) for head in tile}
         sums = loop.close(
-            [
-                fma(body, lanes, weights[head], numbers[column], before)
+            *(
+                fma(weights[head], numbers[column], before)
                 for (head, column), before in zip(places, loop.values, strict=True)
-            ]
+            )
         )
-        for (head, column), total in zip(places, sums, strict=True):
-            slot = body.at("float", self._parts, body(f"mul i64 {head}, {self._slot}"))
-            body.store(kind, total, slot, HEADROOM + column * lanes)
+        for (head, column), value in zip(places, sums, strict=True):
+            self._parts.at(self._slot * head).store(value, HEADROOM + column * lanes)
 
 
-def combine(isa: Isa, heads: Heads) -> str:
+def combine(isa: Isa, heads: Heads) -> FunctionBuilder:
     """The operation `combine`: the blocks of this thread's query heads together."""
-    body = Body()
-    have = fields(body, "combine")
-    more = body(f"add i64 {have['seen']}, {BLOCK - 1}")
-    blocks = body(f"udiv i64 {more}, {BLOCK}")
-    first, count = share(body, have["heads"])
-    loop = Loop(body, count, may_be_empty=True)
-    head = body(f"add i64 {first}, {loop.index}")
-    each, room = HEADROOM + heads.dim, have["blocks"]
-    slots = body.at("float", have["parts"], body(f"mul i64 {body(f'mul i64 {head}, {room}')}, {each}"))
-    out = body.at("float", have["y"], body(f"mul i64 {head}, {heads.dim}"))
-
-    def slot(index: str) -> str:
-        return body.at("float", slots, body(f"mul i64 {index}, {each}"))
-
-    top = _most(body, blocks, slot)
-    _join(body, lanes_for(isa.width, heads.dim), heads.dim, blocks, slot, top, out)
-    loop.close()
-    return function("combine", body)
+    k, have = operation(isa, "combine")
+    blocks, each = (have.seen + (BLOCK - 1)) // BLOCK, HEADROOM + heads.dim
+    first, count = share(k, have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        head = first + index
+        slots = have.parts.at(head * have.blocks * each)
+        out = have.y.at(head * heads.dim)
+        _join(k, heads.dim, blocks, lambda block: slots.at(block * each), out)
+    return k
 
 
-def _most(body: Body, blocks: str, slot: Callable[[str], str]) -> str:
-    """The largest score of all blocks."""
-    loop = Loop(body, blocks, [("float", constant(_LOW))])
-    score = body.load("float", slot(loop.index))
-    more = body(f"fcmp ogt float {score}, {loop.values[0]}")
-    (top,) = loop.close([body(f"select i1 {more}, float {score}, float {loop.values[0]}")])
-    return top
-
-
-def _join(body: Body, lanes: int, dim: int, blocks: str, slot: Callable[[str], str], top: str, out: str) -> None:
-    kind, places = vector(lanes, "float"), range(0, dim, lanes)
-    loop = Loop(body, blocks, [("float", "0.0"), *[(kind, "zeroinitializer")] * len(places)])
-    here = slot(loop.index)
-    less = body(f"fsub float {body.load('float', here)}, {top}")
-    power = exp(body, 1, body(f"insertelement <1 x float> poison, float {less}, i32 0"))
-    weight = body(f"extractelement <1 x float> {power}, i32 0")
-    block_total = body.load("float", here, 1)
-    total = body(f"fadd float {loop.values[0]}, {body(f'fmul float {weight}, {block_total}')}")
-    wide = spread(body, lanes, weight)
-    sums = [
-        fma(body, lanes, wide, body.load(kind, here, HEADROOM + start), before)
-        for start, before in zip(places, loop.values[1:], strict=True)
-    ]
-    total, *sums = loop.close([total, *sums])
-    inverse = spread(body, lanes, body(f"fdiv float 1.0, {total}"))
+def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], Value], out: Value) -> None:
+    loop = k.loop(blocks, k.constant("float", _LOW))
+    (top,) = loop.close(larger(slot(loop.index).load(), loop.values[0]))
+    lanes = lanes_for(k.width, dim)
+    places = range(0, dim, lanes)
+    loop = k.loop(blocks, k.constant("float"), *[k.zeros(lanes)] * len(places))
+    here, (whole, *sums) = slot(loop.index), loop.values
+    less = here.load() - top
+    weight = exp(k.poison("<1 x float>").with_lane(0, less)).lane(0)
+    whole = whole + weight * here.load(1)
+    wide = weight.splat(lanes)
+    sums = [fma(wide, here.load(HEADROOM + start, lanes), before) for start, before in zip(places, sums, strict=True)]
+    whole, *sums = loop.close(whole, *sums)
+    inverse = (1.0 / whole).splat(lanes)
     for start, value in zip(places, sums, strict=True):
-        body.store(kind, arithmetic(body, lanes, "fmul", value, inverse), out, start)
+        out.store(value * inverse, start)

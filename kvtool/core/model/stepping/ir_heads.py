@@ -5,20 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvtool.core.model.quantised.ir_codes import fma
-from kvtool.core.model.stepping.ir_common import (
-    arithmetic,
-    fields,
-    function,
-    lanes_for,
-    share,
-    spread,
-    store_numbers,
-)
-from kvtool.core.model.stepping.ir_rows import inverse_rms
-from kvtool.core.native.ir import Body, Isa, Loop, vector
+from kvtool.core.model.stepping.ir_common import operation, share
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.row_ops import inverse_rms
+from kvtool.core.native.simd import fma, lanes_for
 
-Write = Callable[[int, str, int], None]
+Write = Callable[[Value, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,89 +31,67 @@ class Heads:
     cache: str
 
 
-def queries(isa: Isa, heads: Heads, rotary: int) -> str:
+def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
     """The operation `queries_ROTARY`: this thread's query heads, scaled for the softmax.
 
     rotary : how many numbers of a head, from the first, are rotated, in halves; even.
     """
-    body = Body()
-    have = fields(body, "queries")
-    row = _Row(body, isa, heads, rotary)
-    first, count = share(body, have["heads"])
-    loop = Loop(body, count, may_be_empty=True)
-    at = body(f"mul i64 {body(f'add i64 {first}, {loop.index}')}, {heads.dim}")
-    out = body.at("float", have["y"], at)
-
-    def write(lanes: int, value: str, index: int) -> None:
-        scaled = arithmetic(body, lanes, "fmul", value, spread(body, lanes, have["scale"]))
-        body.store(vector(lanes, "float"), scaled, out, index)
-
-    row.emit(body.at("float", have["x"], at), have, write)
-    loop.close()
-    return function(f"queries_{rotary}", body)
+    k, have = operation(isa, "queries", f"queries_{rotary}")
+    row = _Row(k, have, heads, rotary)
+    first, count = share(k, have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        at = (first + index) * heads.dim
+        out = have.y.at(at)
+        row.emit(have.x.at(at), lambda value, start: out.store(value * have.scale.splat(value.lanes), start))
+    return k
 
 
-def keys(isa: Isa, heads: Heads, rotary: int) -> str:
+def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
     """The operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
-    body = Body()
-    have = fields(body, "keys")
-    row = _Row(body, isa, heads, rotary)
-    first, count = share(body, have["heads"])
-    loop = Loop(body, count, may_be_empty=True)
-    head = body(f"add i64 {first}, {loop.index}")
-    first_row = body(f"mul i64 {head}, {have['capacity']}")
-    own_row = body(f"add i64 {first_row}, {have['row']}")
-    place = body(f"mul i64 {own_row}, {heads.dim}")
-    at = body(f"mul i64 {head}, {heads.dim}")
-    element = "float" if heads.cache == "float32" else "i16"
-    key, value = (body.at(element, have[name], place) for name in ("key_cache", "value_cache"))
-    row.emit(
-        body.at("float", have["x"], at),
-        have,
-        lambda lanes, number, index: store_numbers(body, lanes, heads.cache, number, key, index),
-    )
-    source, lanes = body.at("float", have["values"], at), lanes_for(isa.width, heads.dim)
-    for start in range(0, heads.dim, lanes):
-        store_numbers(body, lanes, heads.cache, body.load(vector(lanes, "float"), source, start), value, start)
-    loop.close()
-    return function(f"keys_{rotary}", body)
+    k, have = operation(isa, "keys", f"keys_{rotary}")
+    row = _Row(k, have, heads, rotary)
+    first, count = share(k, have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        head = first + index
+        place = (head * have.capacity + have.row) * heads.dim
+        at = head * heads.dim
+        key, value = (side.of(heads.cache).at(place) for side in (have.key_cache, have.value_cache))
+        row.emit(have.x.at(at), key.store)
+        source, lanes = have["values"].at(at), lanes_for(k.width, heads.dim)
+        for start in range(0, heads.dim, lanes):
+            value.store(source.load(start, lanes), start)
+    return k
 
 
 class _Row:
     """One head's numbers on their way: normed, then rotated."""
 
-    def __init__(self, body: Body, isa: Isa, heads: Heads, rotary: int) -> None:
-        self._body, self._isa, self._heads, self._rotary = body, isa, heads, rotary
-        self._normed = body(f"alloca float, i64 {heads.dim}, align 64") if heads.normed else ""
+    def __init__(self, k: FunctionBuilder, have: Fields, heads: Heads, rotary: int) -> None:
+        self._k, self._have, self._heads, self._rotary = k, have, heads, rotary
+        self._normed = k.alloca("float", heads.dim) if heads.normed else None
 
-    def emit(self, source: str, have: dict[str, str], write: Write) -> None:
-        """Emit all of it for the head at `source`; `write(lanes, value, index)` is handed the result."""
-        if self._heads.normed:
-            self._norm(source, have)
+    def emit(self, source: Value, write: Write) -> None:
+        """Emit all of it for the head at `source`; `write(value, index)` is handed the result."""
+        if self._normed:
+            self._norm(source, self._normed)
             source = self._normed
-        half, rest = self._rotary // 2, self._heads.dim - self._rotary
-        lanes = lanes_for(self._isa.width, half)
+        rest = self._heads.dim - self._rotary
+        lanes = lanes_for(self._k.width, self._rotary // 2)
         for start in range(0, self._rotary, lanes):
-            write(lanes, self._rotated(lanes, source, start, half, have), start)
-        lanes = lanes_for(self._isa.width, rest, self._rotary)
+            write(self._rotated(lanes, source, start), start)
+        lanes = lanes_for(self._k.width, rest, self._rotary)
         for start in range(self._rotary, self._heads.dim, lanes):
-            write(lanes, self._body.load(vector(lanes, "float"), source, start), start)
+            write(source.load(start, lanes), start)
 
-    def _norm(self, source: str, have: dict[str, str]) -> None:
-        body, dim = self._body, self._heads.dim
-        lanes = lanes_for(self._isa.width, dim)
-        factor = spread(body, lanes, inverse_rms(body, self._isa.width, source, str(dim), have["epsilon"]))
-        kind = vector(lanes, "float")
-        for start in range(0, dim, lanes):
-            scaled = arithmetic(body, lanes, "fmul", body.load(kind, source, start), factor)
-            weight = body.load(kind, have["weight"], start)
-            body.store(kind, arithmetic(body, lanes, "fmul", scaled, weight), self._normed, start)
+    def _norm(self, source: Value, normed: Value) -> None:
+        lanes = lanes_for(self._k.width, self._heads.dim)
+        factor = inverse_rms(source, self._heads.dim, self._have.epsilon).splat(lanes)
+        for start in range(0, self._heads.dim, lanes):
+            normed.store(source.load(start, lanes) * factor * self._have.weight.load(start, lanes), start)
 
-    def _rotated(self, lanes: int, source: str, start: int, half: int, have: dict[str, str]) -> str:
+    def _rotated(self, lanes: int, source: Value, start: int) -> Value:
         """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
-        body, kind = self._body, vector(lanes, "float")
-        other = body.load(kind, source, start + half if start < half else start - half)
-        if start < half:
-            other = body(f"fneg {kind} {other}")
-        turned = arithmetic(body, lanes, "fmul", other, body.load(kind, have["sin"], start))
-        return fma(body, lanes, body.load(kind, source, start), body.load(kind, have["cos"], start), turned)
+        half = self._rotary // 2
+        other = source.load(start + half if start < half else start - half, lanes)
+        turned = (-other if start < half else other) * self._have.sin.load(start, lanes)
+        return fma(source.load(start, lanes), self._have.cos.load(start, lanes), turned)

@@ -21,7 +21,8 @@ from kvtool.core.model.stepping.layout import code_of
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.step import Angles, Step
 from kvtool.core.model.stepping.tape import CONTEXT
-from kvtool.core.native.compiling import ISAS, compiled
+from kvtool.core.native.compiling import compiled
+from kvtool.core.native.isa import ISAS
 from kvtool.core.native.team import openmp
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ class Engine:
         team.parallel(self._codes["team"], self._context.ctypes.data, threads, 0)
 
     def _set(self, field: str, value: int) -> None:
-        self._context[list(CONTEXT).index(field)] = value
+        self._context[CONTEXT.places[field]] = value
 
 
 @cache

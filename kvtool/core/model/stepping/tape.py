@@ -12,11 +12,12 @@ An operation is 16 words of 8 bytes: the address of its code, whether a barrier 
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
+from kvtool.core.native.job import Job
 
 WORDS = 16
 BLOCK = 128  # keys that one thread attends to at a time, for all heads that share them
@@ -24,44 +25,43 @@ UNIT = 16  # rows that are not dealt out to different threads: their results sha
 HEADROOM = 16  # floats before the sums of one block: its largest score, and the sum of its weights
 
 # What an operation is told, in the order of its words. Strides are bytes from one thread's memory to the next one's.
-FIELDS: Mapping[str, Mapping[str, str]] = {
+FIELDS = {
     # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on, and each of so many inputs, `pitch` numbers apart
-    "product": {
+    "product": Job(
         **dict.fromkeys(("data", "scales", "mins"), "ptr"),
-        **{"x": "ptr", "x_stride": "i64", "y": "ptr", "first": "i64", "rows": "i64", "columns": "i64"},
+        **{"x": "float32*", "x_stride": "i64", "y": "float32*", "first": "i64", "rows": "i64", "columns": "i64"},
         **dict.fromkeys(("inputs", "x_pitch", "y_pitch"), "i64"),
-    },
+    ),
     # y = x / √(mean(x²) + ε) · weight, by every thread
-    "norm": {
-        **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "y": "ptr", "y_stride": "i64"},
+    "norm": Job(
+        **{"x": "float32*", "x_stride": "i64", "weight": "float*", "y": "float32*", "y_stride": "i64"},
         **{"count": "i64", "epsilon": "float"},
-    },
+    ),
     # y = a · y + b · x
-    "blend": {"x": "ptr", "x_stride": "i64", "y": "ptr", "count": "i64", "a": "float", "b": "float"},
+    "blend": Job(x="float32*", x_stride="i64", y="float32*", count="i64", a="float", b="float"),
     # y = act(y) · x
-    "gate": {"x": "ptr", "y": "ptr", "count": "i64"},
+    "gate": Job(x="float32*", y="float32*", count="i64"),
     # y = scaled, rotated, normed x for each head
-    "queries": {
-        **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "y": "ptr", "heads": "i64"},
-        **{"scale": "float", "cos": "ptr", "sin": "ptr"},
-    },
+    "queries": Job(
+        **{"x": "float32*", "x_stride": "i64", "weight": "float*", "epsilon": "float", "y": "float32*"},
+        **{"heads": "i64", "scale": "float", "cos": "float*", "sin": "float*"},
+    ),
     # the same of the keys, and the values, into one row of the cache
-    "keys": {
-        **{"x": "ptr", "x_stride": "i64", "weight": "ptr", "epsilon": "float", "values": "ptr", "heads": "i64"},
-        **{"key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "row": "i64", "cos": "ptr", "sin": "ptr"},
-    },
+    "keys": Job(
+        **{"x": "float32*", "x_stride": "i64", "weight": "float*", "epsilon": "float", "values": "float32*"},
+        **{"heads": "i64", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "row": "i64"},
+        **{"cos": "float*", "sin": "float*"},
+    ),
     # the sums of each block of keys, and of each head
-    "attend": {
-        **{"x": "ptr", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "heads": "i64"},
-        **{"parts": "ptr", "blocks": "i64", "seen": "i64"},
-    },
+    "attend": Job(
+        **{"x": "float*", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "heads": "i64"},
+        **{"parts": "float*", "blocks": "i64", "seen": "i64"},
+    ),
     # y = those of all blocks together
-    "combine": {"parts": "ptr", "blocks": "i64", "seen": "i64", "y": "ptr", "heads": "i64"},
+    "combine": Job(parts="float*", blocks="i64", seen="i64", y="float*", heads="i64"),
 }
 # What the tape is played with.
-CONTEXT: Mapping[str, str] = {
-    **{"operations": "ptr", "count": "i64", "barrier": "ptr", "number": "ptr", "threads": "ptr"},
-}
+CONTEXT = Job(operations="i64*", count="i64", barrier="ptr", number="ptr", threads="ptr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +86,11 @@ def encode(operations: list[Operation], codes: Mapping[str, int]) -> np.ndarray:
     tape = np.zeros((len(operations), WORDS), np.int64)
     for row, operation in zip(tape, operations, strict=True):
         row[0], row[1] = codes[operation.code], operation.barrier
-        fields = FIELDS[operation.kind]
-        if fields.keys() != operation.values.keys():
-            raise ValueError(f"{operation.kind} takes {', '.join(fields)}")
-        row[2 : 2 + len(fields)] = [_word(kind, operation.values[name]) for name, kind in fields.items()]
+        fields = FIELDS[operation.kind].row(operation.values)
+        row[2 : 2 + len(fields)] = fields
     return tape
 
 
 def word(kind: str, field: str) -> int:
     """The place of a field among its operation's words."""
-    return 2 + list(FIELDS[kind]).index(field)
-
-
-def _word(kind: str, value: int | float) -> int:
-    if kind == "float":
-        (bits,) = struct.unpack("<i", struct.pack("<f", value))
-        return int(bits)
-    return int(value)
+    return 2 + FIELDS[kind].places[field]

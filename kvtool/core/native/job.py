@@ -1,0 +1,89 @@
+"""Jobs of machine code: their fields are named once, for the code that reads them and for who writes them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import struct
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value
+
+LINE = 64  # bytes of a cache line
+_WORD = 8  # bytes of a field
+JOBS = "i64* jobs, i64 number"  # arguments of a function that does several
+_own = threading.local()
+
+
+class Job:
+    """What machine code is told: fields of 8 bytes each.
+
+    Parameters
+    ----------
+    fields : name to type: "i64", "float", "ptr", or `TYPE*` for a pointer to such.
+    """
+
+    def __init__(self, **fields: str) -> None:
+        self.fields = fields
+        self.places = {name: place for place, name in enumerate(fields)}
+
+    def __len__(self) -> int:
+        return len(self.fields)
+
+    def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
+        """All fields, loaded; the first one lies `first` words behind the pointer."""
+        words = job.of("i64")
+        places = enumerate(self.fields.items(), first)
+        return Fields({name: words.at(place).of(kind).load(align=_WORD) for place, (name, kind) in places})
+
+    @contextlib.contextmanager
+    def each(self, k: FunctionBuilder) -> Iterator[Fields]:
+        """Emit what is done for each job of a function of `JOBS`; at least one."""
+        with k.loop(k.args.number) as index:
+            yield self.load(k, k.args.jobs.at(index * len(self)))
+
+    def row(self, values: Mapping[str, int | float]) -> list[int]:
+        """The words of one job.
+
+        Raises
+        ------
+        ValueError : a field is missing, or there is no such field.
+        """
+        if values.keys() != self.fields.keys():
+            raise ValueError(f"a job has {', '.join(self.fields)}")
+        return [word(kind, values[name]) for name, kind in self.fields.items()]
+
+    def pack(self, **values: int | float) -> ctypes.Array[ctypes.c_int64]:
+        """One job in memory; raises as `row` does."""
+        return (ctypes.c_int64 * len(self))(*self.row(values))
+
+
+def word(kind: str, value: int | float) -> int:
+    """A field's 8 bytes: of a float those of float32."""
+    if kind == "float":
+        return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    return int(value)
+
+
+def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros that begin with a line of the cache: a load across two lines takes twice as long."""
+    wanted = np.dtype(dtype)
+    whole = np.zeros(count * wanted.itemsize + LINE, np.uint8)
+    first = -int(whole.__array_interface__["data"][0]) % LINE
+    return whole[first : first + count * wanted.itemsize].view(wanted)
+
+
+def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """This thread's memory of that name, `[count]`: asked of the system anew each time, it would take as long as what
+    is computed in it. What stood there before may still."""
+    wanted = np.dtype(dtype)
+    held: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
+    if held is None or held.nbytes < count * wanted.itemsize:
+        held = aligned(count * wanted.itemsize, np.uint8)
+        setattr(_own, name, held)
+    return held[: count * wanted.itemsize].view(wanted)

@@ -1,0 +1,122 @@
+"""Arithmetic on vectors that several kernels share: fused products, sums across lanes, e to a power."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kvtool.core.native.builder import Value
+
+MAGIC = 1.5 * 2.0**23  # adding it to a small float32 leaves the nearest whole number in the lowest bits
+_EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_LOWEST, _HIGHEST = -87.0, 88.0
+_GELU = (0.7978845608028654, 0.044715)  # √(2/π)
+
+
+def fma(left: Value, right: Value | float, onto: Value | float) -> Value:
+    """left · right + onto, lane by lane; rounded once where the CPU can, and more than one number is there."""
+    if left.lanes == 1:
+        return left * right + onto
+    kind = f"v{left.lanes}f32" if left.lanes else "f32"
+    return left.k.call(f"llvm.fmuladd.{kind}", left.type, left, left.like(right), left.like(onto))
+
+
+def dot_pairs(left: Value, right: Value, onto: Value) -> Value:
+    """`onto` and both products of each lane, whose 32 bits are two bfloat16 (AVX-512 BF16)."""
+    pairs = [side.bitcast("<32 x bfloat>") for side in (left, right)]
+    return onto.k.call("llvm.x86.avx512bf16.dpbf16ps.512", onto.type, onto, *pairs)
+
+
+def total(*vectors: Value) -> Value:
+    """The sum of all lanes of some vectors; the order is the same at every call."""
+    summed = list(vectors)
+    while len(summed) > 1:
+        odd = summed[-1:] if len(summed) % 2 else []
+        summed = [left + right for left, right in zip(summed[::2], summed[1::2], strict=False)] + odd
+    return total_onto(-0.0, summed[0])
+
+
+def total_onto(onto: Value | float, value: Value) -> Value:
+    """A number and the sum of a vector's lanes."""
+    k, name = value.k, f"llvm.vector.reduce.fadd.v{value.lanes}f32"
+    first = k.constant("float", onto) if isinstance(onto, float) else onto
+    return k.call(name, "float", first, value, flags="reassoc")
+
+
+def largest(value: Value) -> Value:
+    """The largest of a vector's lanes."""
+    return value.k.call(f"llvm.vector.reduce.fmax.v{value.lanes}f32", "float", value, flags="nnan")
+
+
+def larger(left: Value, right: Value | float) -> Value:
+    """The larger of two, lane by lane; `right` where one is no number."""
+    return (left > right).select(left, right)
+
+
+def exp(value: Value) -> Value:
+    """e to the power of each lane, within 2 units of its last place; from -87 and to 88 it stays what it is there.
+
+    x = n · ln 2 + r: 2ⁿ is written into a float's exponent, e to the power of r a polynomial (that of Cephes' expf).
+    """
+    low = larger(value, _LOWEST)
+    x = (low < _HIGHEST).select(low, _HIGHEST)
+    power = (x * 1.44269504088896341 + MAGIC) - MAGIC
+    rest = fma(power, 2.12194440e-4, fma(power, -0.693359375, x))
+    sum_ = value.like(_EXP[0])
+    for factor in _EXP[1:]:
+        sum_ = fma(sum_, rest, factor)
+    sum_ = fma(sum_, rest * rest, rest) + 1.0
+    return sum_ * ((power.to("i32") + 127) << 23).bitcast("float")
+
+
+def sigmoid(value: Value) -> Value:
+    """1 / (1 + e to the power of -x)."""
+    return 1.0 / (exp(-value) + 1.0)
+
+
+def _silu(x: Value) -> Value:
+    return x * sigmoid(x)
+
+
+def _gelu_tanh(x: Value) -> Value:
+    """(1 + tanh z) / 2 is the sigmoid of 2z."""
+    return x * sigmoid(x * fma(x * x, _GELU[1], 1.0) * (2 * _GELU[0]))
+
+
+ACTIVATIONS: dict[str, Callable[[Value], Value]] = {"silu": _silu, "gelu_tanh": _gelu_tanh}
+
+
+def rotate(
+    low: Value, high: Value, cos: Value, sin: Value, rounded: Callable[[Value], Value] = lambda one: one
+) -> tuple[Value, Value]:
+    """Both halves of a head rotated; `rounded` is done to each product."""
+    first = rounded(low * cos) - rounded(high * sin)
+    return first, rounded(high * cos) + rounded(low * sin)
+
+
+def transpose(rows: Sequence[Value]) -> list[Value]:
+    """Transpose a square of numbers: at each step those off the diagonal of 2 × 2 blocks change places."""
+    size, step = len(rows), 1
+    turned = list(rows)
+    while step < size:
+        for low in (row for row in range(size) if not row & step):
+            one, other = turned[low], turned[low + step]
+            even = [lane if not lane & step else size + lane - step for lane in range(size)]
+            odd = [lane + step if not lane & step else size + lane for lane in range(size)]
+            turned[low], turned[low + step] = one.shuffle(even, other), one.shuffle(odd, other)
+        step *= 2
+    return turned
+
+
+def totals(vectors: Sequence[Value]) -> Value:
+    """A vector whose lane i is the sum of the i-th vector's lanes. Two become one until one is left."""
+    while len(vectors) > 1:
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        orders = [range(odd, 2 * vectors[0].lanes, 2) for odd in range(2)]
+        mixed = [[one.shuffle(order, other) for order in orders] for one, other in pairs]
+        vectors = [even + odd for even, odd in mixed]
+    return vectors[0]
+
+
+def lanes_for(width: int, *counts: int) -> int:
+    """The most lanes, up to `width`, of which all the counts are multiples."""
+    return next(lanes for lanes in (16, 8, 4, 2, 1) if lanes <= width and not any(count % lanes for count in counts))

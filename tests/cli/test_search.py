@@ -1,0 +1,32 @@
+"""`kvtool search`: what is found, without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.cli.working import QUESTION, kvtool
+
+
+def test_it_finds_what_a_question_is_answered_from(store: Path) -> None:
+    words = QUESTION.split()
+    found = kvtool("search", *words, "--store", store, "--json").fine().json
+    answered = kvtool("query", QUESTION, "--store", store, "--json").fine().json
+    assert found["question"] == QUESTION
+    assert [chunk["id"] for chunk in found["chunks"]] == [chunk["id"] for chunk in reversed(answered["chunks"])]
+    assert found["cut"] == answered["cut"]
+    assert found["chunks"][0]["text"] == answered["chunks"][-1]["text"].strip()
+
+
+def test_it_is_read_by_a_person_and_says_what_was_cut(store: Path) -> None:
+    everything = kvtool("search", *QUESTION.split(), "--store", store, "--min-score", "0", "--json").fine().json
+    shown = kvtool("search", *QUESTION.split(), "--store", store, "--min-score", "1").fine()
+    assert shown.out.startswith("1.")
+    assert shown.out.count("\n\n") < len(everything["chunks"])
+    assert "--min-score 0 shows all" in shown.err
+
+
+def test_words_that_stand_nowhere_and_no_words_are_errors(store: Path) -> None:
+    nothing = kvtool("search", "zzyzx", "--store", store)
+    assert nothing.code == 1
+    assert "no chunk matches" in nothing.err
+    assert kvtool("search", "--store", store).code == 2

@@ -1,0 +1,89 @@
+"""What an ingest will take is said before it does, and how far it is in tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.corpus.walk import FoundFile
+from kvtool.core.ingest import ingest_report
+from kvtool.core.ingest.estimate import Estimate
+from kvtool.core.ingest.ingest_report import Forecast
+from tests.cli.working import CHUNKS, PREFIX, kvtool, write_corpus
+
+GB = 10**9
+
+
+def found(name: str, size: int, guessed: bool = False) -> FoundFile:
+    return FoundFile(f"/in/{name}", size, 0, 0, guessed)
+
+
+def test_the_estimate_learns_from_what_is_read() -> None:
+    files = [found(f"{number}.md", 100_000) for number in range(10)]
+    estimate = Estimate([*files, found("a.pdf", 10**6), found("weights.dat", 10**9, True), found("LEGAL", 4000, True)])
+    assert estimate.tokens == pytest.approx(10 * 25_000 + 50_000 + 1000)
+    for file in files[:5]:
+        assert estimate.pass_by(file.name)
+        assert not estimate.pass_by(file.name)
+        estimate.learn(file.name, file.size, 50_000)  # short words
+    for name in ("a.pdf", "weights.dat", "LEGAL"):
+        assert estimate.pass_by(f"/in/{name}")
+    assert estimate.tokens == pytest.approx(5 * 50_000, rel=0.03)
+    for file in files[5:]:
+        estimate.pass_by(file.name)
+    assert estimate.tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "disk", "level", "much"),
+    [
+        (GB, 50 * GB, "raw", False),
+        (GB, 8 * GB, "raw", True),
+        (3 * GB, 500 * GB, "raw", True),
+        (3 * GB, 5 * GB, "2", False),
+    ],
+)
+def test_what_makes_it_smaller_is_named_where_it_is_much(size: int, disk: int, level: str, much: bool) -> None:
+    ahead = Forecast(41_000, size, None, disk, level)
+    assert ("--level 2" in ahead.advice() and "kvtool compress" in ahead.advice()) == much
+    assert ("before compression" in ahead.told()) == (level != "raw")
+
+
+def test_minutes_are_told_where_a_speed_is_known() -> None:
+    told = [Forecast(41_000, GB, seconds, 50 * GB, "raw").told() for seconds in (None, 50.0, 700.0, 10_000.0)]
+    assert told[0] == "about 41,000 tokens to compute: 1.0 GB of KV, 50.0 GB of disk free"
+    ends = ["a minute", "12 min", "3 h"]
+    assert told[1:] == [f"{told[0]}; about {end} at the speed of the last ingest" for end in ends]
+
+
+def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.ingest.estimate._FEWEST_TOKENS", 1)
+    folder, store = write_corpus(tmp_path / "in"), tmp_path / "store"
+    args = ("ingest", folder, "--store", store, "--model", tiny, *CHUNKS, *PREFIX)
+    planned = kvtool(*args, "--dry-run", "--json").fine().json
+    done = kvtool(*args, "--json").fine().json
+    ahead = planned["forecast"]
+    assert ahead["tokens"] == planned["tokens"] == done["tokens"]
+    assert ahead["kv_bytes"] == pytest.approx(done["kv_bytes"], rel=0.3)  # headers are not in it
+    assert (ahead["seconds"], ahead["level"]) == (None, "raw")
+    assert ahead["disk_free"] > 0
+    assert not store.with_name("none").exists()
+    write_corpus(tmp_path / "more", 9)
+    more = kvtool("ingest", tmp_path / "more", "--store", store, "--dry-run").fine().out
+    assert "at the speed of the last ingest\n" in more
+    assert kvtool(*args, "--json").fine().json["forecast"] is None
+
+
+def test_the_first_line_says_what_it_will_take(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_corpus(tmp_path / "in")
+    assert "tokens to compute" not in fresh(folder, store=tmp_path / "quick").fine().err  # not worth a word
+    monkeypatch.setattr(ingest_report, "_NOTED_BYTES", 1)
+    monkeypatch.setattr(ingest_report, "_MUCH_BYTES", 1)
+    done = fresh(folder).fine()
+    first, second = done.err.splitlines()[:2]
+    assert first.startswith("about ")
+    assert " of KV, " in first
+    assert "--level" in second
+    assert fresh(folder, "--quiet", store=tmp_path / "still").fine().err == ""

@@ -1,0 +1,378 @@
+"""LLVM IR of every kernel for every instruction set, in a normal form that a refactoring leaves as it is.
+
+python -m tests.native.kernels write              # writes kernels.json anew: after a change that was meant
+python -m tests.native.kernels show NAME          # the normal form of one kernel
+python -m tests.native.kernels diff TREE [NAME]   # which differ from another checkout, and in which instructions
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("kernels.json")
+Kernels = Iterator[tuple[str, Callable[[], str]]]
+
+
+def kernels() -> dict[str, Callable[[], str]]:
+    """Return what makes the text of each kernel, by name."""
+    makers = (_entropy, _transforms, _flash, _quantised, _rowwise, _decoding, _rows, _threads)
+    found = [one for maker in makers for one in maker()]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+def hashes() -> dict[str, str]:
+    """Hash every kernel's normal form."""
+    return {name: hashlib.sha256(normal(make()).encode()).hexdigest()[:16] for name, make in kernels().items()}
+
+
+def _entropy() -> Kernels:
+    from kvtool.core.codec.entropy import native
+    from kvtool.core.native.isa import ISAS
+
+    for isa, kind in product(ISAS, native.KINDS):
+        yield f"entropy/{kind}/{isa}", lambda isa=isa, kind=kind: native._text(ISAS[isa], kind)
+
+
+def _transforms() -> Kernels:
+    from kvtool.core.codec.sides import ir_errors, ir_forms, ir_transform
+    from kvtool.core.native.isa import AVX512, ISAS
+
+    for name, form in product(ISAS, ir_forms.FORMS):
+        kinds = {"errors": ir_errors.Errors(form)}
+        for depth in (64, 192):
+            pitch = ir_transform.pitch_of(depth)
+            kinds |= {f"forward {depth}": ir_transform.Forward(form, pitch)}
+            kinds |= {f"backward {depth}": ir_transform.Backward(form, pitch)}
+        for what, kind in kinds.items():
+            yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind.text(ISAS[name])
+    pairs = ir_transform.Backward("bfloat16", ir_transform.pitch_of(96), pairs=True)
+    yield "codec/backward pairs/bfloat16/avx512", lambda: pairs.text(AVX512)
+
+
+def _flash() -> Kernels:
+    from kvtool.core.model.flash.ir import attention_module
+    from kvtool.core.model.flash.tiling import Tiling
+    from kvtool.core.native.formats import STORED
+    from kvtool.core.native.isa import AVX512_BF16, ISAS
+
+    for name, stored in product(ISAS, STORED):
+        yield f"flash/{stored}/{name}", lambda name=name, stored=stored: attention_module(Tiling(ISAS[name], stored))
+    yield "flash/bfloat16/avx512bf16", lambda: attention_module(Tiling(AVX512_BF16, "bfloat16", pairs=True))
+
+
+def _quantised() -> Kernels:
+    from kvtool.core.model.quantised.ir_few import few
+    from kvtool.core.model.quantised.ir_matvec import product as multiply
+    from kvtool.core.model.quantised.ir_share import share
+    from kvtool.core.model.quantised.ir_unpack import unpack
+    from kvtool.core.model.quantised.matrix import LAYOUTS
+    from kvtool.core.native.builder import module
+    from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
+
+    for (name, isa), (kind, layout) in product(ISAS.items(), LAYOUTS.items()):
+        for height in (1, 3, 4):
+            yield f"product/{kind}/{height}/{name}", lambda i=isa, k=kind, h=height: module(multiply(i, k, h))
+        yield f"few/{kind}/float32/{name}", lambda i=isa, k=kind: module(few(i, k, "float32"))
+        for to in () if layout.dense else ("float32", "bfloat16"):
+            yield f"unpack/{kind}/{to}/{name}", lambda i=isa, k=kind, t=to: module(unpack(i, k, t))
+    for kind, layout in LAYOUTS.items():
+        yield f"few/{kind}/bfloat16/avx512bf16", lambda k=kind: module(few(AVX512_BF16, k, "bfloat16"))
+        if not layout.dense:
+            yield f"unpack/{kind}/bfloat16/avx512bf16", lambda k=kind: module(unpack(AVX512_BF16, k, "bfloat16"))
+    for function in (multiply(AVX2, "q4_0"), unpack(AVX2, "q4_0", "float32")):
+        yield f"share/{function.name}", lambda function=function: module(share(function))
+
+
+def _rowwise() -> Kernels:
+    from kvtool.core.model.rowwise import ir, ir_panels
+    from kvtool.core.native.isa import ISAS
+    from kvtool.core.native.simd import ACTIVATIONS
+
+    for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
+        yield f"rowwise/{element}/{act}/{name}", lambda n=name, e=element, a=act: ir.module(ISAS[n], e, a)
+    yield "rowwise/panels/avx512bf16", ir_panels.module
+
+
+def _decoding() -> Kernels:
+    from kvtool.core.model.stepping.ir_heads import Heads
+    from kvtool.core.model.stepping.ir_play import Code, module, products
+    from kvtool.core.native.isa import ISAS
+
+    codes = {
+        "plain": Code(Heads(64, 7, False, "float32"), frozenset({"float32", "q4_0"}), frozenset({64}), "silu"),
+        "normed": Code(Heads(128, 2, True, "bfloat16"), frozenset({"bfloat16"}), frozenset({128}), "silu"),
+        "partly": Code(Heads(80, 1, False, "bfloat16"), frozenset({"q6_k"}), frozenset({32, 20}), "gelu_tanh"),
+        "unrotated": Code(Heads(24, 5, True, "float32"), frozenset({"q4_k"}), frozenset({0}), "gelu_tanh"),
+    }
+    for name, (what, code) in product(ISAS, codes.items()):
+        yield f"decoding/{what}/{name}", lambda name=name, code=code: module(ISAS[name], code)
+    for name, kind in product(ISAS, ("bfloat16", "q4_k")):
+        yield f"decoding/products {kind}/{name}", lambda name=name, kind=kind: products(ISAS[name], kind, 3)
+
+
+def _rows() -> Kernels:
+    from kvtool.core.model.ir_offsets import offsets_module
+    from kvtool.core.model.rotation import rotation_module
+    from kvtool.core.native.formats import STORED
+    from kvtool.core.native.isa import AVX2
+
+    for stored in STORED:
+        for kept in dict.fromkeys((stored, "float32")):
+            yield f"rotation/{stored}/{kept}", lambda stored=stored, kept=kept: rotation_module(stored, kept, AVX2)
+        for lanes, (dim, half) in product((8, 16), ((64, 32), (128, 0), (96, 16))):
+            yield (
+                f"offsets/{stored}/{lanes}/{dim}/{half}",
+                lambda s=stored, w=lanes, d=dim, h=half: offsets_module(AVX2, s, w, d, h),
+            )
+
+
+def _threads() -> Kernels:
+    from kvtool.core.native import crew
+
+    yield "threads", crew._module
+
+
+# ---- the normal form ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class _Instruction:
+    block: int
+    text: str
+    name: str = ""  # of its value; empty: it has none
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of what it needs."""
+        return _NAME.findall(self.text)
+
+    @property
+    def is_phi(self) -> bool:
+        """Whether it takes a value by where the block was entered from."""
+        return self.text.startswith("phi")
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether it may stand anywhere in its block, and go where nothing uses its value."""
+        text = self.text
+        if text.startswith("call"):
+            return "@llvm." in text and not re.search(r"@llvm\.(memcpy|prefetch)", text)
+        if text.startswith("load"):
+            return not re.match(r"load (volatile|atomic)", text)
+        return not text.startswith(("br ", "ret", "store", "atomicrmw", "alloca", "phi"))
+
+
+_NAME = re.compile(r"%[\w.]+")
+_SWAPPED = re.compile(r"(add|mul|and|or|xor|fadd|fmul|icmp eq|icmp ne) (<[^>]*>|\S+) ([^,]+), ([^,]+)$")
+_GREATER = re.compile(r"(icmp [us]|fcmp [ou])g([te]) (<[^>]*>|\S+) ([^,]+), ([^,]+)$")
+_FMA = re.compile(r"(call (.*) @llvm\.fmuladd\.\w+\()(.*)\)$")
+_SAME = (  # value that is another one
+    re.compile(r"getelementptr .*, ptr (\S+), i64 0$"),
+    re.compile(r"(?:add|sub|shl|lshr) i64 (\S+), 0$"),
+    re.compile(r"add i64 0, (\S+)$"),
+    re.compile(r"mul i64 (\S+), 1$"),
+)
+
+
+def normal(text: str) -> str:
+    """Rewrite LLVM IR such that numbering, declarations, the order of pure instructions and dead ones do not show."""
+    functions, constants, lines = [], [], []
+    for line in text.splitlines():
+        if line.startswith("@"):
+            constants.append(line)
+        elif line.startswith("define"):
+            lines = [line]
+        elif line == "}":
+            functions.append(_function(lines))
+        elif line.strip() and not line.startswith("declare"):
+            lines.append(line.strip())
+    return "\n".join(sorted(constants) + sorted(functions)) + "\n"
+
+
+def _function(lines: list[str]) -> str:
+    head, body = _constants(lines[0]), lines[1:]
+    renamed = {name: f"%a{at}" for at, name in enumerate(_NAME.findall(head))}
+    renamed |= {f"%{line[:-1]}": f"%b{at}" for at, line in enumerate(one for one in body if one.endswith(":"))}
+    found, block, effects = list[_Instruction](), -1, 0
+    same, keys = dict[str, str](), dict(renamed)  # equal instructions have one key
+    for line in body:
+        if line.endswith(":"):
+            block += 1
+            continue
+        name, _, text = line.partition(" = ") if line.startswith("%") else ("", "", line)
+        text = _NAME.sub(lambda one: same.get(one[0], one[0]), text)
+        one = _Instruction(block, _folded(_ordered(_constants(text), keys)), name)
+        alias = next((match[1] for match in (known.match(one.text) for known in _SAME) if match), "")
+        if alias or one.text.startswith(("splat", "zeroinit")):
+            same[name] = alias or one.text
+            continue
+        where = f"{block}" if one.is_pure and not text.startswith("load") else f"{block} {effects}"
+        if not one.is_pure:
+            effects += 1
+        key = _key(f"{where} {one.text}", keys)
+        if one.is_pure and key in keys:
+            same[name] = keys[key]
+            continue
+        keys |= {name: key, key: name} if name else {}
+        found.append(one)
+    head = _NAME.sub(lambda name: renamed[name[0]], head)
+    return "\n".join([head, *_printed(found, renamed, same), "}"])
+
+
+def _key(text: str, keys: dict[str, str]) -> str:
+    return hashlib.sha256(_NAME.sub(lambda one: keys.get(one[0], "?"), text).encode()).hexdigest()
+
+
+def _ordered(text: str, keys: dict[str, str]) -> str:
+    """Operands that may change places in an order that is not that of their names."""
+    if match := _GREATER.match(text):
+        text = f"{match[1]}l{match[2]} {match[3]} {match[5]}, {match[4]}"
+    if match := _SWAPPED.match(text):
+        first, second = sorted((match[3], match[4]), key=lambda one: (one not in keys, keys.get(one)))
+        text = f"{match[1]} {match[2]} {first}, {second}"
+    if match := _FMA.match(text):
+        kind = match[2]
+        *factors, more = (part.strip(", ") for part in match[3].split(f"{kind} ")[1:])
+        first, second = sorted(factors, key=lambda one: (one not in keys, keys.get(one)))
+        text = f"{match[1]}{kind} {first}, {kind} {second}, {kind} {more})"
+    return text
+
+
+def _constants(text: str) -> str:
+    """Float constants by their bits, zeros alike."""
+    text = re.sub(r"(?<=[\s(\[])-?\d+\.\d+(?=[\s,)]|$)", lambda one: _bits(float(one[0])), text)
+    return re.sub(r"splat \(\w+ (0|0x0+)\)", "zeroinitializer", text)
+
+
+def _folded(text: str) -> str:
+    """A cast of a constant as the constant."""
+    if match := re.match(r"(bitcast|sitofp) <\d+ x i32> splat \(i32 (-?\d+)\) to <\d+ x float>$", text):
+        number = int(match[2])
+        value = number if match[1] == "sitofp" else struct.unpack("<f", struct.pack("<I", number & 0xFFFFFFFF))[0]
+        return f"splat (float {_bits(float(value))})"
+    return text
+
+
+def _bits(number: float) -> str:
+    return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
+
+
+def _printed(found: list[_Instruction], renamed: dict[str, str], same: dict[str, str]) -> list[str]:
+    """The living instructions of each block, in the order in which those with an effect need them."""
+
+    def whole(name: str) -> str:
+        return whole(same[name]) if name in same else name
+
+    for one in found:  # phis name values that come later
+        one.text = _NAME.sub(lambda name: whole(name[0]), one.text)
+    by_name = {one.name: one for one in found if one.name}
+    ordered, placed = list[_Instruction](), set[_Instruction]()
+
+    def visit(one: _Instruction, through_phis: bool = False) -> None:
+        for name in one.operands if through_phis or not one.is_phi else ():
+            if name in by_name and name not in renamed:
+                visit(by_name[name])
+        if one not in placed:
+            placed.add(one)
+            renamed.setdefault(one.name, f"%{len(renamed)}")
+            ordered.append(one)
+
+    for one in found:
+        if not one.is_pure and not one.is_phi:
+            visit(one)
+    for one in ordered:  # which grows
+        visit(one, through_phis=True)
+    lines = list[str]()
+    for block in range(1 + max(one.block for one in found)):
+        own = sorted((one for one in ordered if one.block == block), key=lambda one: not one.is_phi)
+        lines += [f"b{block}:", *(f"  {one.name} = {one.text}" if one.name else f"  {one.text}" for one in own)]
+    return [_NAME.sub(lambda one: renamed.get(one[0], one[0]), line) for line in lines]
+
+
+# ---- by hand -----------------------------------------------------------------------------------------------------
+
+
+def _elsewhere(tree: str) -> dict[str, str]:
+    """The texts of another checkout."""
+    command = [sys.executable, "-m", "tests.native.kernels", "texts"]
+    environment = {**os.environ, "PYTHONPATH": tree}
+    made: dict[str, str] = json.loads(subprocess.check_output(command, cwd=tree, env=environment))
+    return made
+
+
+def _compared(name: str, before: str, after: str) -> str:
+    """What LLVM makes of two texts for the kernel's instruction set: as they are, or optimised first."""
+    if _machine_code(name, before) == _machine_code(name, after):
+        return "the same machine code"
+    if _machine_code(name, before, optimised=True) == _machine_code(name, after, optimised=True):
+        return "the same machine code once optimised"
+    return "other machine code"
+
+
+def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
+    from kvtool.core.native import compiling
+    from kvtool.core.native.isa import AVX512_BF16, ISAS
+
+    llvm = compiling._llvm()
+    isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
+    target = llvm.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)
+    called = set(re.findall(r"call void (@(?:product|unpack)_\w+)(\([^)]*\))", text))  # of modules that others make
+    for function, arguments in called:
+        if not re.search(rf"define .*{function}\(", text):
+            text += f"declare void {function}({', '.join(one.split()[0] for one in arguments[1:-1].split(','))})\n"
+    module = llvm.parse_assembly(_declared(text))
+    if optimised:
+        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+        builder.getModulePassManager().run(module, builder)
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def _declared(text: str) -> str:
+    """A text with a declaration of every intrinsic that it calls and does not declare."""
+    lines = set[str]()
+    for result, name, arguments in re.findall(r"call (?:\w+ )*?(<[^>]*>|\w+) (@llvm\.[\w.]+)\((.*)\)", text):
+        types = re.findall(r"(<[^>]*>|[a-z]\w*) [%\w.\-]+", re.sub(r"splat \([^)]*\)", "zero", arguments))
+        lines.add(f"declare {result} {name}({', '.join(types)})")
+    kept = [line for line in text.splitlines() if not line.startswith("declare") or "@llvm." not in line]
+    return "\n".join([*kept, *sorted(lines), ""])
+
+
+def main(action: str = "", *rest: str) -> None:
+    """Run one of the commands that this module's first lines name."""
+    if action == "write":
+        TABLE.write_text(json.dumps(hashes(), indent=0, sort_keys=True) + "\n")
+    elif action == "texts":
+        sys.stdout.write(json.dumps({name: make() for name, make in kernels().items()}))
+    elif action == "show":
+        sys.stdout.write(normal(kernels()[rest[0]]()))
+    elif action == "diff":
+        mine, theirs = {name: make() for name, make in kernels().items()}, _elsewhere(rest[0])
+        for name in sorted(mine.keys() | theirs.keys()) if len(rest) == 1 else rest[1:]:
+            before, after = normal(theirs.get(name, "")), normal(mine.get(name, ""))
+            if before == after:
+                continue
+            both = name in mine and name in theirs
+            sys.stdout.write(f"{name}: {_compared(name, theirs[name], mine[name]) if both else 'only in one'}\n")
+            if len(rest) > 1:
+                lines = [sorted(re.sub(r"%\d+", "%", text).splitlines(True)) for text in (before, after)]
+                sys.stdout.writelines(difflib.unified_diff(*lines, n=0))
+    else:
+        sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""Cutting what was found: near the best one a chunk stays, far behind it only with words that the better ones lack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.query.finding import chunks_for
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.retrieval.finder import Finder, Retrieval
+from tests.retrieval.making import store_of
+
+TEXTS = {
+    "dome": "the observatory was founded by ilse varnholt who founded the observatory on the hill",
+    "mill": "the mill by the river was founded by a miller, of whom little else is known in the town today",
+    "ferry": "the ferry was founded by the town and runs in summer, when the water of the river is low enough",
+    "clock": "of the caretaker it is said that he corrects the clock by a coin, once in a month of thirty days",
+    "tower": "the observatory was founded by ilse varnholt who founded the observatory on the hills",
+}
+FOUNDED = "Who founded the observatory?"
+
+
+@pytest.fixture
+def finder(tmp_path: Path) -> Iterator[Finder]:
+    with store_of(tmp_path / "store", TEXTS) as store:
+        yield Finder(store)
+
+
+def found(finder: Finder, question: str, top_k: int = 5, **how: object) -> tuple[set[str], int]:
+    hits, cut = chunks_for(finder, Request(question), QueryOptions(top_k=top_k, **how))  # type: ignore[arg-type]
+    return {hit.passage.source for hit in hits}, cut
+
+
+def test_what_scores_far_less_and_adds_no_word_is_cut(finder: Finder) -> None:
+    assert found(finder, FOUNDED) == ({"dome", "tower"}, 2)
+    assert found(finder, FOUNDED, top_k=3) == ({"dome", "tower"}, 1)
+
+
+def test_top_k_is_a_ceiling(finder: Finder) -> None:
+    assert found(finder, FOUNDED, top_k=1) == ({"dome"}, 0)
+
+
+def test_a_chunk_far_behind_stays_for_words_of_the_question_that_the_better_ones_lack(finder: Finder) -> None:
+    sources, cut = found(finder, "Who founded the observatory of ilse varnholt on the hill, and corrects the clock?")
+    assert sources == {"dome", "tower", "clock"}
+    assert cut == 2
+
+
+def test_a_share_of_0_cuts_nothing_and_one_of_1_keeps_what_is_as_good_as_the_best(finder: Finder) -> None:
+    assert found(finder, FOUNDED, min_score=0.0) == ({"dome", "tower", "mill", "ferry"}, 0)
+    assert found(finder, FOUNDED, min_score=1.0) == ({"dome", "tower"}, 2)
+    assert found(finder, FOUNDED, min_score=0.1) == ({"dome", "tower", "mill", "ferry"}, 0)
+
+
+def test_what_is_named_is_not_cut(finder: Finder) -> None:
+    hits, cut = chunks_for(finder, Request(FOUNDED, documents=("clock", "mill")), QueryOptions())
+    assert [hit.passage.source for hit in hits] == ["clock", "mill"]
+    assert cut == 0
+
+
+def test_what_is_read_in_rounds_is_not_cut(finder: Finder) -> None:
+    assert found(finder, FOUNDED, defer=True) == ({"dome", "tower", "mill", "ferry"}, 0)
+
+
+@pytest.fixture
+def likened(tmp_path: Path) -> Iterator[Store]:
+    texts = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
+    with store_of(tmp_path / "likened", texts) as store:
+        yield store
+
+
+def test_likeness_alone_cuts_nothing(likened: Store, static_model: Path) -> None:
+    hits, cut = Finder(likened).find("grinder grinder river", 2, Retrieval("dense", str(static_model), min_score=1.0))
+    assert [hit.passage.source for hit in hits] == ["a", "b"]
+    assert cut == 0
