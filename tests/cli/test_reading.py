@@ -122,7 +122,7 @@ def test_a_batch_in_a_terminal_is_for_reading(batch: Path, store: Path) -> None:
     assert shown.code == 3
     answers = [row["answer"] for row in kvtool(*asked).lines if "answer" in row]
     first, failed, third, summary = shown.out.split("\n\n", 3)
-    assert first.startswith(f"first. {QUESTION}\n{answers[0]}".rstrip())
+    assert first.startswith(f"first. {QUESTION}\n{clean(answers[0])}".rstrip())
     assert "sources: " in first
     assert "mill2.md:" in first
     assert failed == "2. zzyzx\nno answer: no chunk matches the question"
