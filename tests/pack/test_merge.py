@@ -92,7 +92,7 @@ def test_parts_keep_the_profiles_that_they_were_compressed_with(parts: Path, tmp
     made: dict[str, str | None] = {}
     sources = [Path(shutil.copytree(part, tmp_path / part.name)) for part in _all(parts)[:2]]
     for source in sources:
-        compress(source, CompressOptions(levels=("2",), fit=True, fit_prompts=2, questions=0, keep_raw=False))
+        compress(source, CompressOptions(levels=("2",), fit=True, fit_prompts=2, questions=0, keep_raw=False, yes=True))
         with Store.open(source) as store:
             made |= {chunk.hex(): store.made_with(chunk, "2") for chunk in store.chunk_ids()}
     merge(tmp_path / "all", sources, trust=MINE)

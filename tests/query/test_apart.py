@@ -123,7 +123,7 @@ def test_a_chunk_that_is_too_long_takes_no_other_file_along(made: Path, tmp_path
     """The same short chunk is in a file with a chunk that the model cannot hold, and in one without."""
     folder, short = tmp_path / "long", "The common chunk of both files says that the mill is blue."
     folder.mkdir()
-    texts = (short, " ".join(f"word{number}" for number in range(1200)))
+    texts = (short, " ".join(f"word{number}" for number in range(1204)))
     rows = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
     (folder / "a.jsonl").write_text("\n".join(rows), "utf-8")
     (folder / "b.md").write_text(short, "utf-8")

@@ -217,7 +217,7 @@ def test_a_store_that_cannot_be_written(path: Path, watch: Stopwatch, monkeypatc
     ask(path)
     ask(path)
     assert watch.measured == ["pass", "raw"] * 2
-    assert not (path / "speeds").exists() or list((path / "speeds").iterdir()) == []
+    assert {each.name for each in (path / "speeds").glob("*")} <= {"ingest.json"}  # of the run that made the store
 
 
 def test_what_a_busy_machine_does_is_not_kept(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ def test_a_chat_is_answered_as_a_query_is(client: openai.OpenAI, expected: str) 
     assert done.model == "tiny"
     said = done.model_extra["kvtool"]
     assert said["sources"][0].endswith("mill2.md:1")
-    assert [chunk["status"] for chunk in said["chunks"]] == ["hit"] * 5
+    assert [chunk["status"] for chunk in said["chunks"]] == ["hit"] * 4
     assert done.usage.prompt_tokens == said["tokens"]["prompt"]
     assert done.usage.prompt_tokens_details.cached_tokens == said["tokens"]["reused"] > 0
     assert said["timing_ms"]["ttft"] > 0

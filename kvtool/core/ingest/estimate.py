@@ -60,8 +60,6 @@ class Estimate:
 
 def kv_bytes_a_token(config: Any, dtype: str) -> int:
     """Return about how many bytes a store keeps of a token; 0 where the configuration does not tell."""
-    from kvtool.core.model.support import kept_layers
-
     try:
         heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
         width = getattr(config, "head_dim", None) or (
@@ -71,7 +69,8 @@ def kv_bytes_a_token(config: Any, dtype: str) -> int:
         return 0
     if not isinstance(heads, int) or not isinstance(width, int):
         return 0
-    return 2 * kept_layers(config) * heads * width * (4 if dtype == "float32" else 2)
+    layers = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", 0) or 0)
+    return 2 * layers * heads * width * (4 if dtype == "float32" else 2)
 
 
 def forecast(
