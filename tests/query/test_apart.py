@@ -123,12 +123,12 @@ def test_a_chunk_that_is_too_long_takes_no_other_file_along(made: Path, tmp_path
     """The same short chunk is in a file with a chunk that the model cannot hold, and in one without."""
     folder, short = tmp_path / "long", "The common chunk of both files says that the mill is blue."
     folder.mkdir()
-    texts = (short, " ".join(f"word{number}" for number in range(1204)))
+    texts = (short, " ".join(f"word{number}" for number in range(1200)))
     rows = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
     (folder / "a.jsonl").write_text("\n".join(rows), "utf-8")
     (folder / "b.md").write_text(short, "utf-8")
     ingest = ("ingest", folder, "--model", made / "model", "--store", tmp_path / "store", *PREFIX)
-    done = kvtool(*ingest, "--chunk-tokens", "2047", "--json")
+    done = kvtool(*ingest, "--chunk-tokens", "2047", "--system", "Answer in a sentence. " * 16, "--json")
     assert done.code == 3
     assert "failed: " in done.err
     assert (done.json["documents"]["added"], done.json["chunks"]["computed"]) == (1, 1)

@@ -63,7 +63,17 @@ def made(target: Path, tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     (corpus / "work.ics").write_text(_CALENDAR)
     here, there = ["--store", str(folder / "store")], f"sqlite://{folder}/kv.db"
     model, kept = ["--model", str(tiny), *CHUNKS, *PREFIX], ["--level", "zstd", "--store-dtype", "float32"]
-    ask = ["query", "Whom do I meet, baker Q the miller?", "--max-tokens", "2", "--json", "--top-k", "3", "--min-score", "0"]
+    ask = [
+        "query",
+        "Whom do I meet, baker Q the miller?",
+        "--max-tokens",
+        "2",
+        "--json",
+        "--top-k",
+        "3",
+        "--min-score",
+        "0",
+    ]
     commands = {
         "plugins": ["config", "plugins", "--json"],
         "ingest": ["ingest", str(corpus), *here, *model, *kept, "--embedder", "letters", "--json"],
