@@ -11,6 +11,7 @@ from typing import Any
 from kvtool.core.cache import space
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
+from kvtool.core.common.json_text import parsed
 from kvtool.core.common.machine import cores, cpu_name
 from kvtool.core.corpus.readers import ending_of, is_bounded
 from kvtool.core.corpus.walk import FoundFile
@@ -58,19 +59,20 @@ class Estimate:
         return (self._tokens[ending] + _WEIGHT / guess) / (self._read[ending] + _WEIGHT)
 
 
-def kv_bytes_a_token(config: Any, dtype: str) -> int:
-    """Return about how many bytes a store keeps of a token; 0 where the configuration does not tell."""
+def kv_bytes_a_token(folder: Path, dtype: str) -> int:
+    """Return about how many bytes a store keeps of a token of a model; 0 where its config.json does not tell.
+
+    It is read as it stands: what `transformers` makes of it would take torch into a run that computes nothing.
+    """
     try:
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
-        width = getattr(config, "head_dim", None) or (
-            getattr(config, "hidden_size", 0) // max(1, getattr(config, "num_attention_heads", 1) or 1)
-        )
-    except RuntimeError:  # a number that differs from layer to layer (Gemma 4)
+        config = parsed((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        heads, of_queries = (config.get(name) for name in ("num_key_value_heads", "num_attention_heads"))
+        width = config.get("head_dim") or config["hidden_size"] // of_queries
+        layers = config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)
+        return int(2 * layers * (heads or of_queries) * width * (4 if dtype == "float32" else 2))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
         return 0
-    if not isinstance(heads, int) or not isinstance(width, int):
-        return 0
-    layers = getattr(config, "num_hidden_layers", 0) - (getattr(config, "num_kv_shared_layers", 0) or 0)
-    return 2 * layers * heads * width * (4 if dtype == "float32" else 2)
 
 
 def forecast(

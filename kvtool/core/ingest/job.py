@@ -263,10 +263,8 @@ class _Job:
         """What computing so many tokens will take; None where it is nothing, or not known."""
         if not tokens or self.choices.identity.keeps_states:
             return None
-        from kvtool.core.model.load import supported_config
-
         identity = self.choices.identity
-        per_token = kv_bytes_a_token(supported_config(self.choices.files), identity.dtype)
+        per_token = kv_bytes_a_token(self.choices.files.folder, identity.dtype)
         return forecast(tokens, per_token, store, self._path, identity.fingerprint, self.options)
 
     def _say_forecast(self, store: Store, tokens: int) -> None:
