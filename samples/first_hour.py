@@ -1,6 +1,6 @@
 """Build a folder of other people's documents, and measure the answers that settings of `kvtool query` give on it.
 
-    python samples/first_hour.py build OUTDIR            # OUTDIR/corpus/* and OUTDIR/batch.jsonl
+    python samples/first_hour.py build OUTDIR            # OUTDIR/corpus/*, OUTDIR/batch.jsonl, OUTDIR/inflected.json
     kvtool ingest OUTDIR/corpus --store STORE --model smollm2
     python samples/first_hour.py measure OUTDIR STORE --runs runs.jsonl -- --fusion full --top-k 2
     python samples/first_hour.py table runs.jsonl
@@ -9,6 +9,10 @@ The documents are those that Python and Debian install: READMEs, FAQs, licences,
 descriptions of this project's own dependencies, as text, reStructuredText, Markdown, HTML, DOCX and PDF. A document
 that this machine lacks is named and left out, with its questions. `measure` appends one line a question to the runs and
 skips the questions that the file holds already for the same settings and store.
+
+`inflected.json` has HotpotQA's form, for `samples/recall.py`: the documents in paragraphs of 150 words, and questions
+that have their words in other forms than the paragraph that answers them: `changing` for `changes`, `pass-phrases`,
+`Lowis` for `Löwis`.
 """
 
 from __future__ import annotations
@@ -36,7 +40,8 @@ from samples.office.portable import pdf
 
 HERE = Path(__file__).resolve().parent
 DEBIAN, STDLIB = Path("/usr/share/doc"), Path(sysconfig.get_path("stdlib"))
-QUESTIONS = HERE / "first_hour.jsonl"
+QUESTIONS, INFLECTED = HERE / "first_hour.jsonl", HERE / "inflected.jsonl"
+WORDS = 150  # of a paragraph
 # `--no-*`: words are not broken at the ends of lines, which depends on the width.
 MAN = ("man", "--no-hyphenation", "--no-justification", "-P", "cat")
 
@@ -161,7 +166,30 @@ def build(out: Path) -> None:
     there = {path.name for path in corpus.iterdir()}
     asked = [row for row in map(json.loads, QUESTIONS.read_text("utf-8").splitlines()) if {*row["sources"]} <= there]
     (out / "batch.jsonl").write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in asked), "utf-8")
+    (out / "inflected.json").write_text(json.dumps(inflected(corpus), ensure_ascii=False), "utf-8")
     print(f"{len(there)} documents, {size} bytes of text, {len(asked)} questions in {out}", file=sys.stderr)
+
+
+def inflected(corpus: Path) -> list[dict[str, Any]]:
+    """Ask for the paragraph that has an answer; the first question brings all paragraphs along."""
+    cut: dict[str, list[str]] = {}
+    for path in sorted(corpus.iterdir()):
+        if path.suffix not in (".pdf", ".docx"):
+            words = path.read_text("utf-8").split()
+            cut[path.name] = [" ".join(words[at : at + WORDS]) for at in range(0, len(words), WORDS)]
+    rows: list[dict[str, Any]] = []
+    for row in rows_of(INFLECTED):
+        own = [number for number, text in enumerate(cut.get(row["source"], ())) if row["answer"] in text]
+        if own:  # it may stand across two paragraphs, in another version of the document
+            name = f"{row['source']} {own[0]}"
+            paragraphs = [[name, [cut[row["source"]][own[0]]]]]
+            if not rows:
+                paragraphs = [
+                    [f"{source} {at}", [text]] for source, texts in cut.items() for at, text in enumerate(texts)
+                ]
+            rows.append({"_id": row["id"], "question": row["question"], "answer": row["answer"]})
+            rows[-1] |= {"context": paragraphs, "supporting_facts": [[name, 0]]}
+    return rows
 
 
 def contains(answer: str, parts: Sequence[Sequence[str]]) -> bool:

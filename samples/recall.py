@@ -1,6 +1,7 @@
-"""How many of the paragraphs that answer a question are among the first five that kvtool finds.
+"""How many of the paragraphs that answer a question are among the first that kvtool finds.
 
-    python samples/recall.py {hotpotqa|musique|squad} INPUT.json [--no-hop] [--embedder MODEL [--dense]] [--every N]
+    python samples/recall.py {hotpotqa|musique|squad} INPUT.json [--no-hop] [--embedder MODEL [--dense]]
+                             [--every N] [--found N]
 
 All paragraphs of the set are one corpus, a paragraph a chunk; a question's recall is the share of its supporting
 paragraphs that were found. No language model is needed.
@@ -29,8 +30,6 @@ from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
 from kvtool.core.retrieval.tables import Array
 
-FOUND = 5
-
 
 def document(number: int, body: str) -> DocumentEntry:
     chunk_id = hashlib.blake2b(body.encode(), digest_size=20).digest()
@@ -51,6 +50,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="ask one question in so many")
     parser.add_argument("--embedder", help="find by meaning, too, with vectors of this model")
     parser.add_argument("--dense", action="store_true", help="by meaning alone")
+    parser.add_argument("--found", type=int, default=5, help="how many are found for each question")
     given = parser.parse_args()
     examples = list(READERS[given.format](load(given.input)))
     bodies = dict.fromkeys(p.body for example in examples for p in example.paragraphs)
@@ -73,11 +73,11 @@ def main() -> None:
     search, total, started = Search(index, text), 0.0, time.perf_counter()
     for example, like in zip(asked, likeness, strict=True):
         gold = {p.body for p in example.paragraphs if p.supporting}
-        hits = search.best(example.question, FOUND, like, hop=not given.no_hop, words=not given.dense)
+        hits = search.best(example.question, given.found, like, hop=not given.no_hop, words=not given.dense)
         total += len(gold & {by_source[hit.passage.source].text for hit in hits}) / len(gold)
     each = (time.perf_counter() - started) / len(asked) * 1e3
     print(
-        f"{len(entries)} paragraphs, {len(asked)} questions: recall@{FOUND} {total / len(asked):.4f}; "
+        f"{len(entries)} paragraphs, {len(asked)} questions: recall@{given.found} {total / len(asked):.4f}; "
         f"indexed in {built:.2f} s, {each:.1f} ms a question"
     )
 
