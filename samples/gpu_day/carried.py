@@ -46,6 +46,7 @@ CARRIED = {
     "pydantic_core": "pydantic_core",
     "Pygments": "pygments",
     "pytest": "pytest",
+    "PyStemmer": "Stemmer",
     "PyYAML": "yaml",
     "rich": "rich",
     "shellingham": "shellingham",

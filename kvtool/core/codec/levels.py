@@ -171,7 +171,9 @@ def check_level(name: str) -> str:
 
 def shown_loss(loss: float | None, allowed: float) -> str:
     """Word a loss and its limit. None: it was not measured."""
-    return f"loss {'not measured' if loss is None else f'{loss:.4f}'} of at most {allowed:g} nats a token"
+    if loss is None:
+        return f"loss not measured, {allowed:g} nats a token are allowed"
+    return f"loss {loss:.4f} of at most {allowed:g} nats a token"
 
 
 def enough_loss(loss: float) -> str:

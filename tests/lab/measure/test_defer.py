@@ -64,7 +64,7 @@ def test_rounds_are_those_of_a_query(store: Path, batch: Path, tmp_path: Path) -
     for run, fusion in (("reuse", ("reuse",)), ("union:0.2", ("union", "--ratio", "0.2"))):
         rounds = row["runs"][run]["rounds"]
         assert [one["chunks"] for one in rounds] == [2, 4, 5]
-        asked = ("--fusion", *fusion, "--max-tokens", "6", "--top-k", "5", "--json")
+        asked = ("--fusion", *fusion, "--max-tokens", "6", "--min-score", "0", "--json")
         whole = kvtool("query", "When was the first mill built?", "--store", store, *asked).fine().json
         assert row["runs"][run]["whole"]["answer"] == whole["answer"]
         for one, number in zip(rounds, (2.0, rounds[0]["confidence"]), strict=False):
