@@ -44,10 +44,10 @@ def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> N
 def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
     """Nobody keeps exact records that it could be measured on later."""
     corpus = write_corpus(tmp_path / "in", 2, 3)
-    last = "level 3, no exact records; loss {} of at most 0.01 nats a token"
+    last = "level 3, no exact records; loss {}"
     unknown = kvtool("ingest", corpus, *at, "--level", "3").fine()
     assert "nobody has measured what level 3 loses" in unknown.err
-    assert unknown.out.splitlines()[-1] == last.format("not measured")
+    assert unknown.out.splitlines()[-1] == last.format("not measured, 0.01 nats a token are allowed")
     path = tmp_path / "store"
     for number, loss, warned in ((1, 0.002, 0), (2, 0.2, 1)):
         with Store.open(path) as store, store.writer() as writer:
@@ -55,7 +55,7 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
         (corpus / "new.md").write_text(f"# Mill {number}\n\nIt grinds nothing.")
         done = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
         assert done.err.count("more than the 0.01 that questions allow") == warned
-        assert done.out.splitlines()[-1] == last.format(f"{loss:.4f}")
+        assert done.out.splitlines()[-1] == last.format(f"{loss:.4f} of at most 0.01 nats a token")
     (corpus / "new.md").write_text("# The third mill\n\nIt grinds oats.")
     exact = kvtool("ingest", corpus, "--store", path, "--json").fine()
     assert (exact.json["loss"], exact.err) == (0.0, "")
