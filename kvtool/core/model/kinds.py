@@ -15,7 +15,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, cache_name
 from kvtool.core.model.support import context_limit
@@ -34,7 +34,7 @@ class LayerKind:
     rotation : under which name the model's rotary module knows this layer's RoPE, "" where it has one for all; None:
         keys are not rotated.
     window : how many positions a row sees, its own the last; None: all before it.
-    softcap : see `Scoring`.
+    softcap : see `AttentionParams`.
     sinks : whether each head has a score without a key.
     tempered : whether queries grow with their position (Ministral 3, Llama 4).
     shape : of the keys and values that it attends to.
@@ -168,7 +168,7 @@ class _Shared:
 class _Answered(Exception):
     """Ends a row's way through an attention module where attention begins."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> None:
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams) -> None:
         super().__init__()
         self.query, self.key, self.value, self.scoring = query, key, value, scoring
         self.kept = key, value
@@ -179,7 +179,7 @@ class _Asking:
     """Rows that only want to know what they would attend to."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
     ) -> torch.Tensor:
         raise _Answered(query, key, value, scoring)
 

@@ -11,8 +11,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.common.types import Ids
-from kvtool.core.kernels.attention.packed_chunks import SideBySide, Watch
-from kvtool.core.model.attention import passing
+from kvtool.core.model.attention import ChunkWatch, PackedChunks, passing
 from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.modules import cache_name
@@ -115,7 +114,7 @@ def prefill_chunks(
     items: Sequence[PrefillItem],
     layers: int | None = None,
     going: Callable[[], bool] = lambda: True,
-    watches: Sequence[Watch] = (),
+    watches: Sequence[ChunkWatch] = (),
 ) -> list[ChunkKV]:
     """Prefill chunks packed into one row, each as if it alone stood behind the lead-in.
 
@@ -128,7 +127,7 @@ def prefill_chunks(
     ----------
     layers : how many of the first layers are wanted; None: all.
     going : asked at every layer; False raises `PrefillStopped`.
-    watches : one an item, or none: shown every layer's queries and keys but the last one's (`SideBySide`).
+    watches : one an item, or none: shown every layer's queries and keys but the last one's (`PackedChunks`).
 
     Returns
     -------
@@ -137,7 +136,7 @@ def prefill_chunks(
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
     tokens = [*(token for item in items for token in item.before + item.ids), *[0] * spare]
-    rows = SideBySide.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
+    rows = PackedChunks.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()
