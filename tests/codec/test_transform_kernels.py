@@ -224,7 +224,7 @@ def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch)
     run = products.Jobs.run
 
     def counted(self: Any, kernel: Any) -> None:
-        calls.append(len(self.fields))
+        calls.append(len(self.words))
         run(self, kernel)
 
     monkeypatch.setattr(products.Jobs, "run", counted)
