@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import Cache
 
-from kvtool.core.model.scoring import Scoring
+from kvtool.core.kernels.attention.params import Scoring
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
