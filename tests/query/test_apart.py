@@ -106,7 +106,7 @@ def test_what_is_refused(made: Path, store: Path, tmp_path: Path) -> None:
     kvtool(*other).fine()
     without = kvtool("query", FIRST, "--store", tmp_path / "other", "--fusion", "reuse")
     without.failed(2, "computed alone", "--lead-in warm")
-    kvtool("ingest", made / "corpus", "--store", tmp_path / "other", "--lead-in", "learned").failed(2, "lead-in")
+    kvtool("ingest", made / "corpus", "--store", tmp_path / "other", "--lead-in", "neighbour").failed(2, "lead-in")
 
 
 def test_fewer_link_tokens_than_the_gate_takes_are_held_to_the_loss_of_reuse(store: Path) -> None:
