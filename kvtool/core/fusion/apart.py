@@ -29,10 +29,10 @@ from kvtool.core.fusion.reach import Reach
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
 from kvtool.core.fusion.stretch import KEYS, VALUES, Found, ReadPart, fitting, named_states, take_beginning
+from kvtool.core.kernels.rope import Table
 from kvtool.core.model.alone import follow
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rotary import Table
 from kvtool.core.model.states import StateCache, StateLayer, States
 from kvtool.core.records.parts import decode_part
 
