@@ -137,7 +137,7 @@ def test_a_store_of_an_earlier_version_with_a_learned_lead_in(store: Path, corpu
     assert "from 'learned' to 'warm'" in done.err
     assert done.json["documents"]["changed"] == 6
     assert "learned" not in kvtool(*asked).fine().err
-    kvtool("store", "prune", "--unused", "--store", store).fine()
+    kvtool("store", "compact", "--store", store).fine()
     with Store.open(store) as opened:
         assert opened.profile_digests() == []
 
