@@ -391,7 +391,7 @@ class Writer:
         else:
             loose = self._loosened - kept
             loose -= {*referred(loose)} if loose else set()
-            loose |= self._drop_stretches_of(lambda chunks: not loose.isdisjoint(chunks))
+            loose |= self._drop_stretches_of(lambda info: info.alone or not loose.isdisjoint(info.chunks))
         dropped = self._drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
             self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
@@ -400,16 +400,16 @@ class Writer:
 
     def _unreferred(self, kept: set[bytes]) -> set[bytes]:
         """All chunks that neither a document nor a stretch refers to, but these; stretches that were made of any such
-        chunk are dropped."""
+        chunk are dropped, and those that nothing uses any more."""
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
-        self._drop_stretches_of(lambda chunks: not wanted.issuperset(chunks))
+        self._drop_stretches_of(lambda info: info.alone or not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
         with self._store.environment.read() as snapshot:
             return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
 
-    def _drop_stretches_of(self, is_stale: Callable[[Sequence[bytes]], bool]) -> set[bytes]:
-        """Drop the stretches whose chunks are such; returns which they were."""
-        stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info.chunks)}
+    def _drop_stretches_of(self, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
+        """Drop the stretches that are such; returns which they were."""
+        stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info)}
         self.drop_stretches(stale)
         return stale
 
