@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtool.core.kernels.attention.cuda_rows import CHOICE
+from kvtool.core.kernels.attention.dispatch import KERNELS, kernel_here, tiling_here
+from kvtool.core.kernels.attention.packed_chunks import SideBySide
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import Rows
-from kvtool.core.model.cuda_rows import CHOICE
-from kvtool.core.model.kernels import KERNELS, kernel_here, tiling_here
-from kvtool.core.model.scoring import Scoring
-from kvtool.core.model.side_by_side import SideBySide
 
 HEADS = {
     "smollm2-135m": (9, 3, 64),

@@ -28,11 +28,11 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import StoreSource
+from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
-from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.shapes import build_shape
 from kvtool.core.native.crew import gathered
 from kvtool.core.query.options import QueryOptions

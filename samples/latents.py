@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.latent import Latents
-from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.shapes import shape_config
 
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}

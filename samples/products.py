@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from attention import least
 
-from kvtool.core.model.packed import can_pack, pack_weights
-from kvtool.core.model.quantised.matrix import LAYOUTS, Matrix, dense, none, numbers
-from kvtool.core.model.quantised.modules import PackedLinear
-from kvtool.core.model.quantised.native import best_isa, multiply, unpack_rows
+from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.native import best_isa, multiply, unpack_rows
+from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, Matrix, dense, none, numbers
 from kvtool.core.native.compiling import runnable
 
 HIDDEN, INNER = 1024, 2816  # of a model of half a billion parameters

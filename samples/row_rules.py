@@ -33,10 +33,10 @@ from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring, Seen
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
-from kvtool.core.model.scoring import Scoring, Seen
-from kvtool.core.model.weights import attention_weights
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request

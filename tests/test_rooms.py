@@ -16,9 +16,22 @@ PACKAGE = Path(kvtool.__file__).parent
 
 # A room may import whatever stands above it in this list, and nothing below.
 ORDER = (
-    *("errors", "common", "options", "crew", "native", "codec", "model", "corpus", "streaming", "cache", "records"),
-    *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query", "pack"),
-    *("api", "agent", "serve", "lab", "cli"),
+    *(
+        "errors",
+        "common",
+        "options",
+        "crew",
+        "native",
+        "kernels",
+        "codec",
+        "model",
+        "corpus",
+        "streaming",
+        "cache",
+        "records",
+    ),
+    *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query"),
+    *("pack", "api", "agent", "serve", "lab", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "fit", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
@@ -92,6 +105,24 @@ def test_imports_point_one_way() -> None:
             wrong.setdefault((here, there), set()).add(found.module)
     assert {pair: modules for pair, modules in wrong.items() if pair not in KNOWN} == {}
     assert set(wrong) >= KNOWN, "solved: take it out of KNOWN"
+
+
+def test_kernels_never_import_transformers() -> None:
+    """Kernels are functions of tensors: an import of a model's library, wherever it stands in a file, fails."""
+    imported = {
+        (path.name, name.partition(".")[0])
+        for path in (PACKAGE / "core" / "kernels").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        for name in _all_names(node)
+    }
+    assert {name for _, name in imported} >= {"torch", "kvtool"}
+    assert {file for file, name in imported if name == "transformers"} == set()
+
+
+def _all_names(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
 def test_no_module_imports_itself_over_others() -> None:

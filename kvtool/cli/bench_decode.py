@@ -49,9 +49,9 @@ def decode(run: Run) -> None:
 
 
 def _decoder(run: Run, shape: str | None) -> Decoder:
+    from kvtool.core.kernels.linear.onednn import pack_weights
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.load import load_model
-    from kvtool.core.model.packed import pack_weights
     from kvtool.core.model.resolve import resolve
     from kvtool.core.model.shapes import build_shape
 

@@ -121,7 +121,8 @@ def _show(run: Run, report: IngestReport) -> None:
         run.out.print(f"tokens to compute: {report.tokens:,}")
         if report.forecast is not None:
             run.out.print(report.forecast.told())
-            run.out.print(report.forecast.advice()) if report.forecast.advice() else None
+            if advice := report.forecast.advice():
+                run.out.print(advice)
         return
     speed = report.prefill_tokens_per_second
     rate = f" at {speed:,.0f} tokens/s" if speed else ""

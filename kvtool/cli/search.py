@@ -17,9 +17,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
     from kvtool.core.query.reply import ReplyChunk
-    from kvtool.core.retrieval.passages import Hit
 
 app = new_app()
 _SHOWN = 240  # characters of a passage in a terminal
@@ -37,14 +35,14 @@ def search(
     run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
 ) -> None:
     """Show the passages that a question finds, the best first. No language model is loaded."""
-    from kvtool.core.query.finding import retrieval_of
+    from kvtool.core.query.finding import reply_chunk, retrieval_of
     from kvtool.core.query.since import with_changes
     from kvtool.core.retrieval.finder import Finder
 
     options, question = run.get(QueryOptions), " ".join(words)
     with open_any_store(run) as store:
         hits, cut = Finder(store, run.out.warning).find(question, options.top_k, retrieval_of(options))
-        chunks = with_changes(store, [_chunk(store, hit) for hit in hits])
+        chunks = with_changes(store, [reply_chunk(store, hit) for hit in hits])
 
     def show() -> None:
         for chunk in chunks:
@@ -55,27 +53,6 @@ def search(
     run.out.result({"question": question, "chunks": [_row(chunk) for chunk in chunks], "cut": cut}, human=show)
     if cut:
         run.out.status(f"{counted(cut, 'passage')} more would help a question no further; --min-score 0 shows all")
-
-
-def _chunk(store: Store, hit: Hit) -> ReplyChunk:
-    from kvtool.core.query.reply import ReplyChunk
-    from kvtool.core.retrieval.passages import place_and_text
-
-    passage = hit.passage
-    place, text = place_and_text(store, passage)
-    return ReplyChunk(
-        id=passage.chunk_id.hex(),
-        source=passage.source,
-        start=passage.start,
-        end=passage.end,
-        line=place.line,
-        score=hit.score,
-        tokens=0,
-        status="",
-        label=place.label,
-        origin=store.origin_of(passage.source),
-        text=text.strip(),
-    )
 
 
 def _row(chunk: ReplyChunk) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.model.cuda_rows import CHOICE
+from kvtool.core.kernels.attention.cuda_rows import CHOICE
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.stepping import Stepper
 from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper

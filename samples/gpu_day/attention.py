@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-from kvtool.core.model import flex_rows, triton_rows
-from kvtool.core.model.cuda_rows import CHOICE
-from kvtool.core.model.kernels import attend_in_blocks
-from kvtool.core.model.scoring import Seen
-from kvtool.core.model.triton_rows import Tile
+from kvtool.core.kernels.attention import flex_rows, triton_rows
+from kvtool.core.kernels.attention.cuda_rows import CHOICE
+from kvtool.core.kernels.attention.dispatch import attend_in_blocks
+from kvtool.core.kernels.attention.params import Seen
+from kvtool.core.kernels.attention.triton_rows import Tile
 from samples.gpu_day.day import Day, milliseconds
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor], torch.Tensor]

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
+from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.native import unpack_rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.modules import cache_name
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.quantised.modules import PackedLinear
-from kvtool.core.model.quantised.native import unpack_rows
 from restoring.case import BOTH, Case, sides_of
 
 # Gauss-Legendre on [0, 1]: exact as long as the KL is a polynomial of degree 4 or less along the way.

@@ -11,10 +11,10 @@ import torch
 
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector, share_of
+from kvtool.core.kernels.attention.eager import mean_weights
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.scoring import Scoring
-from kvtool.core.model.weights import mean_weights
 from restoring.case import BOTH, Case, sides_of
 
 FIRST = 16  # tokens of a chunk

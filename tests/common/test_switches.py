@@ -8,7 +8,8 @@ from kvtool.core.codec.entropy import native
 from kvtool.core.common import switches
 from kvtool.core.common.switches import ALLOWED, SWITCHES, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.model import cuda_rows, kernels
+from kvtool.core.kernels.attention import cuda_rows
+from kvtool.core.kernels.attention import dispatch as kernels
 from kvtool.core.native.isa import ISAS
 from kvtool.core.options.resolve import RESERVED_ENV
 from tests.cli.working import kvtool

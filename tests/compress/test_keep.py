@@ -18,11 +18,11 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.kept import rows_of
 from kvtool.core.errors import UsageError
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
-from kvtool.core.model.scoring import Scoring
-from kvtool.core.model.weights import attention_weights
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
 from kvtool.core.records.heavy import SINKS, heaviest, repeated

@@ -20,7 +20,7 @@ from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.raw import NAMES, Raw
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.staging import Staging
-from kvtool.core.model import triton_place
+from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rotary import Rotary
 from tests.fusion.making import Case
 from tests.pretended import streams

@@ -21,11 +21,11 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring, Seen
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.generate import begin
-from kvtool.core.model.scoring import Scoring, Seen
 from kvtool.core.model.stepping.static import StaticStep
-from kvtool.core.model.weights import attention_weights
 from tests.fusion.making import (
     BOS,
     CHUNKS,

@@ -20,7 +20,8 @@ from kvtool.core.fusion.selectors.epic import Epic, Link
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.model import kernels, products
+from kvtool.core.kernels.attention import dispatch as kernels
+from kvtool.core.kernels.attention import products
 from kvtool.core.model.rotary import Copy, Rotary, Turn
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 

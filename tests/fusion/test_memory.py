@@ -12,7 +12,7 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.model import kernels
+from kvtool.core.kernels.attention import dispatch as kernels
 from tests.fusion.making import BOS, QUESTION, Case, case, tokens
 
 CHUNKS = 3

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import gzip
 import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtool.core.corpus.readers import BinaryFile, EmptyFile, SecretFile, read_documents
+from kvtool.core.corpus.readers import BinaryFile, EmptyFile, SecretFile, UnreadableFile, file_of, read_documents
 from kvtool.core.corpus.readers.unknown import SNIFFED, check
 from tests.cli.working import kvtool, listing
 
@@ -51,6 +52,7 @@ def noise(size: int, seed: int = 1) -> bytes:
 )
 def test_text_is_taken_in_any_encoding(data: bytes) -> None:
     check(data[:SNIFFED], len(data))
+    check(gzip.compress(data)[:SNIFFED], len(data))
 
 
 @pytest.mark.parametrize(
@@ -68,8 +70,9 @@ def test_text_is_taken_in_any_encoding(data: bytes) -> None:
     ],
 )
 def test_what_nobody_wrote_is_not(data: bytes, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        check(data[:SNIFFED], len(data))
+    for content in (data, gzip.compress(data)):
+        with pytest.raises(error):
+            check(content[:SNIFFED], len(content))
 
 
 def test_a_long_text_has_to_be_named() -> None:
@@ -90,6 +93,24 @@ def test_a_manual_page_is_read_without_its_requests() -> None:
     assert document.text == "# VISIT(7)\n\n# NAME\n\nvisit\nwalk around\n\n# SYNOPSIS\n\nvisit\n-a place\n"
 
 
+def test_a_packed_file_is_read_as_what_it_holds() -> None:
+    for name, data in (("visit.7", PAGE.encode()), ("visit", WORDS.encode()), ("visit.html", b"<p>An old mill.</p>")):
+        (plain,) = read_documents(Path("/in") / name, data)
+        (packed,) = read_documents(Path("/in") / f"{name}.gz", gzip.compress(data))
+        assert (packed.text, packed.kind) == (plain.text, plain.kind)
+        assert packed.source == f"/in/{name}.gz"
+    (line,) = read_documents(Path("/in/a.jsonl.gz"), gzip.compress(b'{"id": "x", "text": "a"}'))
+    assert file_of(line.source) == "/in/a.jsonl.gz"
+    whole = gzip.compress(noise(5000))
+    for damaged in (whole[:2000], whole[:-8] + bytes(8), b"no gzip", whole[:3]):
+        with pytest.raises(UnreadableFile, match="damaged"):
+            read_documents(Path("/in/a.txt.gz"), damaged)
+    with pytest.raises(EmptyFile):
+        read_documents(Path("/in/a.txt.gz"), gzip.compress(b""))
+    with pytest.raises(UnreadableFile, match="over 256 MiB"):
+        read_documents(Path("/in/a.txt.gz"), gzip.compress(bytes((1 << 28) + 1), 1))
+
+
 def test_other_texts_stay_as_they_are() -> None:
     for text, kind in ((WORDS, "text"), (".hidden files\nare listed\n", "text"), ("#!/bin/sh\necho mill\n", "code")):
         (document,) = read_documents(Path("/in/a.1"), text.encode())
@@ -102,6 +123,10 @@ def folder(tmp_path: Path) -> Path:
     made.mkdir()
     (made / "COPYRIGHT-2026").write_text(WORDS)
     (made / "visit.7").write_text(PAGE)
+    (made / "page.1.gz").write_bytes(gzip.compress(PAGE.encode()))
+    (made / "backup.gz").write_bytes(gzip.compress(noise(4000)))
+    (made / "prod.env.gz").write_bytes(gzip.compress(b"PASSWORD=mill"))
+    (made / "all.tar.gz").write_bytes(gzip.compress(WORDS.encode()))
     (made / "mill.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"><text>The old mill</text></svg>')
     (made / "rules.lst").write_text("no one enters\nthe mill at night\n")
     (made / "libmill.so.1").write_bytes(b"\x7fELF\2\1\1" + bytes(9) + noise(4000))
@@ -119,15 +144,15 @@ def folder(tmp_path: Path) -> Path:
 def test_a_folder_of_such_files(folder: Path, fresh: Any, tmp_path: Path) -> None:
     done = fresh(folder).fine()
     read = {Path(document["source"]).name for document in listing(tmp_path / "fresh")}
-    assert read == {"COPYRIGHT-2026", "visit.7", "mill.svg", "rules.lst"}
+    assert read == {"COPYRIGHT-2026", "visit.7", "page.1.gz", "mill.svg", "rules.lst"}
     assert {kind: count for kind, count in done.json["skipped"].items() if count} == {
-        "unsupported": 5, "secret": 3, "lock": 1,
+        "unsupported": 7, "secret": 4, "lock": 1,
     }  # fmt: skip
-    assert done.json["unsupported"] == {"archive": 1, "binary": 2, "image": 2}
+    assert done.json["unsupported"] == {"archive": 2, "binary": 3, "image": 2}
     again = fresh(folder).fine().json  # and none of the others is taken for a failure then
-    assert (again["skipped"], again["documents"]["unchanged"]) == (done.json["skipped"], 4)
+    assert (again["skipped"], again["documents"]["unchanged"]) == (done.json["skipped"], 5)
     told = kvtool("ingest", folder, "--store", tmp_path / "fresh", "-v").fine()
-    assert "files skipped: 1 lock, 3 secret, 1 archive, 2 images, 2 binary\n" in told.out
+    assert "files skipped: 1 lock, 4 secret, 2 archives, 2 images, 3 binary\n" in told.out
     assert f"skipped {folder}/weights.dat: binary" in told.err
     assert f"skipped {folder}/deploy: holds a private key" in told.err
 
@@ -152,4 +177,4 @@ def test_a_file_of_an_unknown_kind_that_cannot_be_read_is_no_failure(
         return real(path, most)
 
     monkeypatch.setattr(survey, "read_regular", denied)
-    assert fresh(folder).fine().json["unsupported"]["binary"] == 3
+    assert fresh(folder).fine().json["unsupported"]["binary"] == 4

@@ -10,9 +10,13 @@ import pytest
 import torch
 
 from kvtool.core.fusion import loader, reach
-from kvtool.core.model import attention, kernels, side_by_side, weights
-from kvtool.core.model.rotary import Angles, Copy, Rotary, Table, Turn
-from kvtool.core.model.scoring import Scoring, Seen
+from kvtool.core.kernels.attention import dispatch as kernels
+from kvtool.core.kernels.attention import eager as weights
+from kvtool.core.kernels.attention import packed_chunks as side_by_side
+from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.model import attention
+from kvtool.core.model.rotary import Copy, Rotary, Turn
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:

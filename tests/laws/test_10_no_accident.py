@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kvtool.core.fusion.selectors import SELECTORS
+from kvtool.core.kernels.attention.packed_chunks import SideBySide
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.side_by_side import SideBySide
 from tests.fusion.making import (
     BOS,
     CHUNKS,

@@ -17,9 +17,9 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationT
 
 from kvtool.core.model.gguf_rope import llama3_divisors
 from tests.families import filled, tiny_tokenizer
+from tests.kernels.linear.blocks import HALVES
 from tests.model.gguf_files import add_tokenizer, interleaved
 from tests.model.gguf_models import InGguf
-from tests.model.quantised.blocks import HALVES
 
 Array = np.ndarray[Any, Any]
 _NORMS_BY_ONE = ("gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe")  # whose weights are kept with 1 added

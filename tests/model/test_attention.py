@@ -9,10 +9,12 @@ import torch
 
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import ModelError, UsageError
-from kvtool.core.model import attention, kernels, products
+from kvtool.core.kernels.attention import dispatch as kernels
+from kvtool.core.kernels.attention import products
+from kvtool.core.kernels.attention.flash.tiling import Tiling
+from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.model import attention
 from kvtool.core.model.attention import Rows, rows_attention
-from kvtool.core.model.flash.tiling import Tiling
-from kvtool.core.model.scoring import Scoring
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvtool.core.kernels.rope import Angles
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kv_shape import KVShape
@@ -16,7 +17,6 @@ from kvtool.core.model.lean import LeanPass, lean_pass
 from kvtool.core.model.lean.heads import in_halves
 from kvtool.core.model.lean.reading import HeadNorm
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
-from kvtool.core.model.rotary import Angles
 from kvtool.core.model.stepping.kept import Unfit
 from tests.codec.processes import needs_triton, triton_process
 from tests.families import NATIVE, tiny_model

@@ -62,8 +62,8 @@ def _transforms() -> Kernels:
 
 
 def _flash() -> Kernels:
-    from kvtool.core.model.flash.ir import attention_module
-    from kvtool.core.model.flash.tiling import Tiling
+    from kvtool.core.kernels.attention.flash.ir import attention_module
+    from kvtool.core.kernels.attention.flash.tiling import Tiling
     from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX512_BF16, ISAS
 
@@ -73,11 +73,11 @@ def _flash() -> Kernels:
 
 
 def _quantised() -> Kernels:
-    from kvtool.core.model.quantised.ir_few import few
-    from kvtool.core.model.quantised.ir_matvec import product as multiply
-    from kvtool.core.model.quantised.ir_share import share
-    from kvtool.core.model.quantised.ir_unpack import unpack
-    from kvtool.core.model.quantised.matrix import LAYOUTS
+    from kvtool.core.kernels.linear.ir_few import few
+    from kvtool.core.kernels.linear.ir_matvec import product as multiply
+    from kvtool.core.kernels.linear.ir_share import share
+    from kvtool.core.kernels.linear.ir_unpack import unpack
+    from kvtool.core.kernels.linear.qtensor import LAYOUTS
     from kvtool.core.native.builder import module
     from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
 
@@ -96,7 +96,8 @@ def _quantised() -> Kernels:
 
 
 def _rowwise() -> Kernels:
-    from kvtool.core.model.rowwise import ir, ir_panels
+    from kvtool.core.kernels.linear import onednn_few_rows_ir as ir_panels
+    from kvtool.core.model.rowwise import ir
     from kvtool.core.native.isa import ISAS
     from kvtool.core.native.simd import ACTIVATIONS
 
@@ -123,8 +124,8 @@ def _decoding() -> Kernels:
 
 
 def _rows() -> Kernels:
-    from kvtool.core.model.ir_offsets import offsets_module
-    from kvtool.core.model.rotation import rotation_module
+    from kvtool.core.kernels.rope import rotation_module
+    from kvtool.core.kernels.shift_ir import offsets_module
     from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX2
 

@@ -12,7 +12,8 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.raw import Raw
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.model.rotary import Rotary, Table
+from kvtool.core.kernels.rope import Table
+from kvtool.core.model.rotary import Rotary
 from kvtool.core.session.gate import GateCheck, GateVerdict
 from kvtool.core.session.laws import _Bench, check_laws
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens

@@ -17,14 +17,14 @@ from transformers import DynamicCache
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.layout import wide_sides
 from kvtool.core.common.types import Ids
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.rope import Table
 from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
 from kvtool.core.model.latent import joined
 from kvtool.core.model.modules import cache_name
-from kvtool.core.model.rotary import Table
-from kvtool.core.model.scoring import Scoring, Seen
-from kvtool.core.model.weights import attention_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ _LOCKS = (
 
 def is_secret(name: str) -> bool:
     """Whether a file's name says that it holds keys or passwords."""
-    return any(fnmatchcase(name.lower(), glob) for glob in _SECRETS)
+    name = name.lower().removesuffix(".gz")
+    return any(fnmatchcase(name, glob) for glob in _SECRETS)
 
 
 def is_lock(name: str) -> bool:

@@ -21,10 +21,10 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.staging import Staging
-from kvtool.core.model import triton_place
+from kvtool.core.kernels import rope_triton as triton_place
+from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rotary import Copy
-from kvtool.core.model.triton_place import Piece, Side
 
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 

@@ -19,10 +19,10 @@ from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
+from kvtool.core.kernels.rope import Table
 from kvtool.core.model.between import step_aside
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.rotary import Table
 
 _MOST_WORKERS = 4
 _CORES_A_WORKER = 4  # the others compute

@@ -14,8 +14,9 @@ import torch
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
+from kvtool.core.kernels.rope import Table
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rotary import Copy, Rotary, Table
+from kvtool.core.model.rotary import Copy, Rotary
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import torch
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling
+from kvtool.core.kernels.attention.eager import mean_weights
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.scoring import Scoring
-from kvtool.core.model.weights import mean_weights
 
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 

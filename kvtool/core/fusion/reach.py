@@ -10,7 +10,7 @@ import torch
 
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.model.flash.tiling import KEYS
+from kvtool.core.kernels.attention.flash.tiling import KEYS
 from kvtool.core.model.prompt_cache import PromptCache
 
 

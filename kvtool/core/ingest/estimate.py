@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import platform
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -97,7 +97,7 @@ def _speed(store: Store, fingerprint: str, options: IngestOptions) -> float | No
 
 
 def _marks(fingerprint: str, options: IngestOptions) -> dict[str, Any]:
-    machine = [os.uname().nodename, cpu_name(), cores()]
+    machine = [platform.node(), cpu_name(), cores()]
     return {
         "format": _FORMAT,
         "fingerprint": fingerprint,

@@ -142,12 +142,14 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
 
 def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
     """Find the files of the store below the given paths that are not there any more."""
-    return (entry for entry in store.files() if _is_gone(entry.path, _roots(paths), present))
+    roots = _roots(paths)
+    return (entry for entry in store.files() if _is_gone(entry.path, roots, present))
 
 
 def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
     """List the paths of unfinished files, likewise."""
-    return [path for path in store.unfinished() if _is_gone(path, _roots(paths), present)]
+    roots = _roots(paths)
+    return [path for path in store.unfinished() if _is_gone(path, roots, present)]
 
 
 def _roots(paths: Sequence[Path]) -> set[Path]:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.cuda_rows import cuda_kernel
-from kvtool.core.model.kernels import FUSED, attend_rows, kernel_here, own_kernel
+from kvtool.core.kernels.attention.cuda_rows import cuda_kernel
+from kvtool.core.kernels.attention.dispatch import FUSED, attend_rows, kernel_here, own_kernel
+from kvtool.core.kernels.attention.params import Scoring, Seen
 from kvtool.core.model.latent import latents_of
-from kvtool.core.model.scoring import Scoring, Seen
 
 IMPLEMENTATION = "kvtool_rows"
 Watch = Callable[[int, torch.Tensor, torch.Tensor, Scoring], None]

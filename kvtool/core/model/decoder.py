@@ -12,10 +12,10 @@ import torch
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.common.turns import Turns
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
+from kvtool.core.kernels.attention.dispatch import compile_ahead
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.between import giving_way
-from kvtool.core.model.kernels import compile_ahead
 from kvtool.core.model.kinds import kinds_of
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.latent import attend_latents

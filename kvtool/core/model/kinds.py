@@ -15,9 +15,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, cache_name
-from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.support import context_limit
 from kvtool.core.model.windows import check_window
 

@@ -211,7 +211,7 @@ def load_model(
     UsageError : no such device or dtype.
     KvtoolError : out of memory.
     """
-    from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
+    from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 
     started = time.perf_counter()
     place = resolve_device(device)

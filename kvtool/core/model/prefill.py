@@ -11,11 +11,11 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.common.types import Ids
+from kvtool.core.kernels.attention.packed_chunks import SideBySide, Watch
 from kvtool.core.model.attention import passing
 from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.modules import cache_name
-from kvtool.core.model.side_by_side import SideBySide, Watch
 
 _LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
 

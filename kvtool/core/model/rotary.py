@@ -6,70 +6,22 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model import triton_place
-from kvtool.core.model.kernels import isa_here
+from kvtool.core.kernels import rope_triton as triton_place
+from kvtool.core.kernels.attention.dispatch import isa_here
+from kvtool.core.kernels.rope import Angles, Move, Table, move_all, rotate_halves
+from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
-from kvtool.core.model.rotation import Move, move_all, rotate_halves
-from kvtool.core.model.triton_place import Piece, Side
 from kvtool.core.native.isa import Isa
 
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Angles:
-    """cos and sin of some positions, float32 `[1, tokens, rotary_dim]`, as the model itself rounds them."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> Angles:  # by token
-        return Angles(self.cos[:, rows], self.sin[:, rows])
-
-    def inverse(self) -> Angles:
-        """The angles that undo these exactly, RoPE's attention scaling and rounding included.
-
-        A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
-        """
-        norm = self.cos.square() + self.sin.square()
-        return Angles(self.cos / norm, -self.sin / norm)
-
-    def transposed(self) -> Angles:
-        """What a rotation's transpose turns by: of gradients."""
-        return Angles(self.cos, -self.sin)
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Angles of some positions for each RoPE of a model, by its name; most models have one, named ""."""
-
-    by_name: Mapping[str, Angles]
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> Table:  # by token
-        return self._each(lambda angles: angles[rows])
-
-    def __len__(self) -> int:
-        return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
-
-    def inverse(self) -> Table:
-        """The table that undoes this one exactly."""
-        return self._each(Angles.inverse)
-
-    def transposed(self) -> Table:
-        """The table of the transposed rotations."""
-        return self._each(Angles.transposed)
-
-    def _each(self, change: Callable[[Angles], Angles]) -> Table:
-        return Table({name: change(angles) for name, angles in self.by_name.items()})
 
 
 Copy: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # where to, and what

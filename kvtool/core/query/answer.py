@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,18 +21,17 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain
 from kvtool.core.query.fill import fill_holes
+from kvtool.core.query.finding import reply_chunk
 from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
 from kvtool.core.query.since import with_changes
 from kvtool.core.query.streaming import Streamed, stream_prompt
-from kvtool.core.retrieval.passages import place_and_text
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.retrieval.passages import Hit
     from kvtool.core.session.session import Session
 
 OnText = Callable[[str], None]
@@ -205,8 +203,8 @@ def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]
     """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
     return [
-        _reply_chunk(
-            session,
+        reply_chunk(
+            session.store,
             hit,
             tokens=len(segment.source.ids),
             status=segment.status,
@@ -221,25 +219,9 @@ def _standing_chunks(session: Session, asked: Asked) -> list[ReplyChunk]:
     if asked.behind is None:
         return []
     tokens = asked.behind.chunks
-    return [_reply_chunk(session, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again]
-
-
-def _reply_chunk(session: Session, hit: Hit, *, tokens: int, status: str, reason: str = "") -> ReplyChunk:
-    place, text = place_and_text(session.store, hit.passage)
-    return ReplyChunk(
-        id=hit.passage.chunk_id.hex(),
-        source=hit.passage.source,
-        start=hit.passage.start,
-        end=hit.passage.end,
-        line=place.line,
-        label=place.label,
-        score=None if math.isnan(hit.score) else hit.score,
-        tokens=tokens,
-        status=status,
-        reason=reason,
-        origin=session.store.origin_of(hit.passage.source),
-        text=text,
-    )
+    return [
+        reply_chunk(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
+    ]
 
 
 # ---- after the answer ----

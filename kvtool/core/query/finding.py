@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Sequence
 
+from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.model.between import step_aside
 from kvtool.core.query.defer import spans
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.reply import Request
+from kvtool.core.query.reply import ReplyChunk, Request
 from kvtool.core.retrieval.finder import Finder, Retrieval
-from kvtool.core.retrieval.passages import Found, Hit, Passage
+from kvtool.core.retrieval.passages import Found, Hit, Passage, place_and_text
 
 
 def chunks_for(
@@ -69,3 +70,22 @@ def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
             ranks.setdefault(hit.passage.source, len(ranks))
         return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
     return list(hits)
+
+
+def reply_chunk(store: Store, hit: Hit, *, tokens: int = 0, status: str = "", reason: str = "") -> ReplyChunk:
+    """Return what a reply says of a chunk that was found, with its text."""
+    place, text = place_and_text(store, hit.passage)
+    return ReplyChunk(
+        id=hit.passage.chunk_id.hex(),
+        source=hit.passage.source,
+        start=hit.passage.start,
+        end=hit.passage.end,
+        line=place.line,
+        label=place.label,
+        score=None if math.isnan(hit.score) else hit.score,
+        tokens=tokens,
+        status=status,
+        reason=reason,
+        origin=store.origin_of(hit.passage.source),
+        text=text,
+    )

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 import torch
 
 from kvtool.core.common.types import Ids
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring, Seen
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.scoring import Scoring, Seen
-from kvtool.core.model.weights import attention_weights
 
 SINKS = 4  # first rows of a chunk, which always stay: its later rows lean on them
 _BLOCK = 64  # rows whose weights exist at a time

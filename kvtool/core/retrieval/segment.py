@@ -106,10 +106,7 @@ class IndexSegment:
             "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
             "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
             "first_chunk": np.cumsum([0, *(len(parts[at].chunks_of(n)) for at, n in kept)], dtype=np.int64),
-            **{
-                name: gathered(name, documents)
-                for name in ("file_keys", "marks", "languages", "title_sizes", "title_ids")
-            },
+            **{name: gathered(name, documents) for name in _OF_DOCUMENTS},
             **{name: gathered(name, chunks) for name in ("chunk_ids", "spans", "lengths")},
             **words.to_arrays("word"),
             **titles.to_arrays("title"),

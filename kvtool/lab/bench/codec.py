@@ -19,7 +19,7 @@ from kvtool.core.codec.entropy import native
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
-from kvtool.core.model.packed import keep_freed_memory
+from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import ProfileShelf
 from kvtool.lab.bench.codec_tasks import Task, all_tasks

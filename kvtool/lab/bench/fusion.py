@@ -13,9 +13,9 @@ from kvtool.core.common.arithmetic import FLOAT32, why_float32
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import resolve_device
-from kvtool.core.model.packed import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.shapes import PUBLISHED, build_shape, shape_dtype
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine

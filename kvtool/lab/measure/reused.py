@@ -13,12 +13,12 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.linear.onednn import return_freed_memory
 from kvtool.core.model.attention import Rows, Watch
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.packed import return_freed_memory
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.scoring import Scoring
-from kvtool.core.model.weights import attention_weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,11 @@ from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.linear.onednn import RETURNED_BYTES
 from kvtool.core.model.attention import Rows
-from kvtool.core.model.packed import RETURNED_BYTES
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.scoring import Scoring
-from kvtool.core.model.weights import attention_weights
 from kvtool.lab.measure.reused import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
 
 CLASSES = ("sink", "instruction", "chunk starts", "own chunk", "other chunks", "question")

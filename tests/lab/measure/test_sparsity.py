@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.model.scoring import Scoring
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.lab.measure.reused import Chosen, ReusedPrompt
 from kvtool.lab.measure.sparsity import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, swapped, tokens

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import save_file
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.linear.gguf_blocks import READERS
+from kvtool.core.kernels.linear.qtensor import numbers
 from kvtool.core.model.files import PACKED
 from kvtool.core.model.gguf_header import read_header
 from kvtool.core.model.quantised import folder as packing
 from kvtool.core.model.quantised.folder import pack_folder, read_packed
-from kvtool.core.model.quantised.gguf_blocks import READERS
-from kvtool.core.model.quantised.matrix import numbers
-from tests.model.quantised.blocks import COLUMNS, HALVES, ROWS, random_blocks
+from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 

@@ -10,22 +10,22 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
+from kvtool.core.kernels.linear import modules
+from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
+from kvtool.core.kernels.linear.native import best_isa, multiply, unpack_rows
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, numbers
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import PACKED, ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.load import load_model, supported_config
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.quantised import modules
 from kvtool.core.model.quantised.loading import packed_model
-from kvtool.core.model.quantised.matrix import LAYOUTS, numbers
-from kvtool.core.model.quantised.modules import PackedEmbedding, PackedLinear
-from kvtool.core.model.quantised.native import best_isa, multiply, unpack_rows
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.text import wanted_part
 from tests import families
 from tests.families import save_tiny
+from tests.kernels.linear.matrices import random_matrix
 from tests.model.gguf_files import write_gguf
-from tests.model.quantised.matrices import random_matrix
 
 pytestmark = pytest.mark.skipif(best_isa() is None, reason="no machine code here")
 KINDS = [kind for kind, layout in LAYOUTS.items() if not layout.dense]

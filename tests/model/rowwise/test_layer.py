@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from kvtool.core.kernels.attention.dispatch import isa_here
+from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
+from kvtool.core.kernels.linear.onednn_few_rows import Panels
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.kernels import isa_here
-from kvtool.core.model.packed import can_pack, pack_weights
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.rowwise import layer as layer_module
 from kvtool.core.model.rowwise.layer import QuickLayer, quicken
-from kvtool.core.model.rowwise.panels import Panels
 from kvtool.core.native.crew import gathered
 from tests.fusion.making import NAMES, new_case
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.onednn import can_pack
+from kvtool.core.kernels.linear.qtensor import LAYOUTS
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
-from kvtool.core.model.packed import can_pack
-from kvtool.core.model.quantised.matrix import LAYOUTS
-from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import engine_of
@@ -23,7 +23,7 @@ from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.native.compiling import runnable
 from tests.families import save_tiny, tiny_model
 from tests.fusion.making import decoder_of, tokens
-from tests.model.quantised.matrices import random_matrix
+from tests.kernels.linear.matrices import random_matrix
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 

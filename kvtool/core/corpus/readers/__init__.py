@@ -15,6 +15,7 @@ from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.corpus.readers import (
     code,
     epub,
+    gzipped,
     html,
     jsonl,
     latex,
@@ -80,7 +81,7 @@ _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS}
 
 def is_known(path: PurePath) -> bool:
     """Whether a reader is registered for this name."""
-    return ending_of(path) in READERS or plugin_of(path) is not None
+    return ending_of(gzipped.inner(path)) in READERS or plugin_of(path) is not None
 
 
 def plugin_of(path: PurePath) -> Plugin | None:
@@ -90,7 +91,7 @@ def plugin_of(path: PurePath) -> Plugin | None:
 
 def library_of(path: PurePath) -> str:
     """The library that reads files of this name, with the version that is installed; empty where none is needed."""
-    library = _LIBRARIES.get(ending_of(path), "")
+    library = _LIBRARIES.get(ending_of(gzipped.inner(path)), "")
     if not library:
         return ""
     try:
@@ -102,12 +103,13 @@ def library_of(path: PurePath) -> str:
 def is_bounded(path: PurePath, size: int) -> bool:
     """Whether a file is read in a process of its own, within bounds (`corpus/reading.py`): by its name, or its size in
     bytes."""
-    return ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None or size > _MOST_HERE
+    packed = path.suffix.lower() == gzipped.ENDING
+    return packed or ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None or size > _MOST_HERE
 
 
 def is_foreign(path: PurePath) -> bool:
     """Whether the name says that the file holds no text, and no reader is registered for it."""
-    return path.suffix.lower() in FOREIGN_ENDINGS and not is_known(path)
+    return gzipped.inner(path).suffix.lower() in FOREIGN_ENDINGS and not is_known(path)
 
 
 def is_image(path: PurePath) -> bool:
@@ -141,7 +143,9 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     """
     plugin = plugin_of(path)
     if plugin is None:
-        return READERS.get(ending_of(path), unknown.read)(source_of(path), data)
+        name = gzipped.inner(path)
+        data = data if name == path else gzipped.unpacked(data)
+        return READERS.get(ending_of(name), unknown.read)(source_of(path), data)
     try:
         read: Reader = plugin.load()
         return read(source_of(path), data)
@@ -157,7 +161,7 @@ def ending_of(path: PurePath) -> str:
 def file_of(source: str) -> str:
     """The file of a document: one of several is called `file.jsonl#id`."""
     file, mark, _ = source.rpartition("#")
-    return file if mark and PurePath(file).suffix.lower() in _SEVERAL else source
+    return file if mark and ending_of(gzipped.inner(PurePath(file))) in _SEVERAL else source
 
 
 def source_of(path: Path) -> str:

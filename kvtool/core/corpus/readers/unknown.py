@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from kvtool.core.corpus.readers import roff, text
+from kvtool.core.corpus.readers import gzipped, roff, text
 from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
 from kvtool.core.corpus.readers.encoding import decode
 
@@ -22,7 +22,7 @@ def check(beginning: bytes, size: int) -> None:
 
     Parameters
     ----------
-    beginning : the first `SNIFFED` bytes, or all of a shorter file.
+    beginning : the first `SNIFFED` bytes, or all of a shorter file; packed by gzip or not.
     size : bytes of the whole file.
 
     Raises
@@ -31,6 +31,7 @@ def check(beginning: bytes, size: int) -> None:
     BinaryFile : it is no text, or a text for machines: numbers in base64, code on one line.
     EmptyFile : it is empty.
     """
+    beginning = gzipped.beginning(beginning, SNIFFED)
     if _KEY.search(beginning):
         raise SecretFile("holds a private key", _NAME_IT)
     written = decode(beginning)[0].strip()

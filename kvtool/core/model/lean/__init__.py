@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.lean.heads import Heads
 from kvtool.core.model.lean.reading import Layer, read_layer, read_norm
-from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.stepping.family import check_unshaped
 from kvtool.core.model.stepping.kept import Unfit
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.cuda_rows import has_triton
+from kvtool.core.kernels.attention.cuda_rows import has_triton
+from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.model.lean.reading import HeadNorm
-from kvtool.core.model.rotary import Angles, Table
 from kvtool.core.model.stepping.family import plain_shape
 from kvtool.core.model.stepping.kept import Unfit
 

@@ -12,8 +12,8 @@ import torch
 
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError
+from kvtool.core.kernels.rope import Angles
 from kvtool.core.model.lean.reading import HeadNorm
-from kvtool.core.model.rotary import Angles
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]

@@ -18,11 +18,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.linear.gguf_blocks import READERS, matrix_of_blocks
+from kvtool.core.kernels.linear.native import best_isa, unpack_rows
+from kvtool.core.kernels.linear.qtensor import Matrix, numbers, take_rows
 from kvtool.core.model.files import PACKED, weight_files
 from kvtool.core.model.gguf_header import GgufHeader, TensorInfo
-from kvtool.core.model.quantised.gguf_blocks import READERS, matrix_of_blocks
-from kvtool.core.model.quantised.matrix import Matrix, numbers, take_rows
-from kvtool.core.model.quantised.native import best_isa, unpack_rows
 
 _PARTS = ("data", "scales", "mins")
 _ROWS = 4096  # unpacked at a time

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
+from kvtool.core.kernels.linear.native import best_isa
+from kvtool.core.kernels.linear.qtensor import Matrix, dense
 from kvtool.core.model.attention import plain_attention
 from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.quantised.folder import read_packed
-from kvtool.core.model.quantised.matrix import Matrix, dense
-from kvtool.core.model.quantised.modules import PackedEmbedding, PackedLinear
-from kvtool.core.model.quantised.native import best_isa
 from kvtool.core.model.text import Part
 
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.kernels.attention.dispatch import isa_here
+from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.onednn import LaidOut
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
-from kvtool.core.model.kernels import isa_here
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import cache_name
-from kvtool.core.model.packed import LaidOut
-from kvtool.core.model.quantised.modules import PackedLinear
 from kvtool.core.model.rowwise.native import Code, code_for
-from kvtool.core.model.scoring import Scoring
 from kvtool.core.model.stepping.family import (
     ATTENTION_PARTS,
     DROPOUT_PARTS,

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.quantised.matrix import Matrix
+from kvtool.core.kernels.linear.qtensor import Matrix
 from kvtool.core.model.stepping.kept import KeptWeights, Unfit
 
 if TYPE_CHECKING:
+    from kvtool.core.kernels.rope import Table
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.kv_shape import KVShape
-    from kvtool.core.model.rotary import Table
 
 LAYER_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 LAYER_PARTS |= {"pre_feedforward_layernorm", "post_feedforward_layernorm"}

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.qtensor import Matrix, dense
 from kvtool.core.model.files import tensor_table, weight_files
-from kvtool.core.model.quantised.matrix import Matrix, dense
-from kvtool.core.model.quantised.modules import PackedLinear
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

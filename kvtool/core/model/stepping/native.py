@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtool.core.model.quantised.matrix import Matrix
+from kvtool.core.kernels.linear.qtensor import Matrix
 from kvtool.core.model.stepping.family import Family, family_of
 from kvtool.core.model.stepping.ir_play import Code, module, products
 from kvtool.core.model.stepping.ir_rows import multiply_name

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.cuda_rows import attend_on_cuda, cuda_kernel
-from kvtool.core.model.scoring import Scoring, Seen
-from kvtool.core.model.weights import attention_weights
+from kvtool.core.kernels.attention.cuda_rows import attend_on_cuda, cuda_kernel
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring, Seen
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

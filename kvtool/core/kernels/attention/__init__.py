@@ -1,0 +1,1 @@
+"""Attention: parameters, the ordered list of backends (dispatch.py), and one file a backend."""

@@ -1,0 +1,130 @@
+"""Layers of a model whose weights stay packed."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from kvtool.core.kernels.linear.native import least_few, multiply, multiply_few, unpack_rows
+from kvtool.core.kernels.linear.qtensor import Matrix, take_rows
+
+_TILE_BYTES = 32 * 2**20  # of unpacked weights at a time: more than any layer of a small model, less than an LM head
+# Rows beyond which oneDNN's products of unpacked bfloat16 weights are as fast as ours. Of float32 ours always are: one
+# core of an AMD EPYC 100 GFLOP/s with AVX2, as MKL's without the unpacking, and 170 to 200 with AVX-512, twice MKL's.
+_MOST_FEW = {torch.bfloat16: 256}
+_scratch = threading.local()
+
+
+class PackedLinear(torch.nn.Linear):
+    """A linear layer whose weight is a packed matrix, which is only run forward.
+
+    One row, as decoding has it, is multiplied with the packed weights as they are in the file. For more rows they are
+    unpacked into memory that all layers share, rounded to bfloat16 as in a converted folder, and multiplied by torch;
+    for a prompt's rows over its cache some at a time, and multiplied where they are (`rows_product`).
+
+    Measured, SmolLM2's 106 million weights of its layers in Q4_1, one core, AVX2 float32: 6 ms a row packed; 12 ms to
+    unpack, which with 4 to 160 rows is no slower than reading 425 MB of float32 weights.
+
+    Attributes
+    ----------
+    matrix : the weights.
+    weight : of the right shape and dtype, and without numbers (on the device "meta").
+    """
+
+    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+        torch.nn.Module.__init__(self)
+        self.in_features, self.out_features = matrix.columns, matrix.rows
+        self.matrix = matrix
+        self.weight = _shape_of(matrix, dtype)
+        self._least_few = least_few(matrix, dtype)
+        kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
+        self.register_parameter("bias", kept)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute `[..., out_features]` of `[..., in_features]`."""
+        if input.numel() == self.in_features:
+            return self._one(input)
+        return self.unpacked_product(input)
+
+    def _one(self, x: torch.Tensor) -> torch.Tensor:
+        y = multiply(self.matrix, x.reshape(-1).float())
+        if self.bias is not None:
+            y += self.bias
+        return y.to(x.dtype).view(*x.shape[:-1], -1)
+
+    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
+        """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
+        return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
+
+    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows of a prompt in the way that is fast for so many, contiguous or not.
+
+        What `forward` gives of a row may differ in the order of its sum, and for few rows depend on how many they are.
+        """
+        count = rows.numel() // self.in_features
+        if not self.in_team(count, rows.dtype):
+            return self(rows)  # type: ignore[no-any-return]
+        few = rows.reshape(count, self.in_features).contiguous()
+        return multiply_few(self.matrix, few, self.bias).view(*rows.shape[:-1], self.out_features)
+
+    def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows with the weights unpacked, however few they are."""
+        step = max(1, _TILE_BYTES // (self.in_features * rows.itemsize))
+        if step >= self.out_features:
+            return F.linear(rows, self._unpacked(0, self.out_features, rows.dtype), self.bias)
+        out = rows.new_empty((*rows.shape[:-1], self.out_features))
+        for first in range(0, self.out_features, step):
+            last = min(first + step, self.out_features)
+            bias = None if self.bias is None else self.bias[first:last]
+            out[..., first:last] = F.linear(rows, self._unpacked(first, last, rows.dtype), bias)
+        return out
+
+    def _unpacked(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
+        """Some rows of the weight, in memory of this thread that the next layer writes over."""
+        size = (last - first) * self.in_features
+        kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
+        if kept is None or kept.numel() < size or kept.dtype != dtype:
+            kept = _scratch.numbers = torch.empty(size, dtype=dtype)
+        return unpack_rows(self.matrix, first, last, kept)
+
+    def extra_repr(self) -> str:
+        """What the model's printed form says of the layer."""
+        return f"{super().extra_repr()}, {self.matrix.kind}"
+
+
+class PackedEmbedding(torch.nn.Embedding):
+    """An embedding whose rows are packed: those asked for are unpacked, rounded to bfloat16.
+
+    Attributes
+    ----------
+    matrix : the rows.
+    weight : of the right shape and dtype, and one number that stands for all; on the CPU, where models that ask for its
+        device (Llama 4) then bring their ids.
+    """
+
+    def __init__(self, matrix: Matrix, padding_idx: int | None, dtype: torch.dtype) -> None:
+        torch.nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim = matrix.rows, matrix.columns
+        self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
+        self.scale_grad_by_freq = self.sparse = False
+        self.matrix = matrix
+        shape = torch.zeros((), dtype=dtype).expand(matrix.rows, matrix.columns)
+        self.weight = torch.nn.Parameter(shape, requires_grad=False)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Look up `[..., embedding_dim]` for ids `[...]`."""
+        rows = take_rows(self.matrix, input.reshape(-1))
+        out = torch.empty(rows.rows, rows.columns, dtype=self.weight.dtype)
+        return unpack_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
+
+    def extra_repr(self) -> str:
+        """What the model's printed form says of the layer."""
+        return f"{super().extra_repr()}, {self.matrix.kind}"
+
+
+def _shape_of(matrix: Matrix, dtype: torch.dtype) -> Any:
+    shape = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device="meta")
+    return torch.nn.Parameter(shape, requires_grad=False)

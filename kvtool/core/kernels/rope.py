@@ -1,0 +1,214 @@
+"""Keys rotated on their way from one place to another, in machine code: read once, written once."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from kvtool.core.native.builder import FunctionBuilder, Value, module
+from kvtool.core.native.compiling import compiled
+from kvtool.core.native.formats import STORED
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.job import JOBS, Job
+from kvtool.core.native.simd import rotate
+
+_WIDTH = 8  # numbers handled together
+_FORMATS = frozenset(
+    (getattr(torch, stored), kept) for stored in STORED for kept in (getattr(torch, stored), torch.float32)
+)
+_JOB = Job(
+    **{"from": "ptr", "from_head": "i64", "from_row": "i64", "to": "ptr", "to_head": "i64", "to_row": "i64"},
+    **{"cos": "float*", "sin": "float*", "table_row": "i64", "heads": "i64", "rows": "i64"},
+    half="i64",  # of the numbers that are rotated
+    rest="i64",  # numbers behind them, which are not
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Angles:
+    """cos and sin of some positions, float32 `[1, tokens, rotary_dim]`, as the model itself rounds them."""
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> Angles:  # by token
+        return Angles(self.cos[:, rows], self.sin[:, rows])
+
+    def inverse(self) -> Angles:
+        """The angles that undo these exactly, RoPE's attention scaling and rounding included.
+
+        A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
+        """
+        norm = self.cos.square() + self.sin.square()
+        return Angles(self.cos / norm, -self.sin / norm)
+
+    def transposed(self) -> Angles:
+        """What a rotation's transpose turns by: of gradients."""
+        return Angles(self.cos, -self.sin)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Angles of some positions for each RoPE of a model, by its name; most models have one, named ""."""
+
+    by_name: Mapping[str, Angles]
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> Table:  # by token
+        return self._each(lambda angles: angles[rows])
+
+    def __len__(self) -> int:
+        return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
+
+    def inverse(self) -> Table:
+        """The table that undoes this one exactly."""
+        return self._each(Angles.inverse)
+
+    def transposed(self) -> Table:
+        """The table of the transposed rotations."""
+        return self._each(Angles.transposed)
+
+    def _each(self, change: Callable[[Angles], Angles]) -> Table:
+        return Table({name: change(angles) for name, angles in self.by_name.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Numbers that go from one place to another, rotated on their way or as they are.
+
+    Attributes
+    ----------
+    to, numbers : `[heads, rows, head_dim]`; of the same format, or `to` is the wider one.
+    cos, sin : float32 `[rows, rotary_dim]`, of which the second half is like the first; the rest of a head stays.
+        None: all of it does.
+    """
+
+    to: torch.Tensor
+    numbers: torch.Tensor
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+
+    @property
+    def formats(self) -> tuple[torch.dtype, torch.dtype]:
+        """From which number format to which."""
+        return self.numbers.dtype, self.to.dtype
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is machine code for it: it knows no bounds."""
+        to, numbers = self.to, self.numbers
+        return (
+            to.shape == numbers.shape
+            and to.dim() == 3
+            and self.formats in _FORMATS
+            and to.stride(2) == numbers.stride(2) == 1
+            and to.is_cpu
+            and numbers.is_cpu
+            and not numbers.requires_grad
+            and (self._turns_fit() if self.cos is not None else numbers.shape[2] % _WIDTH == 0)
+        )
+
+    def _turns_fit(self) -> bool:
+        cos, sin, (_, rows, head_dim) = self.cos, self.sin, self.numbers.shape
+        assert cos is not None
+        return (
+            sin is not None
+            and cos.dtype == sin.dtype == torch.float32
+            and cos.shape == sin.shape
+            and cos.stride() == sin.stride()
+            and cos.stride(1) == 1
+            and len(cos) == rows
+            and cos.shape[1] % (2 * _WIDTH) == 0 == (head_dim - cos.shape[1]) % _WIDTH
+            and cos.shape[1] <= head_dim
+            and cos.is_cpu
+            and sin.is_cpu
+        )
+
+    def job(self) -> list[int]:
+        """What machine code is told of it, in the order of its fields."""
+        to, numbers = self.to, self.numbers
+        heads, rows, head_dim = numbers.shape
+        table, turned = [0, 0, 0], 0
+        if self.cos is not None and self.sin is not None:
+            table, turned = [self.cos.data_ptr(), self.sin.data_ptr(), self.cos.stride(0)], self.cos.shape[1]
+        places = [numbers.data_ptr(), *numbers.stride()[:2], to.data_ptr(), *to.stride()[:2]]
+        return [*places, *table, heads, rows, turned // 2, head_dim - turned]
+
+
+def rotate_halves(to: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, isa: Isa) -> None:
+    """Write rotated keys to `to`, which may be `keys` itself: number i and its partner half a rotation further on.
+
+    In float32, each product and sum rounded as torch rounds them one by one, and the result once: the same bits as
+    x · cos + rotate_half(x) · sin.
+
+    Parameters
+    ----------
+    to, keys, cos, sin : as a `Move` has them.
+
+    Raises
+    ------
+    ValueError : there is no machine code for these.
+    """
+    if not move_all([Move(to, keys, cos, sin)], isa):
+        raise ValueError(f"no machine code rotates {tuple(keys.shape)} by {tuple(cos.shape)} into {tuple(to.shape)}")
+
+
+def move_all(moves: Sequence[Move], isa: Isa) -> bool:
+    """Make all moves in one call, by the calling thread alone and without Python's lock.
+
+    Returns
+    -------
+    False: there is no machine code for one of them, or they differ in formats; then nothing was moved.
+    """
+    if not moves:
+        return True
+    formats = moves[0].formats
+    if not all(move.formats == formats and move.fits for move in moves):
+        return False
+    stored, kept = (str(dtype).removeprefix("torch.") for dtype in formats)
+    jobs = np.array([move.job() for move in moves], np.int64)
+    _function(isa, stored, kept)(jobs.ctypes.data, len(jobs))
+    return True
+
+
+@cache
+def _function(isa: Isa, stored: str, kept: str) -> Callable[[int, int], None]:
+    """The machine code from one format to one, compiled at its first use (0.02 s)."""
+    (address,) = compiled(rotation_module(stored, kept, isa), isa, "rotate")
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
+
+
+def rotation_module(stored: str, kept: str, isa: Isa) -> str:
+    """LLVM IR of `void rotate(jobs, number)`: numbers stored in one format go to places of the same or a wider one."""
+    k = FunctionBuilder("rotate", isa, JOBS)
+    k.keeps_nan = True
+    with _JOB.each(k) as job, k.loop(job.rows, may_be_empty=True) as row:
+        cos, sin = (side.at(row * job.table_row) for side in (job.cos, job.sin))
+        with k.loop(job.heads, may_be_empty=True) as head:
+            source, target = (
+                job[side].of(form).at(head * job[f"{side}_head"] + row * job[f"{side}_row"])
+                for side, form in (("from", stored), ("to", kept))
+            )
+            _rotate_row(k, source, target, (cos, sin), job.half)
+            behind = job.half * 2
+            if stored == kept:  # bit by bit
+                source, target = (side.of(STORED[stored]) for side in (source, target))
+            with k.loop(job.rest // _WIDTH, may_be_empty=True) as index:
+                place = index * _WIDTH + behind
+                target.store(source.load(place, _WIDTH), place)
+    return module(k)
+
+
+def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[Value, Value], half: Value) -> None:
+    """Both halves of a head's row, from one place to another."""
+    with k.loop(half // _WIDTH, may_be_empty=True) as index:
+        first = index * _WIDTH
+        places = first, first + half
+        cos, sin = (side.load(first, _WIDTH) for side in table)
+        low, high = (source.load(place, _WIDTH) for place in places)
+        for value, place in zip(rotate(low, high, cos, sin), places, strict=True):
+            target.store(value, place)

@@ -1,0 +1,243 @@
+"""Runs of rows moved as the probes among them have moved, in machine code: each row is read once and written once.
+
+What probes hold is kept before they are written anew. Afterwards one call a layer takes their positions off what they
+have changed by, and adds the mean of it to the other rows of their run, rotated to these rows' positions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+
+from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.kernels.shift_ir import JOB, offsets_module
+from kvtool.core.native.compiling import compiled
+from kvtool.core.native.crew import current
+from kvtool.core.native.formats import STORED
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.simd import lanes_for
+
+Whole: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+Sides: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys and values of a layer
+
+_LEAST = 8  # numbers handled together
+_ALONE = 2**16  # numbers; fewer are moved before a helper is there
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of rows that do not overlap, each with probes among its rows.
+
+    Attributes
+    ----------
+    spans : int64 `[runs, 2]`, the first row of each and the one behind its last.
+    counts : int64 `[runs]`, how many probes each has, at least 1.
+    places : int64 `[probes]`, their rows, run by run.
+    factors : float32 `[rows]`, of all rows: how much of its run's offset each takes; one whose factor is 0 is not
+        touched.
+    table : of the positions of all rows up to the last one of a run.
+    back : takes their positions off the probes.
+    """
+
+    spans: Whole
+    counts: Whole
+    places: torch.Tensor
+    factors: torch.Tensor
+    table: Table
+    back: Table
+
+    @property
+    def widths(self) -> set[int]:
+        """How many numbers of a key its RoPEs rotate."""
+        tables = self.table.by_name, self.back.by_name
+        return {angles.cos.shape[2] for table in tables for angles in table.values()}
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is machine code for them: it knows no bounds."""
+        rows, probes = len(self.factors), len(self.places)
+        return (
+            self.places.dtype == torch.int64
+            and self.places.is_cpu
+            and self.places.is_contiguous()
+            and _are_factors(self.factors, rows)
+            and _are_spans(self.spans, rows)
+            and all(_is_table(angles, int(self.spans.max())) for angles in self.table.by_name.values())
+            and all(_is_table(angles, probes) for angles in self.back.by_name.values())
+            and len(self.widths) == 1
+            and self.counts.shape == (len(self.spans),)
+            and int(self.counts.min()) > 0
+            and int(self.counts.sum()) == probes
+            and 0 <= int(self.places.min()) <= int(self.places.max()) < rows
+        )
+
+
+def _are_factors(factors: torch.Tensor, rows: int) -> bool:
+    return factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous() and factors.is_cpu
+
+
+def _is_table(angles: Angles, least: int) -> bool:
+    cos, sin = angles.cos, angles.sin
+    return (
+        cos.dtype == sin.dtype == torch.float32
+        and cos.is_cpu
+        and sin.is_cpu
+        and cos.shape == sin.shape
+        and len(cos) == 1
+        and cos.shape[1] >= least
+        and cos.stride() == sin.stride()
+        and cos.stride(2) == 1
+        and cos.shape[2] % 2 == 0
+    )
+
+
+def _are_spans(spans: Whole, rows: int) -> bool:
+    if spans.shape[1:] != (2,) or not len(spans):
+        return False
+    first, behind = spans[:, 0], spans[:, 1]
+    return bool((first >= 0).all() and (first <= behind).all() and (behind <= rows).all())
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """Of one shape: `keep` as the thread calls it that has Python's lock, `add` by its address and without the lock."""
+
+    keep: Callable[[int], None]
+    add: Callable[[int], None]
+    address: int
+
+
+class Mover:
+    """Moves the runs of one pass, layer after layer: `keep`, then `add` once the layer's rows are written.
+
+    Parameters
+    ----------
+    runs : ones that fit.
+    layers : keys and values of each layer, `[heads, rows, head_dim]`, all laid out alike; changed in place.
+    rotations : by which RoPE each layer's keys are rotated to their positions; None: by none.
+
+    Raises
+    ------
+    ValueError : there is no machine code for these.
+    """
+
+    def __init__(self, runs: Runs, layers: Sequence[Sides], isa: Isa, rotations: Sequence[str | None]) -> None:
+        like = layers[0][0]
+        alike = len({_layout(side) for layer in layers for side in layer}) == 1
+        if not (runs.fits and alike and _is_known(like, runs) and _lanes(isa, like.shape[2], max(runs.widths))):
+            raise ValueError(f"no machine code moves rows of {like.dtype} {tuple(like.shape)}")
+        self._runs, self._layers, self._rotations = runs, layers, rotations
+        heads, _, head_dim = like.shape
+        self._kept = torch.empty((2, heads, len(runs.places), head_dim), dtype=like.dtype)
+        self._sums = torch.empty((len(layers), len(runs.spans), heads, 2), dtype=torch.float32)
+        self._told = _told(runs)
+        self._job = np.zeros(len(JOB), np.int64)
+        for name, value in self._known(like).items():
+            self._job[JOB.places[name]] = value
+        self._address = self._job.ctypes.data
+        self._plain, self._turned = (
+            _compiled(isa, str(like.dtype).removeprefix("torch."), head_dim, half)
+            for half in (0, max(runs.widths) // 2)
+        )
+        self._helped = like[:, : int(self._told[:, 1].sum())].numel() > _ALONE
+
+    def _known(self, like: torch.Tensor) -> dict[str, int]:
+        """What is the same in all layers."""
+        return {
+            "units": len(self._told) * len(like),
+            "heads": len(like),
+            "runs": self._told.ctypes.data,
+            "places": self._runs.places.data_ptr(),
+            "probes": len(self._runs.places),
+            "head": like.stride(0),
+            "row": like.stride(1),
+            "kept": self._kept.data_ptr(),
+        }
+
+    def keep(self, layer: int) -> None:
+        """Remember what a layer holds in the places of the probes."""
+        self._aim(layer)
+        self._plain.keep(self._address)
+
+    def add(self, layer: int, factors: torch.Tensor | None = None) -> torch.Tensor:
+        """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
+
+        Parameters
+        ----------
+        factors : in place of those of the runs.
+
+        Returns
+        -------
+        Squares of values, float32 `[runs, heads, 2]`: the sum over the probes' changes, and over the mean of these.
+        """
+        factors = self._runs.factors if factors is None else factors
+        if not _are_factors(factors, len(self._runs.factors)):
+            raise ValueError(f"{factors.dtype} {tuple(factors.shape)} are no factors of these rows")
+        sums = self._sums[layer]
+        self._aim(layer)
+        self._job[JOB.places["next"]] = 0
+        self._job[JOB.places["factors"]] = factors.data_ptr()
+        self._job[JOB.places["sums"]] = sums.data_ptr()
+        code, crew = self._plain if self._rotations[layer] is None else self._turned, current()
+        # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
+        if crew is not None and self._helped:
+            crew.run(code.address, self._address, torch.get_num_threads())
+        else:
+            code.add(self._address)
+        return sums
+
+    def _aim(self, layer: int) -> None:
+        keys, values = self._layers[layer]
+        self._job[JOB.places["keys"]] = keys.data_ptr()
+        self._job[JOB.places["values"]] = values.data_ptr()
+        if (name := self._rotations[layer]) is not None:
+            self._turn_by(self._runs.table.by_name[name], self._runs.back.by_name[name])
+
+    def _turn_by(self, angles: Angles, back: Angles) -> None:
+        for prefix, one in (("", angles), ("back_", back)):
+            self._job[JOB.places[f"{prefix}cos"]] = one.cos.data_ptr()
+            self._job[JOB.places[f"{prefix}sin"]] = one.sin.data_ptr()
+        self._job[JOB.places["table_row"]] = angles.cos.stride(1)
+        self._job[JOB.places["back_row"]] = back.cos.stride(1)
+
+
+def _told(runs: Runs) -> Whole:
+    """What machine code is told of each run: first row, rows, first probe, probes."""
+    first, behind = runs.spans[:, 0], runs.spans[:, 1]
+    told: Whole = np.stack([first, behind - first, runs.counts.cumsum() - runs.counts, runs.counts], 1)
+    return told
+
+
+def _layout(rows: torch.Tensor) -> tuple[object, ...]:
+    return rows.dtype, rows.is_cpu, rows.shape, rows.stride()
+
+
+def _is_known(rows: torch.Tensor, runs: Runs) -> bool:
+    return (
+        rows.is_cpu
+        and str(rows.dtype).removeprefix("torch.") in STORED
+        and rows.stride(2) == 1
+        and rows.shape[1] >= len(runs.factors)
+        and max(runs.widths) <= rows.shape[2]
+    )
+
+
+def _lanes(isa: Isa, head_dim: int, rotated: int) -> int:
+    """How many numbers are handled together; 0: the shape is not one for registers."""
+    lanes = lanes_for(isa.width, rotated // 2, head_dim - rotated)
+    return lanes if lanes >= _LEAST else 0
+
+
+@cache
+def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> _Code:
+    """The machine code of one shape, compiled at its first use."""
+    text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
+    keep, add = compiled(text, isa, "keep", "add")
+    # What is copied is little: who gave up Python's lock for it might wait for it longer than that takes.
+    return _Code(ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep), ctypes.CFUNCTYPE(None, ctypes.c_void_p)(add), add)

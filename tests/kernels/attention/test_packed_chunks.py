@@ -1,0 +1,102 @@
+"""Attention of packed chunks against the formula, written out."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvtool.core.common.switches import ATTENTION
+from kvtool.core.kernels.attention import packed_chunks as side_by_side
+from kvtool.core.kernels.attention import products
+from kvtool.core.kernels.attention.packed_chunks import SideBySide
+from kvtool.core.kernels.attention.params import Scoring
+
+HEADS, KV_HEADS, DIM, LEAD = 4, 2, 8, 11
+LENGTHS = (5, 1, 23, 16)
+AS_ROWS = side_by_side._as_rows
+
+
+def by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """As a CPU does for which they pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ATTENTION, "products")
+        return AS_ROWS(query, key, value, scoring)
+
+
+def by_the_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """As the others do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ATTENTION, "fused")
+        return AS_ROWS(query, key, value, scoring)
+
+
+ATTENTIONS = [by_products, by_the_kernel, AS_ROWS]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def by_formula(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, window: int = 1000
+) -> torch.Tensor:
+    """The rows are the last of the keys: softmax(QKᵀ · scaling, causal) V."""
+    key, value = (side.repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (key, value))
+    rows, keys = query.shape[2], key.shape[2]
+    seen = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows).triu(keys - rows + 1 - window)
+    return (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -math.inf).softmax(-1) @ value
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("lead", [0, LEAD])
+@pytest.mark.parametrize("window", [None, 1, 4, 15])
+def test_a_chunk_sees_the_lead_in_and_its_own_past(
+    attend: object, lead: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if attend is not AS_ROWS:
+        monkeypatch.setattr(side_by_side, "own_kernel", lambda *tensors: None)
+    monkeypatch.setattr(side_by_side, "_as_rows", attend)
+    total = sum(LENGTHS)
+    query, key, value = (random(1, n, total, DIM, seed=i) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    own = [(random(1, KV_HEADS, lead, DIM, seed=7), random(1, KV_HEADS, lead, DIM, seed=8))] if lead else []
+    out = SideBySide.of(LENGTHS, own).attend(0, query, key, value, Scoring(0.3, window))
+    start = 0
+    for length in LENGTHS:
+        span = slice(start, start + length)
+        sides = [side[:, :, span] for side in (key, value)]
+        if own:
+            sides = [torch.cat([first, side], 2) for first, side in zip(own[0], sides, strict=True)]
+        expected = by_formula(query[:, :, span], *sides, 0.3, window or 1000)
+        torch.testing.assert_close(out[:, :, span], expected)
+        start += length
+
+
+def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key, value = (random(1, n, 100, DIM, seed=i) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
+    sizes: list[int] = []
+    real = torch.softmax
+    monkeypatch.setattr(torch, "softmax", lambda scores, dim: sizes.append(scores.numel()) or real(scores, dim))
+    monkeypatch.setenv(ATTENTION, "products")
+    monkeypatch.setattr(products, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
+    out = SideBySide.of([100], []).attend(0, query, key, value, Scoring(0.3))
+    assert sizes == [HEADS * 20 * seen for seen in (64, 64, 64, 100, 100)]
+    torch.testing.assert_close(out, by_formula(query, key, value, 0.3))
+
+
+@pytest.mark.parametrize("common", [0.0, 300.0])
+def test_bfloat16_scores_keep_their_differences(common: float) -> None:
+    """A large part that all scores of a row share (Qwen2's key biases) must not swallow what tells them apart."""
+    query, key, value = (random(1, 2, 64, 32, seed=i, dtype=torch.bfloat16) for i in range(3))
+    query[..., 0], key[..., 0] = math.sqrt(common / 0.2), math.sqrt(common / 0.2)
+    exact = by_formula(query.double(), key.double(), value.double(), 0.2)
+    found = [attend(query, key, value, Scoring(0.2)).double() for attend in ATTENTIONS[:2]]
+    errors = [(one - exact).norm() / exact.norm() for one in found]
+    plain = (query[0] * 0.2) @ key[0].transpose(-1, -2)
+    plain = plain.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ value[0]
+    flash = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=0.2)
+    assert max(errors) < 1.5 * (flash.double() - exact).norm() / exact.norm() + 1e-3
+    if common:
+        assert errors[0] < 0.1 * (plain.double() - exact[0]).norm() / exact.norm()

@@ -1,0 +1,254 @@
+"""Attention of scattered rows on a GPU: Triton's kernel in its interpreter and compiled, and flex_attention's mask."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.errors import UsageError
+from kvtool.core.kernels.attention import cuda_rows, flex_rows, triton_rows
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.triton_rows import Shaping, Tile, attend, splits_for, tile_for
+from kvtool.core.model.attention import Rows
+from tests.codec.processes import needs_triton, triton_process
+from tests.pretended import pretended
+
+HALF = Tile(16, 16, 4, 2)
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    keys: int
+    rows: int
+    dtype: torch.dtype = torch.float32
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with triton_process(tmp_path_factory.mktemp("triton"), "1") as process:
+        yield process
+
+
+def made(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, and keys and values as a buffer with room behind them has them: not adjacent."""
+    draw = torch.Generator().manual_seed(shape.rows)
+    query = torch.randn((1, shape.rows, shape.heads, shape.head_dim), generator=draw).transpose(1, 2)
+    sides = torch.randn((2, 1, shape.kv_heads, shape.keys + 9, shape.head_dim), generator=draw)
+    sides[:, :, :, shape.keys :] = torch.nan  # no row sees so far
+    at = torch.randperm(shape.keys, generator=draw)[: shape.rows].sort().values
+    key, value = (side[:, :, : shape.keys].to(shape.dtype) for side in sides)
+    return query.to(shape.dtype), key, value, at
+
+
+def by_formula(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    query, key, value = (side.double() for side in (query, key, value))
+    key, value = (side.repeat_interleave(query.shape[1] // side.shape[1], 1) for side in (key, value))
+    scores = query @ key.transpose(-1, -2) * 0.3
+    return scores.masked_fill(torch.arange(key.shape[2]) > at[:, None], -torch.inf).softmax(-1) @ value
+
+
+def error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def attended(shape: Shape, tile: Tile | None, splits: int | None) -> torch.Tensor:
+    """Runs in the interpreter's process."""
+    query, key, value, at = made(shape)
+    return attend(query, key, value, 0.3, at, tile, splits)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("shape", "tile", "splits"),
+    [
+        (Shape(4, 2, 16, 50, 7), None, None),
+        (Shape(4, 2, 16, 50, 50), HALF, 1),
+        (Shape(4, 2, 16, 50, 7), HALF, 3),
+        (Shape(6, 2, 96, 70, 33), Tile(32, 32, 4, 2), 2),
+        (Shape(3, 3, 80, 40, 40), None, 1),
+        (Shape(14, 2, 64, 129, 1), HALF, 5),
+        (Shape(2, 1, 8, 20, 3), None, 1),
+        (Shape(8, 2, 128, 130, 2, torch.float16), None, 4),
+        (Shape(2, 1, 64, 129, 40, torch.bfloat16), HALF, 5),
+    ],
+)
+def test_rows_see_the_keys_up_to_their_own(
+    interpreter: ProcessPoolExecutor, shape: Shape, tile: Tile | None, splits: int | None
+) -> None:
+    out = interpreter.submit(attended, shape, tile, splits).result()
+    query, key, value, at = made(shape)
+    assert out.shape == query.shape
+    assert error(out, by_formula(query, key, value, at)) < (1e-6 if shape.dtype == torch.float32 else 1e-2)
+
+
+SHAPED = {
+    "window": Scoring(0.3, window=13),
+    "window of one": Scoring(0.3, window=1),
+    "cap": Scoring(0.3, softcap=1.5),
+    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 3, 4)),
+    "all": Scoring(0.3, window=30, softcap=1.5, sinks=torch.linspace(-1, 3, 4)),
+}
+
+
+def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) -> torch.Tensor:
+    query, key, value, at = made(shape)
+    scoring = SHAPED[name]
+    begins = None if scoring.window is None else (at - scoring.window + 1).clamp_min(0)
+    return attend(query, key, value, 0.3, at, tile, splits, Shaping(begins, scoring.softcap, scoring.sinks))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize(
+    ("shape", "tile", "splits"),
+    [
+        (Shape(4, 2, 16, 50, 7), HALF, 3),
+        (Shape(4, 2, 16, 90, 90), HALF, 1),
+        (Shape(4, 2, 16, 129, 1), HALF, 5),
+    ],
+)
+def test_windows_caps_and_sinks(
+    interpreter: ProcessPoolExecutor, shape: Shape, name: str, tile: Tile | None, splits: int | None
+) -> None:
+    out = interpreter.submit(attended_so, shape, name, tile, splits).result()
+    query, key, value, at = made(shape)
+    wide = (side.double()[0] for side in (query, key, value))
+    seen = Rows.of(at, "cpu").seen(SHAPED[name].window)
+    query, key, value = wide
+    weights = attention_weights(query, key, seen, SHAPED[name]).double()
+    exact = weights @ value.repeat_interleave(2, 0)
+    assert error(out[0], exact) < 1e-5
+
+
+def wrong(*changes: int) -> list[str]:
+    """What each changed argument is refused with; 4 is the positions."""
+    said = []
+    for change in changes:
+        query, key, value, at = made(Shape(4, 2, 16, 50, 7))
+        cases = {
+            0: (query[:, :3], key, value, at),
+            1: (query, key.double(), value, at),
+            2: (query, key, value[:, :, :5], at),
+            3: (query, key.transpose(2, 3).contiguous().transpose(2, 3), value, at),
+            4: (query, key, value, at[:3]),
+            5: (query, key, value, at.int()),
+        }
+        with pytest.raises(ValueError) as refused:
+            attend(*cases[change][:3], 0.3, cases[change][3])
+        said.append(str(refused.value))
+    return said
+
+
+def test_arrays_that_do_not_fit_are_refused_before_anything_runs() -> None:
+    assert len(wrong(0, 1, 2, 3, 4, 5)) == 6
+
+
+def test_few_blocks_split_the_keys_and_many_do_not() -> None:
+    tile = tile_for(32, 128, torch.bfloat16)
+    assert splits_for(8, 65536, tile, 132) == 32
+    assert splits_for(8, 512, tile, 132) == 2
+    assert splits_for(4096, 65536, tile, 132) == 1
+
+
+def compiled(
+    dtype: torch.dtype, head_dim: int, rows: int, capability: int, memory: int = 100 * 1024, shaped: bool = False
+) -> tuple[str, int]:
+    """PTX and bytes of shared memory; runs in a process that compiles."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, tile = triton_rows.kernel(), tile_for(rows, head_dim, dtype, memory)
+    more = triton_rows.Shaping(torch.zeros(1), 50.0, torch.zeros(1)) if shaped else None
+    constants = triton_rows.constants(4, head_dim, tile, 4, dtype, more=more)
+    of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
+    known = {"query": of, "key": of, "value": of, "out": "*fp32", "sums": "*fp32", "at": "*i64"}
+    known |= {"begins": "*i64", "sinks": of, "cap": "fp32"}
+    known |= {"scale": "fp32", "rows": "i32"} | dict.fromkeys(constants, "constexpr")
+    signature = {name: known.get(name, "i64") for name in kernel.arg_names}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = [name for name, kind in signature.items() if kind[0] == "*" or kind == "i64"]
+    attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    source = ASTSource(kernel, signature, values, attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return built.asm["ptx"], built.metadata.shared
+
+
+@needs_triton
+def test_it_compiles_for_the_gpus_it_is_meant_for(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        pytest.skip("this triton has no PTX backend")
+    with triton_process(tmp_path, "0") as process:
+        many = process.submit(compiled, torch.bfloat16, 128, 512, 90).result()
+        few = process.submit(compiled, torch.bfloat16, 64, 4, 80).result()
+        wide = process.submit(compiled, torch.float32, 96, 512, 90).result()
+        shaped = process.submit(compiled, torch.bfloat16, 64, 512, 90, shaped=True).result()
+        large = [process.submit(compiled, torch.bfloat16, 128, 512, sm, kb * 1024) for sm, kb in ((80, 163), (90, 227))]
+        assert [one.result()[1] < kb * 1024 for one, kb in zip(large, (163, 227), strict=True)] == [True, True]
+    assert "wgmma.mma_async" in many[0]  # Hopper's own products
+    assert "mma.sync" in few[0]
+    assert few[1] < 100 * 1024
+    assert max(shared for _, shared in (many, few, wide, shaped)) < 227 * 1024
+
+
+@pytest.mark.parametrize(("keys", "rows"), [(50, 7), (128, 128), (300, 300), (700, 129), (513, 1)])
+def test_flex_attention_looks_at_the_blocks_that_rows_see(keys: int, rows: int) -> None:
+    at = torch.randperm(keys, generator=torch.Generator().manual_seed(rows))[:rows].sort().values
+    mask = flex_rows.block_mask(at, keys)
+    assert flex_rows.block_mask(at, keys) is mask
+    seen = torch.arange(keys) <= at[:, None]
+    padded = torch.zeros(-(-rows // 128) * 128, -(-keys // 128) * 128, dtype=torch.bool)
+    padded[:rows, :keys] = seen
+    blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+    assert torch.equal(mask.to_dense()[0, 0].bool() | _whole(mask), blocks.any(3).any(1))
+    real = torch.zeros_like(padded)
+    real[:rows, :keys] = True
+    hidden = (~padded & real).unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(3).any(1)
+    assert not (_whole(mask) & hidden).any()
+
+
+def _whole(mask: object) -> torch.Tensor:
+    """Blocks that need no mask."""
+    counts, indices = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]  # type: ignore[attr-defined]
+    dense = torch.zeros(indices.shape, dtype=torch.bool)
+    for row, count in enumerate(counts.tolist()):
+        dense[row, indices[row, :count].long()] = True
+    return dense
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_sees_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uncompiled, as its own reference has it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    monkeypatch.setattr(flex_rows, "_compiled", lambda: flex_attention)
+    query, key, value, at = made(Shape(4, 2, 16, 300, 140))
+    exact = by_formula(query, key, value, at)
+    assert error(flex_rows.attend(query, key, value, 0.3, at), exact) < 1e-6
+
+
+def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for name in ("", "fused", "triton", "flex"):
+        monkeypatch.setenv(cuda_rows.CHOICE, name)
+        found.append(cuda_rows.cuda_kernel())
+    assert found == [triton_rows.attend, None, triton_rows.attend, flex_rows.attend]
+    monkeypatch.setenv(cuda_rows.CHOICE, "")
+    with pretended():  # where there is no Triton
+        assert cuda_rows.cuda_kernel() is None
+    assert all(one is not other for one, other in pairwise(found[1:]))
+    monkeypatch.setenv(cuda_rows.CHOICE, "products")
+    with pytest.raises(UsageError):
+        cuda_rows.cuda_kernel()
