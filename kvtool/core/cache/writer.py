@@ -41,7 +41,7 @@ from kvtool.core.cache.warmth import joined, warmths
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
 BATCH_SECONDS = 5.0
@@ -68,7 +68,7 @@ class Writer:
         them go before a commit is refused for lack of room.
     """
 
-    def __init__(self, store: Store, max_size: int | None = None) -> None:
+    def __init__(self, store: StoreReader, max_size: int | None = None) -> None:
         self._store = store
         self._commits = Commits(store, max_size)
         self._pending: dict[tuple[bytes, str], _Pending] = {}
