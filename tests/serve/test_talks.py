@@ -26,7 +26,7 @@ from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, TooSlowError, Turns
 from kvtool.serve.talks import _NOT_HELD, _behind
 from tests.cli.working import write_corpus
-from tests.families import save_tiny
+from tests.families import HYBRIDS, save_tiny
 from tests.serve.conftest import PATIENCE, Served, serving
 
 QUESTIONS = (
@@ -107,7 +107,8 @@ def test_families(name: str, tmp_path: Path) -> None:
     model = save_tiny(name, tmp_path / "model")
     store = tmp_path / "store"
     with kvtool.open(store, model=str(model)) as cache:
-        cache.ingest(write_corpus(tmp_path / "corpus"), chunk_tokens=64, lead_in="prefix")
+        lead_in = "none" if name in HYBRIDS else "prefix"
+        cache.ingest(write_corpus(tmp_path / "corpus"), chunk_tokens=64, lead_in=lead_in)
     with Client(store) as one, Client(store, keep=0) as other:
         turns, kept = one.talk(QUESTIONS[:3])
         assert other.talk(QUESTIONS[:3])[0] == turns
