@@ -46,18 +46,19 @@ def _entropy() -> Kernels:
 
 
 def _transforms() -> Kernels:
-    from kvtool.core.codec.sides import ir_errors, ir_forms, ir_transform
+    from kvtool.core.codec import transform_ir
+    from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX512, ISAS
 
-    for name, form in product(ISAS, ir_forms.FORMS):
-        kinds = {"errors": ir_errors.Errors(form)}
+    for name, form in product(ISAS, STORED):
+        kinds = {"errors": transform_ir.Errors(form)}
         for depth in (64, 192):
-            pitch = ir_transform.pitch_of(depth)
-            kinds |= {f"forward {depth}": ir_transform.Forward(form, pitch)}
-            kinds |= {f"backward {depth}": ir_transform.Backward(form, pitch)}
+            pitch = transform_ir.pitch_of(depth)
+            kinds |= {f"forward {depth}": transform_ir.Forward(form, pitch)}
+            kinds |= {f"backward {depth}": transform_ir.Backward(form, pitch)}
         for what, kind in kinds.items():
             yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind.text(ISAS[name])
-    pairs = ir_transform.Backward("bfloat16", ir_transform.pitch_of(96), pairs=True)
+    pairs = transform_ir.Backward("bfloat16", transform_ir.pitch_of(96), pairs=True)
     yield "codec/backward pairs/bfloat16/avx512", lambda: pairs.text(AVX512)
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import pytest
 
 from kvtool.core.native import crew, team
+from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.compiling import compiled, runnable
 from kvtool.core.native.crew import Crew, current, gathered
-from kvtool.core.native.ir import Body
 from kvtool.core.native.isa import ISAS
 from tests.native.test_team import TASKS, counting
 
@@ -25,16 +25,16 @@ pytestmark = pytest.mark.skipif(not runnable() or sys.platform == "win32", reaso
 
 def waiting() -> int:
     """`void run(job)`: adds 1 to job[0] and returns when job[1] is 0."""
-    body = Body()
-    body("atomicrmw add ptr %job, i64 1 seq_cst")
-    again, after = body.new_block(), body.new_block()
-    body.do(f"br label %{again}")
-    body.enter(again)
-    value = body(f"load atomic i64, ptr {body.at('i64', '%job', 1)} seq_cst, align 8")
-    body.do(f"br i1 {body(f'icmp ne i64 {value}, 0')}, label %{again}, label %{after}")
-    body.enter(after)
-    body.do("ret void")
-    return compiled(f"define void @run(ptr %job) {{\n{body.text()}\n}}\n", ISAS[runnable()[-1]], "run")[0]
+    isa = ISAS[runnable()[-1]]
+    k = FunctionBuilder("run", isa, "i64* job")
+    k.emit("%came = atomicrmw add ptr %job, i64 1 seq_cst")
+    again, after = k.new_block(), k.new_block()
+    k.branch(again)
+    k.begin_block(again)
+    value = k.emit_value("i64", f"load atomic i64, ptr {k.args.job.at(1)} seq_cst, align 8")
+    k.branch(again, value.ne(0), after)
+    k.begin_block(after)
+    return compiled(module(k), isa, "run")[0]
 
 
 @pytest.fixture

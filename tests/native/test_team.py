@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.native import team
+from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.compiling import compiled, runnable
-from kvtool.core.native.ir import Body, Loop
 from kvtool.core.native.isa import ISAS
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
@@ -19,21 +19,15 @@ TASKS = 1000
 
 def counting() -> int:
     """`void run(job)`: takes tasks by the counter at job[0] until job[1] are taken, and adds 1 to job[2 + task]."""
-    body = Body()
-    tasks = body.load("i64", body.at("i64", "%job", 1))
-    each = Loop(body, tasks)
-    task = body("atomicrmw add ptr %job, i64 1 monotonic")
-    some, after = body.new_block(), body.new_block()
-    body.do(f"br i1 {body(f'icmp ult i64 {task}, {tasks}')}, label %{some}, label %{after}")
-    body.enter(some)
-    place = body.at("i64", "%job", body(f"add i64 {task}, 2"))
-    body.store("i64", body(f"add i64 {body.load('i64', place)}, 1"), place)
-    body.do(f"br label %{after}")
-    body.enter(after)
-    each.close()
-    body.do("ret void")
-    text = f"define void @run(ptr %job) {{\n{body.text()}\n}}\n"
-    return compiled(text, ISAS[runnable()[-1]], "run")[0]
+    isa = ISAS[runnable()[-1]]
+    k = FunctionBuilder("run", isa, "i64* job")
+    tasks = k.args.job.load(1)
+    with k.loop(tasks):
+        task = k.atomic_add(k.args.job, 1)
+        with k.when(task < tasks):
+            place = k.args.job.at(task + 2)
+            place.store(place.load() + 1)
+    return compiled(module(k), isa, "run")[0]
 
 
 @pytest.mark.parametrize("found", [True, False])

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.codec import transform_kernels
 from kvtool.core.codec.base import LayerKV, Payload
 from kvtool.core.codec.entropy.encoder import Encoding, encode_all
 from kvtool.core.codec.entropy.reference import Stream
@@ -20,7 +21,6 @@ from kvtool.core.codec.layout import SIDES, Layout, wide_sides
 from kvtool.core.codec.nested import NESTED, check_of, coarser
 from kvtool.core.codec.payload import Coded, Escapes
 from kvtool.core.codec.profile import CodedColumns, Profile
-from kvtool.core.codec.sides import products
 from kvtool.core.codec.transform import BOTH, I16, add_outside, finest_numbers, sides_by_torch
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import scratch
@@ -99,7 +99,7 @@ class _Slab:
     def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
         self._profile, self._layers, self._kvs = profile, layers, kvs
         self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
-        self._exact = products.Places.of([side for kv in kvs for side in kv])  # K and V in turn
+        self._exact = transform_kernels.Places.of([side for kv in kvs for side in kv])  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
 
     def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
@@ -133,10 +133,10 @@ class _Slab:
         """int16 `[layers, tokens, stride]`. Raises KvtoolError where the source is not finite."""
         layout = self._profile.layout
         out = self._memory("finest")
-        by = products.forward_by(layout, self._dtype)
+        by = transform_kernels.forward_by(layout, self._dtype)
         if by is not None and out.size:
             weights = [self._profile.forward_weights(layer, by.tile) for layer in self._layers]
-            finite = products.numbers_of(layout, by, weights, self._exact, out)
+            finite = transform_kernels.numbers_of(layout, by, weights, self._exact, out)
         else:
             finite = self._finest_by_torch(out)
         if not finite:
@@ -191,7 +191,7 @@ class _Slab:
     def _errors(self, level: str, records: Sequence[Coded]) -> list[tuple[float, float]]:
         """The errors of K and of V that each record is to state, rounded up to float32."""
         made = self._sides(level, records).flatten(3)
-        found = products.errors_at(products.Places.end_to_end(made, self._exact.heads), self._exact)
+        found = transform_kernels.errors_at(transform_kernels.Places.end_to_end(made, self._exact.heads), self._exact)
         errors = np.array(found, np.float32)
         up: list[float] = np.nextafter(errors, np.float32(np.inf)).tolist()
         return list(zip(up[::2], up[1::2], strict=True))
@@ -202,11 +202,11 @@ class _Slab:
         shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
         held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
         out = torch.from_numpy(held).view(self._dtype).view(shape)
-        by = products.backward_by(layout, self._dtype)
+        by = transform_kernels.backward_by(layout, self._dtype)
         if by is not None and out.numel():
             widths = [self._profile.coded(level, layer).widths for layer in self._layers]
             weights = [self._profile.backward_weights(layer, level, self._dtype, by.tile) for layer in self._layers]
-            products.sides_of(layout, by, weights, widths, numbers, out)
+            transform_kernels.sides_of(layout, by, weights, widths, numbers, out)
         else:
             for layer, own, sides in zip(self._layers, numbers, out, strict=True):
                 sides_by_torch(self._profile, layer, level, torch.from_numpy(own), sides)

@@ -14,7 +14,7 @@ from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import HELD, Decoding, Form, decode, refine
 from kvtool.core.codec.payload import Coded, Escapes, in_form
 from kvtool.core.codec.raw import NAMES
-from kvtool.core.codec.sides.products import torch_is_faster
+from kvtool.core.codec.transform_kernels import torch_is_faster
 from kvtool.core.native.job import scratch
 
 _FLOAT_FORMS: dict[str, Form] = {"bfloat16": "bfloat16", "float16": "float16"}

@@ -42,12 +42,12 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.base import Payload
-from kvtool.core.codec.entropy.columns import address
 from kvtool.core.codec.entropy.decoder import HELD, Form
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.nested import NESTED, NO_PROFILE
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
 
 FORMAT = 2
 MOST_NUMBER = 32767

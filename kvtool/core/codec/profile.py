@@ -18,9 +18,9 @@ from kvtool.core.codec.entropy.columns import Columns, columns_of
 from kvtool.core.codec.entropy.tables import TableSet
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.sides.products import Weights
+from kvtool.core.codec.transform_kernels import Weights
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.ir_matmul import Tile
+from kvtool.core.native.gemm import Tile
 
 FORMAT = 1
 DIGEST_BYTES = 16

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.codec import transform_kernels
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import decode_all
@@ -18,7 +19,6 @@ from kvtool.core.codec.numbers import HostNumbers, Numbers
 from kvtool.core.codec.payload import MOST_NUMBER, Coded, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES, NAMES
-from kvtool.core.codec.sides import products
 from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.errors import DamagedError
 
@@ -36,13 +36,15 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
     tokens = sides.shape[1]
     made = np.empty if layout.size == layout.padded else np.zeros
     out = made((tokens, layout.stride), np.int16)
-    by = products.forward_by(layout, sides.dtype)
+    by = transform_kernels.forward_by(layout, sides.dtype)
     if by is None or not tokens:
         _finest_by_torch(layout, means, forward, sides, out)
         return out
-    weights = products.Weights.of([*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile)
+    weights = transform_kernels.Weights.of(
+        [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
+    )
     heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
-    products.numbers_of(layout, by, [weights], products.Places.of([*heads]), out[None])
+    transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
     return out
 
 
@@ -69,11 +71,11 @@ def sides_of(
 
     `numbers` are int16, or of the dtype of `out`.
     """
-    by = None if numbers.is_cuda else products.reading_by(profile.layout, out.dtype)
+    by = None if numbers.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
     if by is not None and out.numel():
         weights = [profile.backward_weights(layer, level, out.dtype, by.tile) for layer in layers]
         widths = [profile.coded(level, layer).widths for layer in layers]
-        products.sides_of(profile.layout, by, weights, widths, numbers.numpy(), out)
+        transform_kernels.sides_of(profile.layout, by, weights, widths, numbers.numpy(), out)
     else:
         for layer, own, sides in zip(layers, numbers, out, strict=True):
             sides_by_torch(profile, layer, level, own, sides)
@@ -156,7 +158,7 @@ def _decode_slab(
     rows = out.shape[2]
     shape = (len(layers) * rows, profile.layout.stride)
     nested = any(coded.base for some in items for coded, _ in some)
-    if products.reading_by(profile.layout, out.dtype) is not None:
+    if transform_kernels.reading_by(profile.layout, out.dtype) is not None:
         whole = HostNumbers.in_memory(shape, nested)
     else:
         whole = HostNumbers.of(shape, out.dtype, nested)

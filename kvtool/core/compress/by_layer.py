@@ -8,7 +8,7 @@ from typing import Any
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.sides.products import squares_of
+from kvtool.core.codec.transform_kernels import squares_of
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import LayerKV, Profiles
 from kvtool.core.codec.encode import some_rows
-from kvtool.core.codec.sides.products import errors_of
+from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.errors import DamagedError

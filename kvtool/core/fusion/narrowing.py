@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Timeline, add_span
@@ -19,29 +18,12 @@ from kvtool.core.fusion.shift import Shift
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.between import for_this_pass
 from kvtool.core.model.modules import CACHES
+from kvtool.core.model.probe import LayerProbe
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tail import of_rows, tables_of_rows
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
-
-
-class _Stopped(Exception):
-    """Carries a layer's keys and values out of its forward before any attention is computed."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        super().__init__()
-        self.kv = keys, values
-
-
-class _StopAtCache(Cache):
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> LayerKV:
-        raise _Stopped(key_states, value_states)
 
 
 class Narrowing:
@@ -180,8 +162,7 @@ class Narrowing:
 
 def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV:
     """Rotated keys and values `[1, kv_heads, rows, head_dim]` that a layer makes of its input."""
-    try:
-        module.forward(hidden, **(kwargs | {name: _StopAtCache() for name in CACHES if name in kwargs}))
-    except _Stopped as stopped:
-        return stopped.kv
-    raise AssertionError("the layer did not write to its cache")
+    probe = LayerProbe(until="cache")
+    probe.run(module.forward, hidden, **(kwargs | {name: probe.cache for name in CACHES if name in kwargs}))
+    assert probe.kv is not None, "the layer did not write to its cache"
+    return probe.kv

@@ -14,17 +14,14 @@ from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.probe import ForwardEnded
 from kvtool.core.model.prompt_cache import PromptCache
 
 _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
 
-class _Seen(Exception):
-    """Ends a pass at the last layer that is asked: all behind its queries and keys would be computed for nothing."""
-
-
 class _Watch:
-    """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one."""
+    """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one asked."""
 
     def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
         self._rows, self._count = rows, count
@@ -52,7 +49,7 @@ class _Watch:
         pooled = squares.sqrt_()
         self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
         if self._ends and layer == self._layers[-1]:
-            raise _Seen
+            raise ForwardEnded
 
 
 def question_attention(
@@ -77,7 +74,7 @@ def question_attention(
     watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
     cache.before_update = lambda layer, count: loader.wait(layer)
     ids = plan.ids
-    with suppress(_Seen):
+    with suppress(ForwardEnded):
         at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
         decoder.walk([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
     cache.before_update = None

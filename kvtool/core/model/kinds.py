@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import Scoring
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, cache_name
+from kvtool.core.model.probe import KV, LayerProbe
 from kvtool.core.model.support import context_limit
 from kvtool.core.model.windows import check_window
 
@@ -165,88 +165,61 @@ class _Shared:
         return {"shared_kv_states": self.states} if takes else {}
 
 
-class _Answered(Exception):
-    """Ends a row's way through an attention module where attention begins."""
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a layer attends with; `kept`: the keys and values that it keeps; `source`: see `LayerKind`."""
 
-    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> None:
-        super().__init__()
-        self.query, self.key, self.value, self.scoring = query, key, value, scoring
-        self.kept = key, value
-        self.source: int | None = None
-
-
-class _Asking:
-    """Rows that only want to know what they would attend to."""
-
-    def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
-    ) -> torch.Tensor:
-        raise _Answered(query, key, value, scoring)
-
-
-class _Nothing(Cache):
-    """A cache that holds nothing and hands back what it is given.
-
-    Attributes
-    ----------
-    given : keys and values, `[1, kv_heads, rows, head_dim]` each.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=[])
-        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.given = key_states, value_states
-        return key_states, value_states
+    query: torch.Tensor
+    key: torch.Tensor
+    scoring: Scoring
+    kept: KV
+    source: int | None
 
 
 @torch.inference_mode()
 def _asked(
     base: Any, attention: Any, name: str | None, at: tuple[int, ...], dtype: torch.dtype, device: str, shared: _Shared
-) -> _Answered:
+) -> _Answer:
     width = int(base.config.hidden_size)
     draw = torch.linspace(-1, 1, width, dtype=torch.float32).sin().to(dtype).to(device)
     hidden = draw.expand(1, len(at), width).contiguous()
-    positions, cache = torch.tensor(at, device=device), _Nothing()
+    positions, probe = torch.tensor(at, device=device), LayerProbe(until="attention")
     tables = None if name is None else tables_of(rotary_of(base), name, hidden, positions)
     try:
-        attention(
+        probe.run(
+            attention,
             hidden_states=hidden,
             position_embeddings=tables,
             attention_mask=None,
             position_ids=positions[None],
-            rows=_Asking(),
-            **{cache_name(attention): cache},
+            rows=probe,
+            **{cache_name(attention): probe.cache},
             **shared.taken_by(attention),
         )
-    except _Answered as answer:
-        answer.source = None if cache.given is not None else shared.source_of(answer.key)
-        if answer.source is None:
-            answer.kept = _kept(answer, cache, attention)
-        return answer.with_traceback(None)  # which holds the callers' frames, and through them the session
     except (TypeError, AttributeError, ValueError, LookupError, RuntimeError) as error:
         needed = f"that would need its own arguments given to it ({error})"
         raise ModelError(f"{type(attention).__name__} takes no rows as other attention does; {needed}", HINT) from error
-    needed = "that would need what it does instead done for single rows"
-    raise ModelError(f"{type(attention).__name__} does not ask for attention as others do; {needed}", HINT)
+    if probe.attention is None:
+        needed = "that would need what it does instead done for single rows"
+        raise ModelError(f"{type(attention).__name__} does not ask for attention as others do; {needed}", HINT)
+    query, key, value, scoring = probe.attention
+    source = None if probe.kv is not None else shared.source_of(key)
+    kept = (key, value) if source is not None else _kept(key, value, probe.kv, attention)
+    return _Answer(query, key, scoring, kept, source)
 
 
-def _kept(answer: _Answered, cache: _Nothing, attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: Any) -> KV:
     """The keys and values that a layer keeps; refused where it attends over others (DiffLlama, JetMoE)."""
-    if cache.given is None:
+    if given is None:
         raise ModelError(f"{type(attention).__name__} attends without a cache; that would need one for it", HINT)
-    key, value = cache.given
-    is_joint = answer.key.shape[3] != key.shape[3]
-    if not is_joint and not (torch.equal(key, answer.key) and torch.equal(value, answer.value)):
+    is_joint = key.shape[3] != given[0].shape[3]
+    if not is_joint and not (torch.equal(given[0], key) and torch.equal(given[1], value)):
         needed = "that would need the same change made to those that are loaded"
         raise ModelError(f"{type(attention).__name__} attends over other keys and values than it keeps; {needed}", HINT)
-    return cache.given
+    return given
 
 
-def _kind(answer: _Answered, name: str | None) -> LayerKind:
+def _kind(answer: _Answer, name: str | None) -> LayerKind:
     (key, value), scoring = (side[0].float() for side in answer.kept), answer.scoring
     is_rotated = not torch.equal(key[:, 0], key[:, 1])
     return LayerKind(

@@ -21,6 +21,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.modules import cache_name
+from kvtool.core.model.probe import KV, CacheProxy
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 
@@ -62,7 +63,7 @@ class Latents:
         """Compute what the module does."""
         name = cache_name(self.attention)
         if self.serves and kwargs.get(name) is not None:
-            kwargs[name] = _Swapped(kwargs[name])
+            kwargs[name] = _latents_first(kwargs[name])
         return type(self.attention).forward(self.attention, *args, **kwargs)
 
     def expanded(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,18 +144,14 @@ class _Expands:
         return getattr, (self._latents.attention, "expand_kv")
 
 
-class _Swapped:
+def _latents_first(cache: Any) -> CacheProxy:
     """A cache as the module writes to it: latents first, where ours has the rotary keys as keys."""
 
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-
-    def update(
-        self, latents: torch.Tensor, keys: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write rows; the latents and the keys of all rows, as our cache hands them out."""
-        keys, values = self._cache.update(keys, latents, layer_idx, *args, **kwargs)
+    def update(latents: torch.Tensor, keys: torch.Tensor, layer: int) -> KV:
+        keys, values = cache.update(keys, latents, layer)
         return values, keys
+
+    return CacheProxy(update)
 
 
 def joined(latents: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
 
 from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.packed_chunks import SideBySide, Watch
@@ -16,6 +14,7 @@ from kvtool.core.model.attention import passing
 from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.modules import cache_name
+from kvtool.core.model.probe import KV, CacheProxy, ForwardEnded
 
 _LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
 
@@ -80,32 +79,8 @@ class LeadIn:
         return len(self.ids)
 
 
-class _Done(Exception):
-    """Ends a pass once the last layer's keys and values are there: the rest of it would be computed for nothing."""
-
-
 class PrefillStopped(Exception):
     """Raised where `going` says that the work is no longer wanted."""
-
-
-class _PackedCache(Cache):
-    """A cache that holds nothing: it hands every layer's new keys and values to a collector and back to the model."""
-
-    def __init__(self, collect: Callable[[int, torch.Tensor, torch.Tensor], None], last: int) -> None:
-        super().__init__(layers=[])
-        self._last = last
-        self._collect = collect
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._collect(layer_idx, key_states, value_states)
-        if layer_idx == self._last:
-            raise _Done
-        return key_states, value_states
 
 
 @torch.inference_mode()
@@ -146,20 +121,23 @@ def prefill_chunks(
     # Pinned: a layer's copy then runs while the next ones compute, and nothing waits for it before the end.
     made = [shape.empty(len(tokens), decoder.kv_dtype, on_gpu) for shape in decoder.shapes[:wanted]]
 
-    def collect(layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def collect(keys: torch.Tensor, values: torch.Tensor, layer: int) -> KV:
         if not going():
             raise PrefillStopped
         to_keys, to_values = made[layer]
         to_keys.copy_(decoder.rotary.rotate(keys, undo, layer)[0], non_blocking=True)
         to_values.copy_(values[0], non_blocking=True)
+        if layer == wanted - 1:
+            raise ForwardEnded
+        return keys, values
 
-    with out_of_memory_hint(len(tokens)), suppress(_Done), passing(lambda: rows), giving_way(decoder.layers):
+    with out_of_memory_hint(len(tokens)), suppress(ForwardEnded), passing(lambda: rows), giving_way(decoder.layers):
         decoder.base(
             input_ids=decoder.ids_there(tokens)[None],
             position_ids=positions[None],
             use_cache=True,
             rows=rows,
-            **{cache_name(decoder.base): _PackedCache(collect, wanted - 1)},
+            **{cache_name(decoder.base): CacheProxy(collect)},
         )
     if on_gpu:
         torch.cuda.current_stream(decoder.device).synchronize()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.modules import HINT
+from kvtool.core.model.probe import ForwardEnded
 
 
 def check_window(base: Any, config: Any, layer: int, window: int | None) -> None:
@@ -66,14 +68,6 @@ def _slides(config: Any, layer: int) -> bool:
     return layer < len(types) and types[layer] == "sliding_attention"
 
 
-class _Masked(Exception):
-    """Ends a model's forward where a layer is given its mask."""
-
-    def __init__(self, mask: torch.Tensor | None) -> None:
-        super().__init__()
-        self.mask = mask
-
-
 def _masks(base: Any, config: Any, layer: int) -> bool:
     """Whether the model's own forward keeps a layer from what lies before the window that its configuration states.
 
@@ -81,19 +75,21 @@ def _masks(base: Any, config: Any, layer: int) -> bool:
     a window of two.
     """
 
+    masks: list[torch.Tensor | None] = []
+
     def stop(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        raise _Masked(kwargs.get("attention_mask"))
+        masks.append(kwargs.get("attention_mask"))
+        raise ForwardEnded
 
     before, ways = config.sliding_window, base.config._attn_implementation
     hook = base.layers[layer].register_forward_pre_hook(stop, with_kwargs=True)
     try:
         config.sliding_window = 2
         base.set_attn_implementation("eager")
-        base(input_ids=torch.zeros((1, 4), dtype=torch.int64, device=base.device), use_cache=False)
-    except _Masked as given:
-        return given.mask is None or bool(given.mask[0, 0, 3, 0] != given.mask[0, 0, 3, 3])
+        with suppress(ForwardEnded):
+            base(input_ids=torch.zeros((1, 4), dtype=torch.int64, device=base.device), use_cache=False)
     finally:
         hook.remove()
         config.sliding_window = before
         base.set_attn_implementation(ways)
-    return True
+    return any(mask is None or bool(mask[0, 0, 3, 0] != mask[0, 0, 3, 3]) for mask in masks or [None])

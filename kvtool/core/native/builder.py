@@ -233,6 +233,10 @@ class Value:
         text = f"getelementptr {STORED.get(self.target, self.target)}, ptr {self}, i64 {index}"
         return self.k.emit_value("ptr", text, self.target)
 
+    def skip(self, size: Value) -> Value:
+        """The address so many bytes behind this one."""
+        return self.of("i8").at(size).of(self.target)
+
     def load(self, index: Value | int = 0, lanes: int = 0, align: int = 0) -> Value:
         """Load a number, or a vector that begins at the index-th element; of a stored format as float32."""
         element = STORED.get(self.target, self.target.removesuffix("*"))

@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import struct
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -63,6 +63,33 @@ class Job:
         return (ctypes.c_int64 * len(self))(*self.row(values))
 
 
+class Jobs:
+    """Several jobs of one kind in memory, field by field: each is set for all of them at once."""
+
+    def __init__(self, job: Job, count: int) -> None:
+        self._places = job.places
+        self.words = np.zeros((count, len(job)), np.int64)
+
+    def set(self, **values: Any) -> None:
+        """Set fields; a value is one for all jobs, or one for each."""
+        for name, value in values.items():
+            self.words[:, self._places[name]] = value
+
+    def keep(self, some: npt.NDArray[np.bool_]) -> None:
+        """Leave out jobs, `[count]`."""
+        self.words = np.ascontiguousarray(self.words[some])
+
+    def run(self, kernel: Callable[[int, int], None]) -> None:
+        """Run all of them in one call, in which other threads have Python to themselves."""
+        if len(self.words):
+            kernel(address(self.words), len(self.words))
+
+
+def address(array: npt.NDArray[Any]) -> int:
+    """The address of an array's first number."""
+    return int(array.__array_interface__["data"][0])
+
+
 def word(kind: str, value: int | float) -> int:
     """A field's 8 bytes: of a float those of float32."""
     if kind == "float":
@@ -74,7 +101,7 @@ def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Zeros that begin with a line of the cache: a load across two lines takes twice as long."""
     wanted = np.dtype(dtype)
     whole = np.zeros(count * wanted.itemsize + LINE, np.uint8)
-    first = -int(whole.__array_interface__["data"][0]) % LINE
+    first = -address(whole) % LINE
     return whole[first : first + count * wanted.itemsize].view(wanted)
 
 

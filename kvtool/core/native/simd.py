@@ -117,6 +117,47 @@ def totals(vectors: Sequence[Value]) -> Value:
     return vectors[0]
 
 
+def bits_of(mask: Value) -> Value:
+    """A mask as i64: its first lane is the lowest bit."""
+    return mask.k.emit_value(f"i{mask.lanes}", f"bitcast {mask.typed} to i{mask.lanes}").to("i64")
+
+
+def count_bits(bits: Value) -> Value:
+    """Count the bits of an i64 that are set."""
+    return bits.k.call("llvm.ctpop.i64", "i64", bits)
+
+
+def any_bits(value: Value) -> Value:
+    """The bits that any lane has."""
+    return value.k.call(f"llvm.vector.reduce.or.v{value.lanes}i32", "i32", value)
+
+
+def each_bit(bits: Value, number: Value, work: Callable[[Value, Value], None]) -> Value:
+    """Do `work(lane, number)` for each bit that is set, the lowest first; number + 1 belongs to the next one.
+
+    Bits are rarely set: one branch passes all of them. Returns the number that comes next.
+    """
+    k = bits.k
+    some = k.when(bits.ne(0), number)
+    loop = k.loop(count_bits(bits), bits, number)
+    left, now = loop.values
+    work(k.call("llvm.cttz.i64", "i64", left, k.constant("i1", True)), now)
+    _, after = loop.close(left & (left - 1), now + 1)
+    return some.close(after)[0]
+
+
+def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:
+    """A constant `[256][8]` of lane numbers: what to permute eight lanes by, for every mask of eight."""
+    texts = ("<8 x i8> <" + ", ".join(f"i8 {lane}" for lane in row) + ">" for row in rows)
+    return f"@{name} = private constant [256 x <8 x i8>] [{', '.join(texts)}], align 64"
+
+
+def permuted(name: str, bits: Value, lanes: Value) -> Value:
+    """Eight i32 lanes, permuted by row `bits` of a constant."""
+    order = Value(bits.k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8).to("i32")
+    return bits.k.call("llvm.x86.avx2.permd", lanes.type, lanes, order)
+
+
 def lanes_for(width: int, *counts: int) -> int:
     """The most lanes, up to `width`, of which all the counts are multiples."""
     return next(lanes for lanes in (16, 8, 4, 2, 1) if lanes <= width and not any(count % lanes for count in counts))

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtool.core.codec.entropy import native, reference
-from kvtool.core.codec.entropy.columns import Columns, address, in_order
+from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode, refine
 from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.codec.entropy.reference import Stream
 from kvtool.core.codec.entropy.symbols import to_symbols
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
 from tests.codec.entropy.streams import (
     TABLES,
     TERNARY,

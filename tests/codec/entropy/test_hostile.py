@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 
 from kvtool.core.codec.entropy import decoder, native, reference
-from kvtool.core.codec.entropy.columns import Columns, address, in_order
+from kvtool.core.codec.entropy.columns import Columns, in_order
 from kvtool.core.codec.entropy.decoder import HELD, Decoding, Scaling, decode, decode_all, refine
 from kvtool.core.codec.entropy.reference import LANES, U16, Stream
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
 from tests.codec.entropy.streams import TABLES, TERNARY, int16_job, sample, stream_of
 
 MUTATIONS = 3000

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.entropy import ir_encode, native
+from kvtool.core.codec.entropy import encode_ir, native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import decode
 from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.errors import UsageError
-from kvtool.core.native import compiling, ir
+from kvtool.core.native import compiling
+from kvtool.core.native.builder import FunctionBuilder, module
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.job import JOBS
 from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
 
 
@@ -132,16 +135,14 @@ def test_other_threads_run_while_a_kernel_does() -> None:
     assert not type(kernel)._flags_ & holds_the_lock
 
 
-def next_states(isa: ir.Isa) -> Any:
+def next_states(isa: Isa) -> Any:
     """The encoder's division over arrays: states, frequencies, cumulatives and results, each u32."""
-    body, kind = ir.Body(), ir.vector(isa.width, "i32")
-    steps = ir.Loop(body, "%number")
-    at = body(f"mul i64 {steps.index}, {isa.width}")
-    parts = [body.load("ptr", "%jobs", index) for index in range(4)]
-    loaded = [body.load(kind, part, at) for part in parts[:3]]
-    body.store(kind, ir_encode.next_state(body, isa.width, *loaded), parts[3], at)
-    steps.close()
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(*compiling.compiled(ir.module(body), isa, "run"))
+    k = FunctionBuilder("run", isa, JOBS)
+    parts = [k.args.jobs.at(index).of("i32*").load() for index in range(4)]
+    with k.loop(k.args.number) as step:
+        loaded = [part.load(step * isa.width, isa.width) for part in parts[:3]]
+        parts[3].store(encode_ir.next_state(*loaded), step * isa.width)
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(*compiling.compiled(module(k), isa, "run"))
 
     def run(states: Any, frequencies: Any, cumulative: Any) -> Any:
         results = np.empty_like(states)

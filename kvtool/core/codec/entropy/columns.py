@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.codec.entropy.ir_output import BLOCK, MOST_CONTEXT
-from kvtool.core.codec.entropy.reference import LANES, U16, U32, check_ids
+from kvtool.core.codec.entropy.reference import BLOCK, LANES, MOST_CONTEXT, U16, U32, check_ids
 from kvtool.core.codec.entropy.tables import ALPHABET, SLOTS, TableSet
+from kvtool.core.native.job import address
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +118,3 @@ def columns_of(places: npt.NDArray[np.int32]) -> npt.NDArray[np.int64]:
 def in_order(ids: U16, tables: TableSet, refines: bool = False) -> Columns:
     """Columns side by side."""
     return Columns(ids, tables, np.arange(0, len(ids), BLOCK, dtype=np.int32), refines)
-
-
-def address(array: npt.NDArray[Any]) -> int:
-    """Where an array's first number is."""
-    return int(array.__array_interface__["data"][0])

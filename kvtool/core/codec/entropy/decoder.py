@@ -14,12 +14,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.codec.entropy import ir_decode, native, reference
-from kvtool.core.codec.entropy.columns import Columns, address
-from kvtool.core.codec.entropy.ir_output import MOST_CONTEXT
-from kvtool.core.codec.entropy.reference import LANES, U16, Stream
+from kvtool.core.codec.entropy import decode_ir, native, reference
+from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.reference import LANES, MOST_CONTEXT, U16, Stream
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
 
 Form = Literal["int16", "bfloat16", "float16"]
 
@@ -96,7 +96,7 @@ class Decoding:
     @property
     def kind(self) -> str:
         """Name of the kernel that decodes them."""
-        return self.form if self.form == "int16" or self.scaling is not None else ir_decode.whole(self.form)
+        return self.form if self.form == "int16" or self.scaling is not None else decode_ir.whole(self.form)
 
 
 def decode(job: Decoding) -> None:
@@ -130,7 +130,7 @@ def refine(job: Decoding) -> None:
     """
     if job.form != "int16" or not job.columns.refines or job.marked is not None:
         raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
-    _decode(ir_decode.REFINE, [job])
+    _decode(decode_ir.REFINE, [job])
 
 
 def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
@@ -195,7 +195,7 @@ def run(kernel: native.Kernel, work: Sequence[tuple[Decoding, Sequence[int]]]) -
 def _fields(
     job: Decoding, some: Sequence[int], at: int, further: int, kept: list[npt.NDArray[Any]]
 ) -> Iterator[tuple[int, ...]]:
-    """For each stream the fields of ir_decode.FIELDS, in their order.
+    """For each stream the fields of decode_ir.DECODE, in their order.
 
     Parameters
     ----------
@@ -299,7 +299,7 @@ def _decode_in_numpy(kind: str, job: Decoding) -> None:
     ends = list(accumulate(job.marks))
     for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
         out = job.out[start : start + rows]
-        coarse = out[:, wanted].astype(np.int32) if kind == ir_decode.REFINE else None
+        coarse = out[:, wanted].astype(np.int32) if kind == decode_ir.REFINE else None
         contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
         symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
         numbers = symbols.astype(np.int32) - ZERO

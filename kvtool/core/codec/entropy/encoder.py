@@ -9,13 +9,11 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from kvtool.core.codec.entropy import ir_encode, native, reference
-from kvtool.core.codec.entropy.columns import Columns, address
-from kvtool.core.codec.entropy.ir_output import MOST_CONTEXT
-from kvtool.core.codec.entropy.jobs import Jobs
-from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE, U8, U16, U32, Stream
+from kvtool.core.codec.entropy import encode_ir, native, reference
+from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE, MOST_CONTEXT, U8, U16, U32, Stream
 from kvtool.core.codec.entropy.tables import TableSet
-from kvtool.core.native.job import scratch
+from kvtool.core.native.job import Jobs, address, scratch
 
 _SLACK = 16  # words an encoder may write behind the last: those of a register
 _MISSING = 1 << 31
@@ -77,23 +75,21 @@ def _run(kernel: native.Kernel, encodings: Sequence[Encoding]) -> list[Stream]:
     counts = np.zeros((len(encodings), 2), np.int64)
     held = [(one.columns.held, *_encoder_entries(one.columns.tables)) for one in encodings]
     at = address(counts) + np.arange(len(encodings)) * counts.strides[0]
-    jobs = Jobs(ir_encode.FIELDS, len(encodings))
+    jobs = Jobs(encode_ir.ENCODE, len(encodings))
     jobs.set(
-        {
-            "symbols": [address(one.symbols) + size for one, size in zip(encodings, sizes, strict=True)],
-            "contexts": [
-                0 if one.contexts is None else address(one.contexts) + size
-                for one, size in zip(encodings, sizes, strict=True)
-            ],
-            "bases": [of.first_entries for of, _, _ in held],
-            "entries": [place for _, _, place in held],
-            "states": address(states) + np.arange(len(encodings)) * states.strides[0],
-            "words": address(words) + np.array(starts) * words.itemsize,
-            "rows": [len(one.symbols) for one in encodings],
-            "groups": [one.columns.groups for one in encodings],
-            "written": at,
-            "missing": at + counts.itemsize,
-        }
+        symbols=[address(one.symbols) + size for one, size in zip(encodings, sizes, strict=True)],
+        contexts=[
+            0 if one.contexts is None else address(one.contexts) + size
+            for one, size in zip(encodings, sizes, strict=True)
+        ],
+        bases=[of.first_entries for of, _, _ in held],
+        entries=[place for _, _, place in held],
+        states=address(states) + np.arange(len(encodings)) * states.strides[0],
+        words=address(words) + np.array(starts) * words.itemsize,
+        rows=[len(one.symbols) for one in encodings],
+        groups=[one.columns.groups for one in encodings],
+        written=at,
+        missing=at + counts.itemsize,
     )
     jobs.run(kernel)
     if (counts[:, 1] & _MISSING).any():
@@ -117,9 +113,9 @@ def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
     entries = _entries.get(tables)
     if entries is None:
         frequencies = tables.frequencies.astype(np.uint32)
-        cumulative = tables.cumulative.astype(np.uint32) << np.uint32(ir_encode.CUMULATIVE_AT)
+        cumulative = tables.cumulative.astype(np.uint32) << np.uint32(encode_ir.CUMULATIVE_AT)
         present = np.asarray(frequencies | cumulative, np.uint32)
-        looked_up = np.where(frequencies == 0, np.uint32(ir_encode.MISSING), present).reshape(-1)
+        looked_up = np.where(frequencies == 0, np.uint32(encode_ir.MISSING), present).reshape(-1)
         entries = _entries[tables] = looked_up, address(looked_up)
     return entries
 

@@ -9,15 +9,19 @@ from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
-from kvtool.core.codec.entropy import ir_scalar
-from kvtool.core.codec.entropy.ir_decode import KINDS as DECODERS
-from kvtool.core.codec.entropy.ir_decode import decode_module
-from kvtool.core.codec.entropy.ir_encode import encode_module
-from kvtool.core.codec.entropy.ir_symbols import finer_module, stray_module, symbols_module, wider_module
+from kvtool.core.codec.entropy.decode_ir import KINDS as DECODERS
+from kvtool.core.codec.entropy.decode_ir import decode_module
+from kvtool.core.codec.entropy.encode_ir import (
+    encode_module,
+    finer_module,
+    stray_module,
+    symbols_module,
+    wider_module,
+)
 from kvtool.core.common.switches import ENTROPY_CODER, asked
 from kvtool.core.errors import UsageError
 from kvtool.core.native.compiling import compiled, runnable
-from kvtool.core.native.isa import ISAS, SCALAR, Isa
+from kvtool.core.native.isa import ISAS, Isa
 
 VARIABLE = ENTROPY_CODER
 NUMPY = "numpy"
@@ -103,10 +107,10 @@ def _text(isa: Isa, kind: str | Kind) -> str:
     if not isinstance(kind, str):
         return kind.text(isa)
     if kind in _OF_NUMBERS:
-        return _OF_NUMBERS[kind]()
+        return _OF_NUMBERS[kind](isa)
     if kind in (ENCODE, ENCODE_CONTEXTS):
         return encode_module(isa, kind == ENCODE_CONTEXTS)
-    return ir_scalar.decode_module(kind) if isa is SCALAR else decode_module(isa, kind)
+    return decode_module(isa, kind)
 
 
 @cache

@@ -23,6 +23,8 @@ from kvtool.core.errors import DamagedError
 
 LANES = 64
 LEAST_STATE = 1 << 16
+BLOCK = 32  # columns that stay together
+MOST_CONTEXT = 2  # a coarser number's size, capped
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]

@@ -8,13 +8,11 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.codec.entropy import ir_symbols, native
-from kvtool.core.codec.entropy.columns import Columns, address
-from kvtool.core.codec.entropy.ir_output import BLOCK, MOST_CONTEXT
-from kvtool.core.codec.entropy.jobs import Jobs
-from kvtool.core.codec.entropy.reference import U8
+from kvtool.core.codec.entropy import encode_ir, native
+from kvtool.core.codec.entropy.columns import Columns
+from kvtool.core.codec.entropy.reference import BLOCK, MOST_CONTEXT, U8
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
-from kvtool.core.native.job import scratch
+from kvtool.core.native.job import Job, Jobs, address, scratch
 
 I16 = npt.NDArray[np.int16]
 I32 = npt.NDArray[np.int32]
@@ -52,15 +50,13 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     counts = np.zeros(len(symbols), np.int64)
     held = [columns[number].held for number in some]
     first = np.array(starts, np.int64)[some]
-    jobs = _jobs(ir_symbols.FIELDS, numbers, columns, some)
+    jobs = _jobs(encode_ir.SYMBOLS, numbers, columns, some)
     jobs.set(
-        {
-            "low": [one.low for one in held],
-            "many": [one.many for one in held],
-            "symbols": address(symbols[0]) + first,
-            "escapes": address(counts) + counts.itemsize * np.array(some, np.int64),
-            "marked": address(marked) + marked.itemsize * first,
-        }
+        low=[one.low for one in held],
+        many=[one.many for one in held],
+        symbols=address(symbols[0]) + first,
+        escapes=address(counts) + counts.itemsize * np.array(some, np.int64),
+        marked=address(marked) + marked.itemsize * first,
     )
     jobs.run(kernel)
     return [
@@ -82,13 +78,11 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
         ]
     symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
     some = [number for number, part in enumerate(symbols) if part.size]
-    jobs = _jobs(ir_symbols.FINER, numbers, columns, some)
+    jobs = _jobs(encode_ir.FINER, numbers, columns, some)
     jobs.set(
-        {
-            "coarse": address(coarse) + coarse.strides[0] * np.array(some, np.int64),
-            "symbols": [address(symbols[number]) for number in some],
-            "contexts": [address(contexts[number]) for number in some],
-        }
+        coarse=address(coarse) + coarse.strides[0] * np.array(some, np.int64),
+        symbols=[address(symbols[number]) for number in some],
+        contexts=[address(contexts[number]) for number in some],
     )
     jobs.run(kernel)
     return list(zip(symbols, contexts, strict=True))
@@ -105,8 +99,8 @@ def wider(numbers: I16, out: I16) -> I16:
     if kernel is None or numbers.size % BLOCK or not numbers.size:
         out[...] = np.floor_divide(numbers + np.int16(1), np.int16(3))
         return out
-    jobs = Jobs(ir_symbols.WIDER, 1)
-    jobs.set({"numbers": address(numbers), "out": address(out), "blocks": numbers.size // BLOCK})
+    jobs = Jobs(encode_ir.WIDER, 1)
+    jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
     jobs.run(kernel)
     return out
 
@@ -121,16 +115,14 @@ def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
         ]
     found = np.zeros(len(numbers), np.int64)
     some = [number for number, blocks in enumerate(places) if len(blocks) and numbers.shape[1]]
-    jobs = Jobs(ir_symbols.STRAY, len(some))
+    jobs = Jobs(encode_ir.STRAY, len(some))
     jobs.set(
-        {
-            "numbers": address(numbers) + numbers.strides[0] * np.array(some, np.int64),
-            "stride": numbers.strides[1],
-            "places": [address(places[number]) for number in some],
-            "rows": numbers.shape[1],
-            "blocks": [len(places[number]) for number in some],
-            "some": address(found) + found.itemsize * np.array(some, np.int64),
-        }
+        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
+        stride=numbers.strides[1],
+        places=[address(places[number]) for number in some],
+        rows=numbers.shape[1],
+        blocks=[len(places[number]) for number in some],
+        some=address(found) + found.itemsize * np.array(some, np.int64),
     )
     jobs.run(kernel)
     return [bool(one) for one in found]
@@ -150,17 +142,15 @@ def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
     return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
 
 
-def _jobs(names: dict[str, str], numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
+def _jobs(job: Job, numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
     """Jobs of some layers, with the fields that all kernels of numbers have."""
-    jobs = Jobs(names, len(some))
+    jobs = Jobs(job, len(some))
     jobs.set(
-        {
-            "numbers": address(numbers) + numbers.strides[0] * np.array(some, np.int64),
-            "stride": numbers.strides[1],
-            "places": [columns[number].held.places for number in some],
-            "rows": numbers.shape[1],
-            "blocks": [columns[number].ids.shape[0] // BLOCK for number in some],
-        }
+        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
+        stride=numbers.strides[1],
+        places=[columns[number].held.places for number in some],
+        rows=numbers.shape[1],
+        blocks=[columns[number].ids.shape[0] // BLOCK for number in some],
     )
     return jobs
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.codec import analysis, transform
+from kvtool.core.codec import transform_kernels as products
 from kvtool.core.codec.cachegen import encode_layers, encode_nested
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
@@ -18,10 +19,9 @@ from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.raw import DTYPES
-from kvtool.core.codec.sides import products
 from kvtool.core.common.arithmetic import FEATURES
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.ir_matmul import PAIRS, Tile, panels, tile_of
+from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
 from kvtool.core.native.isa import ISAS
 from tests.codec.synthetic import KV, LAYERS, model, profile
 
@@ -224,7 +224,7 @@ def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch)
     run = products.Jobs.run
 
     def counted(self: Any, kernel: Any) -> None:
-        calls.append(len(self.fields))
+        calls.append(len(self.words))
         run(self, kernel)
 
     monkeypatch.setattr(products.Jobs, "run", counted)

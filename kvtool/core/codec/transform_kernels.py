@@ -1,4 +1,4 @@
-"""Sides of layers to whole numbers and back, as fast as this machine can: one call for all layers that are given.
+"""Transform sides of layers to whole numbers and back, as fast as this machine can: one call for all layers given.
 
 Without machine code torch does the same, up to the order of its sums.
 """
@@ -13,16 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.codec import transform_ir
 from kvtool.core.codec.entropy import native
-from kvtool.core.codec.entropy.columns import address
-from kvtool.core.codec.entropy.jobs import Jobs
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.raw import NAMES
-from kvtool.core.codec.sides import ir_errors, ir_transform
 from kvtool.core.common.arithmetic import cpu_features, is_fast
-from kvtool.core.native.ir_matmul import Tile, panels
+from kvtool.core.native.gemm import Tile, panels
 from kvtool.core.native.isa import AVX512
-from kvtool.core.native.job import scratch
+from kvtool.core.native.job import Jobs, address, scratch
 
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]
@@ -66,18 +64,18 @@ class Multiplier:
 
 def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
     """What makes numbers of sides of this dtype; None: torch does."""
-    return _multiplier(ir_transform.Forward(NAMES[dtype], ir_transform.pitch_of(layout.size)))
+    return _multiplier(transform_ir.Forward(NAMES[dtype], transform_ir.pitch_of(layout.size)))
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
     """What makes sides of this dtype of numbers, the same on every CPU; None: torch does."""
-    return _multiplier(ir_transform.Backward(NAMES[dtype], ir_transform.pitch_of(layout.padded)))
+    return _multiplier(transform_ir.Backward(NAMES[dtype], transform_ir.pitch_of(layout.padded)))
 
 
 def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
     """What makes sides of this dtype of numbers fastest here; None: torch does."""
     if multiplies_pairs(dtype):
-        return _multiplier(ir_transform.Backward(NAMES[dtype], ir_transform.pitch_of(layout.padded // 2), pairs=True))
+        return _multiplier(transform_ir.Backward(NAMES[dtype], transform_ir.pitch_of(layout.padded // 2), pairs=True))
     return None if torch_is_faster(dtype) else backward_by(layout, dtype)
 
 
@@ -97,7 +95,7 @@ def torch_is_faster(dtype: torch.dtype) -> bool:
     return native.isa() is None or (dtype != torch.float32 and is_fast(NAMES[dtype]))
 
 
-def _multiplier(kind: ir_transform.Forward | ir_transform.Backward) -> Multiplier | None:
+def _multiplier(kind: transform_ir.Forward | transform_ir.Backward) -> Multiplier | None:
     kernel, isa = native.kernel(kind), native.isa()
     return None if kernel is None or isa is None else Multiplier(kernel, kind.tile(isa))
 
@@ -165,21 +163,19 @@ def numbers_of(layout: Layout, by: Multiplier, weights: Sequence[Weights], sides
         out[:] = 0
     odd = np.zeros(len(sides.first) * groups, np.int32)
     first = sides.first[:, None] + np.arange(groups) * own * sides.head[:, None]
-    jobs = Jobs(ir_transform.FORWARD, len(odd))
+    jobs = Jobs(transform_ir.FORWARD, len(odd))
     jobs.set(
-        {
-            "source": first.reshape(-1),
-            "token": np.repeat(sides.token, groups),
-            "head": np.repeat(sides.head, groups),
-            "heads": own,
-            "dim": sides.dim,
-            "out": _groups_of(layout, out, layout.padded * out.itemsize),
-            "stride": out.strides[1],
-            "rows": out.shape[1],
-            "depth": layout.size,
-            "odd": address(odd) + np.arange(len(odd)) * odd.itemsize,
-        }
-        | _laid(weights, layout.size, layout.size, by.tile)
+        source=first.reshape(-1),
+        token=np.repeat(sides.token, groups),
+        head=np.repeat(sides.head, groups),
+        heads=own,
+        dim=sides.dim,
+        out=_groups_of(layout, out, layout.padded * out.itemsize),
+        stride=out.strides[1],
+        rows=out.shape[1],
+        depth=layout.size,
+        odd=address(odd) + np.arange(len(odd)) * odd.itemsize,
+        **_laid(weights, layout.size, layout.size, by.tile),
     )
     jobs.run(by.kernel)
     return not odd.any()
@@ -200,26 +196,24 @@ def sides_of(
     widths : of each layer, how many columns of each group are coded; the others are not looked at.
     """
     depth = np.array(widths, np.int64).reshape(-1)
-    jobs = Jobs(ir_transform.BACKWARD, len(depth))
+    jobs = Jobs(transform_ir.BACKWARD, len(depth))
     size = out.element_size()
     at = np.arange(len(widths))[:, None, None] * out.stride(0) + np.arange(SIDES)[:, None] * out.stride(1)
     jobs.set(
-        {
-            "numbers": _groups_of(layout, numbers, layout.padded * numbers.itemsize),
-            "stride": numbers.strides[1],
-            "depth": depth,
-            "out": out.data_ptr() + ((at + np.arange(layout.groups) * out.stride(3)) * size).reshape(-1),
-            "token": out.stride(2) * size,
-            "size": layout.size,
-            "rows": numbers.shape[1],
-        }
-        | _laid(weights, layout.padded, layout.size, by.tile)
+        numbers=_groups_of(layout, numbers, layout.padded * numbers.itemsize),
+        stride=numbers.strides[1],
+        depth=depth,
+        out=out.data_ptr() + ((at + np.arange(layout.groups) * out.stride(3)) * size).reshape(-1),
+        token=out.stride(2) * size,
+        size=layout.size,
+        rows=numbers.shape[1],
+        **_laid(weights, layout.padded, layout.size, by.tile),
     )
     for number in np.flatnonzero(depth == 0).tolist():
         layer, rest = divmod(number, SIDES * layout.groups)
         side, group = divmod(rest, layout.groups)
         out[layer, side, :, group] = torch.from_numpy(weights[layer].means[rest]).to(out.dtype)
-    jobs.fields = np.ascontiguousarray(jobs.fields[depth > 0])
+    jobs.keep(depth > 0)
     jobs.run(by.kernel)
 
 
@@ -237,8 +231,8 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
         "weights": addresses[:, 0],
         "means": addresses[:, 1],
         "panels": count,
-        "a": address(scratch("rows", ir_transform.MOST_ROWS * ir_transform.pitch_of(depth), np.float32)),
-        "c": address(scratch("product", ir_transform.MOST_ROWS * count * tile.columns, np.float32)),
+        "a": address(scratch("rows", transform_ir.MOST_ROWS * transform_ir.pitch_of(depth), np.float32)),
+        "c": address(scratch("product", transform_ir.MOST_ROWS * count * tile.columns, np.float32)),
     }
 
 
@@ -288,7 +282,7 @@ def _relative(sums: Sums, counts: I64) -> list[float]:
 
 
 def _squares_at(made: Places, exact: Places) -> Sums:
-    kernel = native.kernel(ir_errors.Errors(NAMES[made.dtype]))
+    kernel = native.kernel(transform_ir.Errors(NAMES[made.dtype]))
     if kernel is None:
         pairs = [
             (left.double() - right.double(), right.double()) for left, right in zip(made.held, exact.held, strict=True)
@@ -297,11 +291,11 @@ def _squares_at(made: Places, exact: Places) -> Sums:
     sums = np.zeros((len(made.first), 2))
     if not made.heads * made.dim:
         return sums
-    jobs = Jobs(ir_errors.FIELDS, len(sums))
+    jobs = Jobs(transform_ir.ERRORS, len(sums))
     for name, sides in (("made", made), ("exact", exact)):
-        jobs.set({name: sides.first, f"{name}_token": sides.token, f"{name}_head": sides.head})
+        jobs.set(**{name: sides.first, f"{name}_token": sides.token, f"{name}_head": sides.head})
     places = address(sums) + np.arange(len(sums)) * sums.strides[0]
-    jobs.set({"heads": made.heads, "dim": made.dim, "rows": made.rows, "sums": places})
-    jobs.fields = np.ascontiguousarray(jobs.fields[made.rows > 0])  # a kernel's loops run once at least
+    jobs.set(heads=made.heads, dim=made.dim, rows=made.rows, sums=places)
+    jobs.keep(made.rows > 0)  # a kernel's loops run once at least
     jobs.run(kernel)
     return sums

@@ -1,4 +1,4 @@
-"""Products of matrices: a tile of the result stays in registers while its rows and columns stream by.
+"""Matrix products (GEMM) in float32: a tile of the result stays in registers while rows and columns stream by.
 
 The order of the sums depends on nothing but the depth, so that a row comes out the same whatever rows stand beside it;
 in float32 the same bit for bit on every CPU that has fused multiply-add. One core; weights are laid out once
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.native.ir import Body, Loop, allowed, vector
+from kvtool.core.native.builder import FunctionBuilder, Value
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, Isa
 from kvtool.core.native.job import aligned
+from kvtool.core.native.simd import dot_pairs, fma
 
 F32 = npt.NDArray[np.float32]
-_OF_PAIRS, _PAIR = "llvm.x86.avx512bf16.dpbf16ps.512", "<32 x bfloat>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,9 @@ def _paired(weights: F32) -> F32:
     return np.ascontiguousarray(nearest[::2] | nearest[1::2] << 16).view(np.float32)
 
 
-def product(tile: Tile, pitch: int) -> str:
-    """A function of a module, which computes `c = a @ weights`, summed in float32:
-
-    `void @product(ptr a, ptr weights, ptr c, i64 blocks, i64 panels, i64 steps)`
+def gemm(isa: Isa, tile: Tile, pitch: int) -> FunctionBuilder:
+    """A function of a module, which computes `c = a @ weights`, summed in float32: `gemm(a, weights, c, blocks, panels,
+    steps)`.
 
     Parameters
     ----------
@@ -94,53 +93,32 @@ def product(tile: Tile, pitch: int) -> str:
     Steps are the depth, or half of it where the tile takes pairs. `a` has `blocks * tile.rows` rows, `weights` are as
     `panels` lays them out, and the rows of `c` hold `panels * tile.columns` numbers. All three counts are at least 1.
     """
-    body, floats = Body(), vector(tile.width, "float")
-    stride = body(f"mul i64 %panels, {tile.columns}")
-    across = Loop(body, "%panels")
-    size = body(f"mul i64 %depth, {tile.columns}")
-    panel = body.at("float", "%weights", body(f"mul i64 {across.index}, {size}"))
-    out = body.at("float", "%c", body(f"mul i64 {across.index}, {tile.columns}"))
-    down = Loop(body, "%blocks")
-    a = body.at("float", "%a", body(f"mul i64 {down.index}, {tile.rows * pitch}"))
-    block = body(f"mul i64 {down.index}, {body(f'mul i64 {stride}, {tile.rows}')}")
-    sums = _summed(body, tile, pitch, a, panel)
-    for row in range(tile.rows):
-        place = body.at("float", out, body(f"add i64 {block}, {body(f'mul i64 {stride}, {row}')}"))
-        for number in range(tile.vectors):
-            body.store(floats, sums[row * tile.vectors + number], place, number * tile.width)
-    down.close()
-    across.close()
-    body.do("ret void")
-    arguments = "ptr %a, ptr %weights, ptr %c, i64 %blocks, i64 %panels, i64 %depth"
-    head = f"declare {floats} @llvm.fmuladd.v{tile.width}f32({floats}, {floats}, {floats})\n"
-    if tile.pairs:
-        head = f"declare {floats} @{_OF_PAIRS}({floats}, {_PAIR}, {_PAIR})\n"
-    return f"{head}define internal void @product({arguments}) {allowed(tile.features)}{{\n{body.text()}\n}}\n"
+    arguments = "float* a, float* weights, float* c, i64 blocks, i64 panels, i64 steps"
+    k = FunctionBuilder("gemm", isa, arguments, internal=True, features=tile.features)
+    stride = k.args.panels * tile.columns
+    with k.loop(k.args.panels) as across:
+        panel = k.args.weights.at(across * (k.args.steps * tile.columns))
+        out = k.args.c.at(across * tile.columns)
+        with k.loop(k.args.blocks) as down:
+            a, block = k.args.a.at(down * (tile.rows * pitch)), down * (stride * tile.rows)
+            sums = _summed(tile, pitch, a, panel, k.args.steps)
+            for row in range(tile.rows):
+                place = out.at(block + stride * row)
+                for number in range(tile.vectors):
+                    place.store(sums[row * tile.vectors + number], number * tile.width)
+    return k
 
 
-def _summed(body: Body, tile: Tile, pitch: int, a: str, panel: str) -> list[str]:
+def _summed(tile: Tile, pitch: int, a: Value, panel: Value, steps: Value) -> list[Value]:
     """The tile's sums over the depth: one step is a column of `a` times a row of weights."""
-    floats = vector(tile.width, "float")
-    first = [(floats, "zeroinitializer")] * (tile.rows * tile.vectors)
-    deep = Loop(body, "%depth", [("ptr", panel), *first])
+    k, multiply = a.k, dot_pairs if tile.pairs else fma
+    deep = k.loop(steps, panel, *[k.zeros(tile.width)] * (tile.rows * tile.vectors))
     weights, *sums = deep.values
-    column = body.at("float", a, deep.index)
-    loaded = [body.load(floats, weights, number * tile.width) for number in range(tile.vectors)]
+    column = a.at(deep.index)
+    loaded = [weights.load(number * tile.width, tile.width) for number in range(tile.vectors)]
     for row in range(tile.rows):
-        factor = body(f"insertelement {floats} poison, float {body.load('float', column, row * pitch)}, i32 0")
-        spread = body(f"shufflevector {floats} {factor}, {floats} poison, <{tile.width} x i32> zeroinitializer")
+        factor = column.load(row * pitch).splat(tile.width)
         for number in range(tile.vectors):
             at = row * tile.vectors + number
-            sums[at] = _added(body, tile, spread, loaded[number], sums[at])
-    _, *sums = deep.close([body.at("float", weights, tile.columns), *sums])
-    return sums
-
-
-def _added(body: Body, tile: Tile, one: str, other: str, more: str) -> str:
-    """`one * other + more`, lane by lane; of pairs both products are added."""
-    floats = vector(tile.width, "float")
-    if not tile.pairs:
-        operands = ", ".join(f"{floats} {value}" for value in (one, other, more))
-        return body(f"call {floats} @llvm.fmuladd.v{tile.width}f32({operands})")
-    first, second = (body(f"bitcast {floats} {side} to {_PAIR}") for side in (one, other))
-    return body(f"call {floats} @{_OF_PAIRS}({floats} {more}, {_PAIR} {first}, {_PAIR} {second})")
+            sums[at] = multiply(factor, loaded[number], sums[at])
+    return deep.close(weights.at(tile.columns), *sums)[1:]

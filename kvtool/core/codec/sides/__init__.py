@@ -1,1 +1,0 @@
-"""Between a layer's sides (its keys, its values) and whole numbers: the transform's products, in machine code."""
