@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core import __version__
 from kvtool.core.errors import KvtoolError, KvtoolWarning
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from kvtool.core.query.reply import Reply
     from kvtool.core.upkeep.options import PruneOptions
 
-__version__ = "0.1.0"
 __all__ = [
     "Cache",
     "CompressOptions",

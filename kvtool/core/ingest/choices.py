@@ -15,14 +15,7 @@ from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM, EARLIER_SYSTEM
-from kvtool.core.session.identity import (
-    LEARNED,
-    NEIGHBOUR,
-    LeadInIds,
-    StoreIdentity,
-    check_same_model,
-    resolve_named,
-)
+from kvtool.core.session.identity import LEARNED, LeadInIds, StoreIdentity, check_same_model, resolve_named
 
 _NO_LEAD_IN = "none"
 
@@ -131,8 +124,6 @@ class Choices:
         else:
             parts = prompt_parts(self.tokenizer, system)
         fingerprint, ids = model_fingerprint(self.files, dtype, self._once), lead_in_ids(mode, self.tokenizer, parts)
-        if keeps and mode != _NO_LEAD_IN and not ids:
-            raise UsageError("there is nothing to compute chunks behind", "use --lead-in warm")
         return StoreIdentity(
             model=self.files.ref,
             fingerprint=fingerprint,
@@ -146,12 +137,17 @@ class Choices:
         )
 
     def _lead_in_of_states(self, mode: str) -> str:
-        """The lead-in of a model that keeps states: chunks are computed alone only where it is asked for one.
+        """Return the lead-in of a model that keeps states: none, or that of a store which an earlier version made.
 
         Raises
         ------
-        UsageError : a chunk's state would be of more than the chunk.
+        UsageError : another is asked for.
         """
-        if mode == NEIGHBOUR:
-            raise UsageError(f"a model that keeps a recurrent state takes no lead-in {mode}", "use --lead-in warm")
-        return mode if self._options.lead_in or self.known else _NO_LEAD_IN
+        kept = self.known.lead_in.mode if self.known else _NO_LEAD_IN
+        if self._options.lead_in is not None and mode != kept:
+            raise UsageError(
+                f"{self.files.ref} keeps a recurrent state, so no chunk is computed before a question: it takes no "
+                f"lead-in {mode}",
+                "leave --lead-in out",
+            )
+        return kept

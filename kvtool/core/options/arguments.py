@@ -69,7 +69,6 @@ class QueryArguments(TypedDict, total=False):
     shift: bool
     level: str
     keep_states: int | str
-    max_state_loss: float
     max_loss: float
     audit: float | str
     explain: bool

@@ -89,12 +89,6 @@ class StoreIdentity:
         may take it beyond what it was split by."""
         return 2 * self.split.max_tokens + 64
 
-    @property
-    def keeps_alone(self) -> bool:
-        """Whether chunks of a model that keeps states are computed alone, too (session/alone.py): asked for by a
-        lead-in."""
-        return self.keeps_states and bool(self.lead_in.ids)
-
     def check_movable(self, what: str) -> None:
         """Refuse what needs chunks that can stand anywhere. Raises UsageError."""
         if self.keeps_states:

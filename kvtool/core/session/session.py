@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
-    from kvtool.core.session.alone import AloneMaker
     from kvtool.core.session.speeds import SpeedBook
 
 _STORES_OWN = ModelOptions()
@@ -130,7 +129,6 @@ class Session:
         if identity != self.identity:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
-            self.__dict__.pop("alone", None)
         self.losses = MeasuredLosses(self.store)
         if isinstance(source := self.__dict__.get("source"), HotSource):
             source.recheck()
@@ -215,11 +213,11 @@ class Session:
         return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     @cached_property
-    def alone(self) -> AloneMaker:
-        """What computes chunks of a model that keeps states, each alone."""
-        from kvtool.core.session.alone import AloneMaker
-
-        return AloneMaker(self.identity, self.decoder)
+    def unused_states(self) -> int:
+        """How many chunks have states of their own, as an earlier kvtool computed them behind a lead-in."""
+        if not (self.identity.keeps_states and self.identity.lead_in.ids):
+            return 0
+        return sum(info.alone for info in self.store.stretches().values())
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> None:
         """Run the gate at a model's first meeting with the store, and refuse the model if it failed.
@@ -261,20 +259,6 @@ class Session:
 
             self._verdict = gate_beginning(self.store, self.decoder, self._verdict, segments, found)
             self._verdict.enforce()
-
-    def check_alone(self, segments: Sequence[Ids], found: Found) -> None:
-        """As `check_beginning`, of chunks that were computed apart. Raises GateError."""
-        from kvtool.core.session.others import gate_alone
-
-        if (verdict := gate_alone(self.store, self.alone, segments, found)) is not None:
-            verdict.enforce()
-
-    def check_apart(self) -> GateVerdict | None:
-        """What the gate finds of chunks of a model that keeps states, computed apart; measured at the first meeting.
-        None: there is no chunk to check with."""
-        from kvtool.core.session.laws import gate_apart
-
-        return gate_apart(self.store, self.decoder, self.identity)
 
     def _meet(self) -> GateVerdict | None:
         from kvtool.core.session.laws import gate_store
