@@ -33,12 +33,12 @@ from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memor
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.shapes import build_shape
 from kvtool.core.native.crew import gathered
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.bench.passes import Answerer, warm_up
 from kvtool.lab.bench.prompts import BenchPrompt
 from kvtool.lab.bench.scratch import Sizes, scratch_store
+from kvtool.lab.bench.shapes import build_shape
 
 MODE = "reuse"
 PARTS = ("products", "attention", "head", "load")

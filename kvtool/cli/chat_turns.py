@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kvtool.cli.answered import show_end, show_states
+from kvtool.cli.answered import show_end
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.json_out import error_json
 from kvtool.cli.keyboard import typed_ahead
@@ -168,7 +168,6 @@ class Chat:
             f"{reply.fusion}: first token after {reply.timing_ms['ttft']:.0f} ms; {kept}{counts['reused']:,} reused, "
             f"{computed:,} computed ({counts['recomputed']:,} of passages, {counts['fresh']:,} new)"
         )
-        show_states(self._out, {"states": reply.states})
         show_sources(self._out, reply.sources)
 
     # ---- commands ----

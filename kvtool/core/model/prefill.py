@@ -58,20 +58,12 @@ class ChunkKV:
 
 
 class LeadIn:
-    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it.
+    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it."""
 
-    Parameters
-    ----------
-    layers : learned rows in place of the ids' own, `[1, kv_heads, len(ids), head_dim]` for each layer, as attention
-        takes them.
-    """
-
-    def __init__(
-        self, decoder: Decoder, ids: Sequence[int], layers: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
         self.ids = tuple(ids)
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = layers or []
-        if self.ids and not self.layers:
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.ids:
             self.layers = [buffer.view() for buffer in decoder.prefill_stored(self.ids).buffers]
 
     def __len__(self) -> int:

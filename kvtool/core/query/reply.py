@@ -105,7 +105,6 @@ class Reply:
         and what it was searched by (query/conversation.py).
     cut : chunks that were found and left out because they help no more.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
-    states : of chunks of a model that keeps states, put together: what the mode loses (query/apart.py).
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     selector : the mode with the parameters it was asked with; not in the JSON.
     """
@@ -136,7 +135,6 @@ class Reply:
     cut: int = 0
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
-    states: dict[str, Any] = field(default_factory=dict)
     bytes_spared: int = 0
 
     @property
@@ -208,7 +206,6 @@ class Reply:
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
-            **({"states": self.states} if self.states else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
             **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
             **({"resolved": self.resolved} if self.resolved else {}),
