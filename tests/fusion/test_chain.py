@@ -21,7 +21,7 @@ from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateAndRowsLayer, StateCache, States
 from kvtool.core.records.parts import encode_part
-from kvtool.core.session.laws import check_laws
+from kvtool.core.session.gate_checks import check_laws
 from tests.codec import test_families
 from tests.families import HYBRIDS, tiny_model
 from tests.fusion.making import (

@@ -17,8 +17,7 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.stretch import Found, NewStretch, encoded
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.laws import check_laws
-from kvtool.core.session.stretch_law import check_beginning
+from kvtool.core.session.gate_checks import check_beginning, check_laws
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
 from tests.fusion.test_chain import GOES_ON, plan_of

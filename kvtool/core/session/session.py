@@ -16,7 +16,7 @@ from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
-from kvtool.core.session.gate import GateVerdict, stored_verdict
+from kvtool.core.session.gate import ConformanceResult, stored_result
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
 from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
 
@@ -34,7 +34,7 @@ _STORES_OWN = ModelOptions()
 
 
 class Session:
-    """Holds a store and what belongs to it: the model, its lead-in, codec profiles and losses, the gate's verdict, this
+    """Holds a store and what belongs to it: the model, its lead-in, codec profiles and losses, the gate's result, this
     machine's speeds, the search index and the place where KV is read. It does nothing with them.
 
     All of that is made at its first use and kept; :meth:`refresh` takes in what other writers changed. Threads may
@@ -81,7 +81,7 @@ class Session:
         self.profiles = ProfileShelf(store)
         self.losses = MeasuredLosses(store)
         self.hot: HotChunks | None = None
-        self._verdict: GateVerdict | None = None
+        self._conformance: ConformanceResult | None = None
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
             self.decoder = decoder
@@ -225,16 +225,16 @@ class Session:
         ------
         GateError : with the measured numbers.
         """
-        if self._verdict is None:
-            self._verdict = stored_verdict(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
-        if self._verdict is None:
+        if self._conformance is None:
+            self._conformance = stored_result(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
+        if self._conformance is None:
             return
-        known = {None, self.arithmetic, *self._verdict.compared}
+        known = {None, self.arithmetic, *self._conformance.compared}
         if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
-            from kvtool.core.session.others import gate_records
+            from kvtool.core.session.gate_checks import gate_records
 
-            self._verdict = gate_records(self.store, self.decoder, self.identity, self._verdict, chunk_ids)
-        self._verdict.enforce()
+            self._conformance = gate_records(self.store, self.decoder, self.identity, self._conformance, chunk_ids)
+        self._conformance.enforce()
 
     def check_beginning(self, segments: Sequence[Ids], found: Found) -> None:
         """Hold what another arithmetic has made of a prompt's beginning against what is made here, when it is first
@@ -248,14 +248,14 @@ class Session:
         ------
         GateError : with the measured numbers.
         """
-        if self._verdict is not None:
-            from kvtool.core.session.others import gate_beginning
+        if self._conformance is not None:
+            from kvtool.core.session.gate_checks import gate_beginning
 
-            self._verdict = gate_beginning(self.store, self.decoder, self._verdict, segments, found)
-            self._verdict.enforce()
+            self._conformance = gate_beginning(self.store, self.decoder, self._conformance, segments, found)
+            self._conformance.enforce()
 
-    def _meet(self) -> GateVerdict | None:
-        from kvtool.core.session.laws import gate_store
+    def _meet(self) -> ConformanceResult | None:
+        from kvtool.core.session.gate_checks import gate_store
 
         return gate_store(self.store, self.decoder, self.identity)
 
