@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion.chain import Chained, fuse_chain
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.prefix_cache import Chained, fuse_chain
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.stretch import Found
+from kvtool.core.fusion.state_checkpoint import Found, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet
-from kvtool.core.records.parts import encode_part
 
 _SPREAD = 0.02
 _VOCABULARY = 8192  # of all shapes: an LM head's time is the same in every mode

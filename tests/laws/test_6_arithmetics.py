@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from kvtool.core.cache.stretches import Place
-from kvtool.core.fusion.chain import fuse_chain
+from kvtool.core.fusion.prefix_cache import fuse_chain
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.stretch import Found, NewStretch, encoded
+from kvtool.core.fusion.state_checkpoint import Found, NewStretch, encoded
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.gate_checks import check_beginning, check_laws
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
-from tests.fusion.test_chain import GOES_ON, plan_of
+from tests.fusion.test_prefix_cache import GOES_ON, plan_of
 from tests.session.test_gate import LONG
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek-v2", "gpt-oss"]

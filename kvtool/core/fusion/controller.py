@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.fusion.cost import CACHED, PromptRows, Span
-from kvtool.core.fusion.speeds import Speeds
+from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector

@@ -190,7 +190,7 @@ class Shift:
     """Shifts the reused rows of a pass, layer by layer, once the layer's own rows are in the cache; where it is not
     `wanted`, none.
 
-    None either where rows of the prompt are missing (fusion/condense.py): what a probe changes by is then also what it
+    None either where rows of the prompt are missing (fusion/engine.py): what a probe changes by is then also what it
     no longer sees, while a row that is reused has seen the whole chunk. Moved by that it misses as much, the probes of
     the next layer change the more, and some modes end far from any answer.
 

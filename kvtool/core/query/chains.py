@@ -11,8 +11,8 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import StretchInfo, least_used
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.fusion.chain import DAMAGED, Chained, fuse_chain
-from kvtool.core.fusion.stretch import Found, encoded
+from kvtool.core.fusion.prefix_cache import DAMAGED, Chained, fuse_chain
+from kvtool.core.fusion.state_checkpoint import Found, encoded
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

@@ -25,22 +25,21 @@ from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chain import fuse_chain
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.prefix_cache import fuse_chain
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import MemorySource
-from kvtool.core.fusion.stretch import Found, ReadPart
+from kvtool.core.fusion.state_checkpoint import Found, ReadPart, encode_part
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.records.parts import encode_part
-from kvtool.core.records.reading import exact_level, read_chunk
+from kvtool.core.records.read import exact_level, read_chunk
 from kvtool.core.session.gate import ConformanceCheck, ConformanceResult, keep_result, stored_result
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.lead_in import open_lead_in

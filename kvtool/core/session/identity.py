@@ -8,6 +8,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
 from kvtool.core.cache.origin import HERE, Origin
 from kvtool.core.common.types import Ids
@@ -18,7 +19,6 @@ from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.support import ONLY_EXACTLY
-from kvtool.core.records.wanted import WantedChunk
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -62,7 +62,8 @@ class StoreIdentity:
     prefix : token ids before the first chunk of a prompt, as they were when the store was made.
     answer_header : token ids after the question.
     system : the instruction they were made from.
-    keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused (fusion/chain.py).
+    keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused
+        (fusion/prefix_cache.py).
     """
 
     model: str
@@ -80,9 +81,9 @@ class StoreIdentity:
         """Id of a chunk behind this lead-in (and `before`, its own part of it)."""
         return self._id(ids, self.lead_in.digest(before))
 
-    def wanted(self, ids: Ids, before: Ids = ()) -> WantedChunk:
+    def wanted(self, ids: Ids, before: Ids = ()) -> ChunkSpec:
         """A chunk behind this lead-in, as it is to be made."""
-        return WantedChunk(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
+        return ChunkSpec(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
     @property
     def most_tokens(self) -> int:
@@ -100,9 +101,9 @@ class StoreIdentity:
             )
 
     @property
-    def wanted_prefix(self) -> WantedChunk:
+    def wanted_prefix(self) -> ChunkSpec:
         """The prompt's beginning, as it is to be made."""
-        return WantedChunk(self.prefix_id, self.prefix, (), ids_digest([]))
+        return ChunkSpec(self.prefix_id, self.prefix, (), ids_digest([]))
 
     @property
     def prefix_id(self) -> bytes:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.learned import LearnedRows
     from kvtool.core.model.prefill import LeadIn
-    from kvtool.core.records.making import LeadIns
+    from kvtool.core.records.encode import LeadIns
 
 LEARNED = "learned"
 _FIT = "run `kvtool fit lead-in`"
@@ -88,8 +88,7 @@ def open_lead_ins(store: Store, decoder: Decoder, identity: StoreIdentity) -> Le
     """The lead-in, and the other one that the sensitivity of chunks is measured against; raises what `open_lead_in`
     does."""
     from kvtool.core.model.prompt import PromptParts
-    from kvtool.core.records.making import LeadIns
-    from kvtool.core.records.sensitivity import other_lead_in
+    from kvtool.core.records.encode import LeadIns, other_lead_in
 
     wanted, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
     own = open_lead_in(store, decoder, wanted)

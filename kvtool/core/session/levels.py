@@ -105,7 +105,7 @@ def _least_lossy(levels: Sequence[str], losses: Mapping[str, float]) -> list[str
     return sorted([*finest, *sparse], key=lambda level: losses.get(level, unknown.get(level, math.inf)))
 
 
-class ProfileShelf:
+class ProfileCache:
     """A store's codec profiles by digest; each is read and checked once."""
 
     def __init__(self, store: Store) -> None:

@@ -11,20 +11,20 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.arithmetic import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
-from kvtool.core.fusion.hot import HotChunks, HotSource, held_on
+from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.session.gate import ConformanceResult, stored_result
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
-from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
+from kvtool.core.session.levels import MeasuredLosses, ProfileCache
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
-    from kvtool.core.fusion.stretch import Found
+    from kvtool.core.fusion.state_checkpoint import Found
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
@@ -78,9 +78,9 @@ class Session:
         self.lock = threading.RLock()
         self.timeline: Timeline | None = None
         self.say: Callable[[str], None] = lambda text: None
-        self.profiles = ProfileShelf(store)
+        self.profiles = ProfileCache(store)
         self.losses = MeasuredLosses(store)
-        self.hot: HotChunks | None = None
+        self.hot: RecentChunks | None = None
         self._conformance: ConformanceResult | None = None
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
@@ -124,7 +124,7 @@ class Session:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
         self.losses = MeasuredLosses(self.store)
-        if isinstance(source := self.__dict__.get("source"), HotSource):
+        if isinstance(source := self.__dict__.get("source"), ChunkCache):
             source.recheck()
         self._revision = revision
 
@@ -280,10 +280,10 @@ class Session:
 
     def keep_hot(self, limit: int) -> None:
         """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
-        self.source = HotSource(self.source, limit, self.store.record_mark, held_on(self.decoder))
-        self.hot = HotChunks(limit)
+        self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
+        self.hot = RecentChunks(limit)
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of a segment's KV is held in memory."""
         source = self.__dict__.get("source")  # one that is not there yet holds nothing, and would load the model
-        return isinstance(source, HotSource) and source.holds(segment, self.layers)
+        return isinstance(source, ChunkCache) and source.holds(segment, self.layers)

@@ -14,16 +14,15 @@ import torch
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.condense import with_rows
-from kvtool.core.fusion.hot import held_on
+from kvtool.core.fusion.chunk_cache import held_on
+from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource
-from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, with_rows
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.between import step_aside, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -90,7 +89,7 @@ class SpeedBook:
         samples = find_samples(self._store, self._decoder.stored_layers, stored, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
-        source = StoreSource(self._store, self._decoder, ProfileShelf(self._store))
+        source = StoreSource(self._store, self._decoder, ProfileCache(self._store))
         for level in levels:
             speed = (
                 measure_memory(self._decoder)
@@ -266,7 +265,7 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
-    """Time the loading of chunks that are held decoded, as `HotSource` holds them."""
+    """Time the loading of chunks that are held decoded, as `ChunkCache` holds them."""
     there = held_on(decoder)
     chunks = {bytes([number]): _of_ones(decoder, there) for number in range(_WANTED)}
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]

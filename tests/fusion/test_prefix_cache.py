@@ -11,16 +11,15 @@ import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.errors import DamagedError, ModelError
-from kvtool.core.fusion.chain import Chained, fuse_chain, kept_ends
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.prefix_cache import Chained, fuse_chain, kept_ends
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.stretch import Found
+from kvtool.core.fusion.state_checkpoint import Found, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateAndRowsLayer, StateCache, States
-from kvtool.core.records.parts import encode_part
 from kvtool.core.session.gate_checks import check_laws
 from tests.codec import test_families
 from tests.families import HYBRIDS, tiny_model

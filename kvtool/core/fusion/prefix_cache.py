@@ -18,10 +18,10 @@ from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts
 from kvtool.core.fusion.plan import Plan, Segment
-from kvtool.core.fusion.reach import Reach
+from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
-from kvtool.core.fusion.stretch import KEYS, VALUES, Found, Loading, NewStretch, Parts, ReadPart, kept_size
+from kvtool.core.fusion.state_checkpoint import KEYS, VALUES, Found, Loading, NewStretch, Parts, ReadPart, kept_size
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
@@ -221,7 +221,7 @@ def _fused(
         tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers), standing),
         timing=FuseTiming(took[0], 0.0, 0.0, 0.0, 0.0, 0.0, took[1], 0.0),
         bytes_read=bytes_read,
-        reach=Reach.whole(plan, len(decoder.layers)),
+        read_set=ReadSet.whole(plan, len(decoder.layers)),
         recomputed=none,
         reasons=selector.reasons(plan, none),
         shifted=Shifted(none, ()),

@@ -5,7 +5,7 @@ worth is the most that any head gives it while doing so, the mean over the layer
 each head apart).
 
 Other rules lose more (kvtool/docs/codec.md): the attention that a chunk's own later rows give (H2O, arXiv 2306.14048)
-loses more than rows drawn by lot; times the sensitivity (records/sensitivity.py) it is better on one model and much
+loses more than rows drawn by lot; times the sensitivity (records/encode.py) it is better on one model and much
 worse on another.
 """
 

@@ -6,23 +6,28 @@ is computed in here; a state is brought to what the layer's own forward makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.codec.raw import DTYPES, NAMES
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateCache, StateLayer, States
-from kvtool.core.records.parts import decode_part, encode_part
-from kvtool.core.records.within import check_within
+from kvtool.core.records.encode import check_float16_range
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
 Parts = dict[Place, dict[str, torch.Tensor]]
 KEYS, VALUES = "keys", "values"
+_ALIGN = 64
+_LENGTH = 4
+_MOST_SIZES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +98,7 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
     """
     for place, tensors in parts.items():
         stored = {name: one.to(kept) for name, one in tensors.items()} if place[0] == "rows" else tensors
-        check_within(stored.values())
+        check_float16_range(stored.values())
         yield place, encode_part(stored)
 
 
@@ -166,3 +171,53 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int)
             raise DamagedError("a state whose numbers are not finite")
         states[key] = tensors[name].to(decoder.device, kind)
     return states
+
+
+# ---- bytes of a part ---------------------------------------------------------------------------------------------
+#
+# 4 bytes     length of the line, little-endian
+# line        JSON: [[name, dtype, [sizes]], …], padded with spaces to a multiple of 64 less 4 bytes
+# numbers     of each tensor in C order, each padded to a multiple of 64 bytes
+
+
+def encode_part(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Make the payload of a part."""
+    line = json.dumps([[name, NAMES[one.dtype], list(one.shape)] for name, one in tensors.items()]).encode()
+    line += b" " * (-(len(line) + _LENGTH) % _ALIGN)
+    return b"".join([len(line).to_bytes(_LENGTH, "little"), line, *(_numbers(one) for one in tensors.values())])
+
+
+def _numbers(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return data + b"\0" * (-len(data) % _ALIGN)
+
+
+def decode_part(payload: memoryview) -> dict[str, torch.Tensor]:
+    """Make the tensors of a payload: views into its memory.
+
+    Raises
+    ------
+    DamagedError : it holds something else than it says.
+    """
+    try:
+        stop = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
+        return dict(_tensors(json.loads(bytes(payload[_LENGTH:stop])), payload, stop))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"a part of a stretch cannot be read: {type(error).__name__}") from error
+
+
+def _tensors(
+    rows: Sequence[tuple[str, str, list[int]]], payload: memoryview, start: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, kind, sizes in rows:
+        dtype = DTYPES[kind]
+        if len(sizes) > _MOST_SIZES or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError("no sizes")
+        stop = start + math.prod(sizes) * dtype.itemsize
+        if stop > payload.nbytes:
+            raise ValueError("truncated")
+        flat = torch.frombuffer(payload[start:stop], dtype=dtype) if stop > start else torch.empty(0, dtype=dtype)
+        yield str(name), flat.view(sizes)
+        start = stop + -stop % _ALIGN
+    if start != payload.nbytes:
+        raise ValueError("another length than it says")
