@@ -11,7 +11,6 @@ from kvtool.core.errors import KvtoolError, KvtoolWarning
 if TYPE_CHECKING:
     from kvtool.core.api import Cache, open
     from kvtool.core.compress.options import CompressOptions
-    from kvtool.core.fit.options import FitOptions
     from kvtool.core.ingest.options import IngestOptions
     from kvtool.core.model.options import ModelOptions
     from kvtool.core.query.options import QueryOptions
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Cache",
     "CompressOptions",
-    "FitOptions",
     "IngestOptions",
     "KvtoolError",
     "KvtoolWarning",
@@ -39,7 +37,6 @@ _WHERE = {
     "QueryOptions": "query.options",
     "IngestOptions": "ingest.options",
     "CompressOptions": "compress.options",
-    "FitOptions": "fit.options",
     "ModelOptions": "model.options",
     "PruneOptions": "upkeep.options",
 }

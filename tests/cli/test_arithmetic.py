@@ -221,13 +221,13 @@ def test_a_shared_store_is_asked_at_this_machines_speed(
     tier = f"file://{tmp_path}/tier"
     kvtool("store", "push", tier, "--store", elsewhere).fine()
     seen: list[tuple[torch.dtype, ...]] = []
-    attend = attention.attend_rows
+    attend = attention.attend
 
     def watched(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *more: Any) -> torch.Tensor:
         seen.append((query.dtype, key.dtype, value.dtype))
         return attend(query, key, value, *more)
 
-    monkeypatch.setattr(attention, "attend_rows", watched)
+    monkeypatch.setattr(attention, "attend", watched)
     found = kvtool("query", QUESTION, "--store", tier, "--fusion", "reuse", "--json", *SHORT).fine().json
     assert found["resolved"] | {"dtype": "float32", "store_dtype": "bfloat16"} == found["resolved"]
     assert {chunk["status"] for chunk in found["chunks"]} <= {"hit", "exact"}

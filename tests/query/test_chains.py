@@ -133,7 +133,7 @@ def test_what_else_is_refused(store: Path, tmp_path: Path) -> None:
     batch.write_text('{"question": "Who?", "answers": ["He"]}', "utf-8")
     kvtool("inspect", "quality", "--batch", batch, "--store", store).failed(2, "recurrent state", "that would need")
     kvtool("query", FIRST, "--store", store, "--defer").failed(2, "--defer")
-    for words in (("compress",), ("fit", "lead-in"), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
+    for words in (("compress",), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
         kvtool(*words, "--store", store).failed(2, "recurrent state", "that would need", "--fusion prefix")
 
 

@@ -136,13 +136,8 @@ class Writer:
         self._commit([profile_row(digest, data), meta_row(keys.CODEC_KEY, state)])
 
     def add_profile(self, digest: bytes, data: bytes) -> None:
-        """Keep a codec profile or a learned lead-in that records may name, without making it the current one."""
+        """Keep a codec profile that records may name, without making it the current one."""
         self._commit([profile_row(digest, data)])
-
-    def put_learned(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
-        """Keep a learned lead-in as the one that the next ingest may use, in one transaction. Older ones stay: chunks
-        may stand behind them."""
-        self._commit([profile_row(digest, data), meta_row(keys.LEAD_IN_KEY, state)])
 
     def set_budget(self, size: int | None) -> None:
         """Keep a size budget in the store; None: lift it."""
@@ -161,10 +156,6 @@ class Writer:
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
         """Replace what eviction never touches."""
         self._commit([meta_row(keys.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
-
-    def set_lead_in_state(self, state: dict[str, Any]) -> None:
-        """Replace what is known of the learned lead-in."""
-        self._commit([meta_row(keys.LEAD_IN_KEY, state)])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the codec levels."""
@@ -359,8 +350,8 @@ class Writer:
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
-        """Drop codec profiles or learned lead-ins; where a `state` is given, it is what is known of the codec levels
-        from then on, in the same transaction. Returns how many were there."""
+        """Drop codec profiles; where a `state` is given, it is what is known of the codec levels from then on, in the
+        same transaction. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             doomed = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if doomed:

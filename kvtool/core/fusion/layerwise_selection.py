@@ -21,7 +21,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling, Selector
 from kvtool.core.fusion.shift import Shift
 from kvtool.core.kernels.attention.eager import mean_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.between import for_this_pass
 from kvtool.core.model.modules import CACHES
@@ -193,7 +193,7 @@ class _Watch:
         """Over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
         if layer not in self._layers:
             return

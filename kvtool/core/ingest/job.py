@@ -28,7 +28,7 @@ from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
-from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.core.session.identity import lead_ins_of
 from kvtool.core.session.levels import MeasuredLosses
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ class _Job:
         decoder, level = session.decoder, self.options.level
         profile = session.profiles.current() if level_of(level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
-            lead_ins = open_lead_ins(store, decoder, session.identity)
+            lead_ins = lead_ins_of(session.identity, decoder)
         return ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
 
     def _far_storer(self, store: Store, writer: Writer) -> Storer:

@@ -107,15 +107,6 @@ class CompressArguments(TypedDict, total=False):
     ray_workers: int
 
 
-class FitArguments(TypedDict, total=False):
-    """See `FitOptions`."""
-
-    rounds: int
-    rate: float
-    source: str | Path | None
-    lock_wait: float | str
-
-
 class PushArguments(TypedDict, total=False):
     """See `PushOptions`."""
 

@@ -19,7 +19,7 @@ from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
-from kvtool.core.query.explain import explain
+from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.finding import reply_chunk
 from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
@@ -292,6 +292,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
         explained=explain(fused, session.tokenizer) if options.explain else [],
+        backends=explain_attention(session.decoder, fused) if options.explain else [],
         again=with_changes(session.store, begun.again),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,

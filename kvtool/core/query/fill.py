@@ -14,8 +14,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, PrefillStopped, prefill_chunks
 from kvtool.core.records.encode import LeadIns, make
 from kvtool.core.records.read import read_chunk
-from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
-from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.session.session import Session
@@ -57,7 +56,7 @@ def _store(session: Session, wanted: Sequence[ChunkSpec]) -> int:
                 if chunk.chunk_id == identity.prefix_id:
                     lead_ins = LeadIns.nothing(decoder)
                 else:
-                    lead_ins = of_chunks = of_chunks or open_lead_ins(store, decoder, identity)
+                    lead_ins = of_chunks = of_chunks or lead_ins_of(identity, decoder)
                 (made,) = make(decoder, lead_ins, [chunk])
                 writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
     except KvtoolError as error:
@@ -99,10 +98,6 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
     Returns
     -------
     None : it needs the chunk before it, or `going` said to stop.
-
-    Raises
-    ------
-    DamagedError : the learned lead-in is damaged or lost.
     """
     if not stands_alone(segment, session.identity):
         return None

@@ -42,7 +42,6 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.records.read import exact_level, read_chunk
 from kvtool.core.session.gate import ConformanceCheck, ConformanceResult, keep_result, stored_result
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.lead_in import open_lead_in
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -266,7 +265,7 @@ def gate_records(
 
     def check(made: Arithmetic, allowed: float) -> Compared | None:
         chunks = [*islice(_chunks_of(store, identity, made, chunk_ids, decoder.stored_layers), MAX_CHUNKS)]
-        return _check_records(store, decoder, identity, made, chunks, allowed) if chunks else None
+        return _check_records(decoder, identity, made, chunks, allowed) if chunks else None
 
     return _with_others(store, decoder, result, store.arithmetics(chunk_ids), check)
 
@@ -321,17 +320,13 @@ def _chunks_of(
 
 
 def _check_records(
-    store: Store, decoder: Decoder, identity: StoreIdentity, made: Arithmetic, chunks: Sequence[Chunk], allowed: float
+    decoder: Decoder, identity: StoreIdentity, made: Arithmetic, chunks: Sequence[Chunk], allowed: float
 ) -> Compared:
     """Hold records that were made in `made` against what this decoder makes of the same chunks.
 
     The prompt is the chunks, none of them recomputed, and the model copies their beginnings.
-
-    Raises
-    ------
-    DamagedError, ModelError : the lead-in cannot be had.
     """
-    lead_in = open_lead_in(store, decoder, identity.lead_in)
+    lead_in = LeadIn(decoder, identity.lead_in.ids)
     own = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
     ids, theirs = zip(*chunks, strict=True)
     reference, other = (_copied_from(decoder, identity.prefix, ids, kvs) for kvs in (own, theirs))

@@ -17,7 +17,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.session.gate import ConformanceResult, stored_result
-from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
+from kvtool.core.session.identity import LEARNED, StoreIdentity, model_files, store_identity
 from kvtool.core.session.levels import MeasuredLosses, ProfileCache
 
 if TYPE_CHECKING:
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from kvtool.core.session.speeds import SpeedBook
 
 _STORES_OWN = ModelOptions()
+_OLD_LEAD_IN = (
+    "the store's chunks were computed behind a learned lead-in, which kvtool no longer makes; they are used as stored",
+    "the next `kvtool ingest` of their documents computes them behind the warm lead-in",
+)
 
 
 class Session:
@@ -85,6 +89,8 @@ class Session:
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
             self.decoder = decoder
+        if self.identity.lead_in.mode == LEARNED:
+            self.warn_once(*_OLD_LEAD_IN)
 
     @classmethod
     def open(
@@ -201,10 +207,10 @@ class Session:
 
     @cached_property
     def lead_in(self) -> LeadIn:
-        """What chunks are prefilled behind. Raises DamagedError where its learned rows are damaged or lost."""
-        from kvtool.core.session.lead_in import open_lead_in
+        """What chunks are prefilled behind."""
+        from kvtool.core.model.prefill import LeadIn
 
-        return open_lead_in(self.store, self.decoder, self.identity.lead_in)
+        return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     @cached_property
     def unused_states(self) -> int:
