@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtool.core.fusion import loader, staging
+from kvtool.core.fusion import cuda_placing, loader
 from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.cuda_placing import CudaPlacing, PinnedBuffer
 from kvtool.core.fusion.placing import Turning
@@ -92,13 +92,13 @@ def test_records_held_are_read_from_where_they_are(
 
 def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     crossed: list[int] = []
-    cross = PinnedBuffer.cross
+    cross = PinnedBuffer.upload
 
     def counted(self: PinnedBuffer, targets: list[torch.Tensor]) -> None:
         crossed.append(sum(map(len, targets)))
         cross(self, targets)
 
-    monkeypatch.setattr(PinnedBuffer, "cross", counted)
+    monkeypatch.setattr(PinnedBuffer, "upload", counted)
     own = on_gpu("llama")
     hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
     plan = own.plan(lead_in=BOS)
@@ -198,7 +198,7 @@ def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
     assert memory.find(torch.zeros(3).data_ptr()) is None
     assert not any(address % 64 for address in addresses)
     targets = memory.targets(torch.device("cpu"))
-    memory.cross(targets)
+    memory.upload(targets)
     assert [len(target) for target in targets] == [896, 3000, 64]
     assert targets[1].unique().tolist() == [3]
     assert targets[0][192:892].unique().tolist() == [2]
@@ -212,8 +212,8 @@ def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
 
 
 def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_MOST", 5000)
-    monkeypatch.setattr(staging, "_LEAST", 64)
+    monkeypatch.setattr(cuda_placing, "_MOST", 5000)
+    monkeypatch.setattr(cuda_placing, "_LEAST", 64)
     own = on_gpu("llama")
     wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
     fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))
