@@ -9,8 +9,8 @@ import warnings
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.flash.kernel import KV, Kernel, kernel, takes
-from kvtool.core.kernels.attention.flash.tiling import KEYS, Tiling
+from kvtool.core.kernels.attention.flash_kernel import KV, Kernel, kernel, takes
+from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.kernels.isa import isa_here
