@@ -11,8 +11,8 @@ from functools import cache
 
 import torch
 
-from kvtool.core.kernels.attention.flash.ir import JOB, attention_module
-from kvtool.core.kernels.attention.flash.tiling import Scratch, Tiling
+from kvtool.core.kernels.attention.flash_ir import JOB, attention_module
+from kvtool.core.kernels.attention.flash_tile_ir import Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.compiling import compiled
 from kvtool.core.native.job import LINE, scratch
