@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
 from kvtool.core.kernels.linear.onednn_few_rows import Panels
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder

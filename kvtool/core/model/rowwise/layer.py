@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import LaidOut
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import cache_name
