@@ -1,4 +1,4 @@
-"""Chunks that several questions use are read and decoded once: a bounded memory of what was loaded."""
+"""Cache decoded chunks in memory, so that chunks of several questions are read once; the least recently used go first."""
 
 from __future__ import annotations
 
