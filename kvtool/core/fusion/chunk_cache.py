@@ -1,4 +1,4 @@
-"""Cache decoded chunks in memory, so that chunks of several questions are read once; the least recently used go first."""
+"""Cache decoded chunks in memory, so that what several questions use is read once; least recently used goes first."""
 
 from __future__ import annotations
 
