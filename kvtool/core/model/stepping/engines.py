@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from kvtool.core.common.switches import STEPPER, asked
-from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine
+from kvtool.core.model.trial import UnsupportedArchitecture
 from kvtool.core.native.compiling import runnable
 from kvtool.core.native.team import openmp
 
@@ -64,5 +64,5 @@ def _made(decoder: Decoder) -> Engine | str:
         return "torch's threads are out of reach here"
     try:
         return Engine(decoder, isas[0])
-    except (Unfit, AttributeError, ValueError, RuntimeError) as error:  # a module that is not what it seems
+    except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
         return str(error)
