@@ -17,10 +17,10 @@ from kvtool.core.kernels.linear.ir_share import share
 from kvtool.core.kernels.linear.ir_unpack import unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, Matrix
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.compiling import Function, compiled, runnable
 from kvtool.core.native.isa import AVX512_BF16, ISAS
 from kvtool.core.native.job import LINE, scratch
-from kvtool.core.native.team import run_in_team
+from kvtool.core.native.threads import launch
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
@@ -84,7 +84,7 @@ def multiply_few(
     return out
 
 
-def _multiply_block(function: int, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+def _multiply_block(function: Function, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
     """As many rows of X as stay in a core's own cache."""
     threads = torch.get_num_threads()
     share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
@@ -96,7 +96,7 @@ def _multiply_block(function: int, matrix: Matrix, x: torch.Tensor, out: torch.T
         **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
         **{"bias": bias.data_ptr(), "scratch": unpacked.ctypes.data, "scratch_bytes": size},
     )
-    run_in_team(function, ctypes.addressof(job), threads)
+    launch(function, ctypes.addressof(job), threads)
 
 
 def _parts(matrix: Matrix) -> dict[str, int]:
@@ -115,8 +115,8 @@ def least_few(matrix: Matrix, dtype: torch.dtype, isa: str | None = None) -> int
 
 
 @cache
-def _few(kind: str, element: str, name: str) -> int:
-    """The address of a kind's function, compiled at its first use."""
+def _few(kind: str, element: str, name: str) -> Function:
+    """A kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
     functions = [few(isa, kind, element)]
     if not LAYOUTS[kind].dense:
@@ -151,15 +151,15 @@ def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: s
     return rows
 
 
-def _run(function: int, matrix: Matrix, x: int, out: int, first: int, last: int) -> None:
+def _run(function: Function, matrix: Matrix, x: int, out: int, first: int, last: int) -> None:
     threads = torch.get_num_threads()
     share = max(1, -(-(last - first) // (_SHARES * threads)))
     taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
     job = ir_share.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
-    run_in_team(function, ctypes.addressof(job), threads)
+    launch(function, ctypes.addressof(job), threads)
 
 
-def _functions(kind: str, isa: str | None) -> dict[str, int]:
+def _functions(kind: str, isa: str | None) -> dict[str, Function]:
     name = isa or best_isa()
     if name is None:
         raise RuntimeError("there is no machine code here")
@@ -168,12 +168,12 @@ def _functions(kind: str, isa: str | None) -> dict[str, int]:
 
 
 @cache
-def _compiled(kind: str, name: str) -> dict[str, int]:
-    """Addresses of a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
+def _compiled(kind: str, name: str) -> dict[str, Function]:
+    """A kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
     isa = ISAS[name]
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)
     shares = [share(function) for function in functions.values()]
-    addresses = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
-    return dict(zip(functions, addresses, strict=True))
+    found = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
+    return dict(zip(functions, found, strict=True))
