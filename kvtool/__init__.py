@@ -5,23 +5,21 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core import __version__
 from kvtool.core.errors import KvtoolError, KvtoolWarning
 
 if TYPE_CHECKING:
     from kvtool.core.api import Cache, open
     from kvtool.core.compress.options import CompressOptions
-    from kvtool.core.fit.options import FitOptions
     from kvtool.core.ingest.options import IngestOptions
     from kvtool.core.model.options import ModelOptions
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply
     from kvtool.core.upkeep.options import PruneOptions
 
-__version__ = "0.1.0"
 __all__ = [
     "Cache",
     "CompressOptions",
-    "FitOptions",
     "IngestOptions",
     "KvtoolError",
     "KvtoolWarning",
@@ -39,7 +37,6 @@ _WHERE = {
     "QueryOptions": "query.options",
     "IngestOptions": "ingest.options",
     "CompressOptions": "compress.options",
-    "FitOptions": "fit.options",
     "ModelOptions": "model.options",
     "PruneOptions": "upkeep.options",
 }

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvtool.core.kernels.attention.cuda_rows import CHOICE
-from kvtool.core.kernels.attention.dispatch import KERNELS, kernel_here, tiling_here
-from kvtool.core.kernels.attention.packed_chunks import SideBySide
-from kvtool.core.kernels.attention.params import Scoring
-from kvtool.core.model.attention import Rows
+from kvtool.core.common.switches import ATTENTION
+from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
+from kvtool.core.kernels.attention.flash_cpu import tiling_here
+from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams
+from kvtool.core.model.attention import PackedChunks, Rows
 
 HEADS = {
     "smollm2-135m": (9, 3, 64),
@@ -50,7 +50,7 @@ def cases(heads: tuple[int, int, int], keys: int, share: float, dtype: torch.dty
         return torch.randn((1, tokens, count, head_dim), generator=draw).to(dtype).transpose(1, 2)
 
     key, value = (random(keys, kv_heads).contiguous() for _ in range(2))
-    scoring = Scoring(head_dim**-0.5)
+    scoring = AttentionParams(head_dim**-0.5)
     scattered = torch.randperm(keys, generator=draw)[: max(2, int(share * keys))].sort().values
     for name, at in (
         ("dense", torch.arange(keys)),
@@ -67,7 +67,7 @@ def cases(heads: tuple[int, int, int], keys: int, share: float, dtype: torch.dty
     count = max(1, keys // CHUNK)
     lead_in = [(random(LEAD_IN, kv_heads).contiguous(), random(LEAD_IN, kv_heads).contiguous())]
     packed = [random(count * CHUNK, number) for number in (query_heads, kv_heads, kv_heads)]
-    chunks = SideBySide.of([CHUNK] * count, lead_in)
+    chunks = PackedChunks.of([CHUNK] * count, lead_in)
     seen = count * (CHUNK * LEAD_IN + CHUNK * (CHUNK + 1) // 2)
     yield Case("chunks", 4 * query_heads * head_dim * seen, lambda: chunks.attend(0, *packed, scoring))
 
@@ -88,7 +88,7 @@ def forced(kernel: str, run: Callable[[], torch.Tensor]) -> Callable[[], torch.T
     """The same computation in a kernel of one's choice."""
 
     def call() -> torch.Tensor:
-        os.environ[CHOICE] = kernel
+        os.environ[ATTENTION] = kernel
         return run()
 
     return call
@@ -110,14 +110,14 @@ def main(given: argparse.Namespace) -> None:
     torch.set_num_threads(given.threads)
     clock = time.thread_time if given.threads == 1 else time.perf_counter
     dtype = getattr(torch, given.dtype)
-    kernels = [kernel for kernel in KERNELS if kernel != "own" or tiling_here(dtype) is not None]
+    kernels = [one.name for one in BACKENDS[1:] if one.name != "flash" or tiling_here(dtype) is not None]
     seconds = least({"product": product(dtype)}, 8, clock)["product"]
     limit = 2 * PRODUCT[0] * PRODUCT[1] * PRODUCT[2] / seconds
     unit = "of processor time" if given.threads == 1 else "of wall time"
     print(
         f"{given.dtype}, {given.threads} threads, torch {torch.__version__} with "
         f"{torch.backends.cpu.get_cpu_capability()}; plain product {limit / 1e9:.0f} GFLOP/s {unit}; taken here: "
-        f"{kernel_here(dtype)}"
+        f"{explain(AttentionCall('cpu', dtype)).serves.name}"
     )
     print(f"{'heads':>14} {'tokens':>7} {'what':>9} " + " ".join(f"{kernel:>10} {'of it':>5}" for kernel in kernels))
     for name in given.heads.split(","):

@@ -22,7 +22,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from kvtool.core.corpus.split import SplitSettings  # noqa: E402
 from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402
@@ -30,12 +29,10 @@ from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
 from kvtool.core.model.load import quiet  # noqa: E402
 from kvtool.core.model.text import text_part  # noqa: E402
-from kvtool.core.session.apart_law import check_apart  # noqa: E402
-from kvtool.core.session.identity import LeadInIds, StoreIdentity  # noqa: E402
-from kvtool.core.session.laws import TOLERANCE, check_laws  # noqa: E402
+from kvtool.core.session.laws import check_laws  # noqa: E402
 from samples.layer_bytes import kept, prompt, read  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
-from tests.fusion.making import CHUNKS, PREFIX, QUESTION, decoder_of  # noqa: E402
+from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
 from tests.model.gguf_models import IN_GGUF  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
@@ -52,7 +49,6 @@ NAMED = {  # of the families, in README.md
 _LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
 PROMPT, CHUNK = 4096, 512  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
-APART = "`full`, `prefix`; approximate `reuse`, `epic`"
 _HEAD = (
     "# Model families\n\n"
     "Which models kvtool takes is decided by what their configuration and their layers say, not by their names: a "
@@ -70,8 +66,6 @@ _HEAD = (
     "others with the modes that differ in what they do.\n"
     "- **GGUF** is the architecture under which files of the family are read, with packed weights and all that "
     "their metadata say of layers and positions; –: `transformers` does not read them, and kvtool refuses.\n"
-    "- *Approximate* modes of a model with recurrent layers are off unless asked for by name, after `ingest --lead-in "
-    "warm`: [concepts](concepts.md#models-with-recurrent-layers).\n"
 )
 _ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
 _TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
@@ -159,13 +153,8 @@ def rows() -> Iterator[str]:
 
 
 def exactly(decoder: Decoder) -> str:
-    """The modes of a model that keeps states, as far as the gate finds that it goes on from a state, and that one
-    follows from the one before."""
-    if not check_laws(decoder, "", PREFIX, CHUNKS).passed:
-        return FULL_ALONE
-    lead_in, split = LeadInIds("prefix", PREFIX), SplitSettings()
-    identity = StoreIdentity("tiny", "", "float32", PREFIX, (), lead_in, split, keeps_states=True)
-    return APART if check_apart(identity, decoder, CHUNKS, QUESTION, TOLERANCE[decoder.dtype]).passed else EXACT
+    """The modes of a model that keeps states, as far as the gate finds that it goes on from a state."""
+    return EXACT if check_laws(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
 
 
 def row(name: str) -> str:
@@ -179,7 +168,7 @@ def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> s
         config=type(config).__name__,
         layers=layers_of(decoder),
         kv=kept(decoder),
-        reuse=_read(decoder, Reuse()) if "reuse" in modes or modes == ALL else "–",
+        reuse=_read(decoder, Reuse()) if modes == ALL else "–",
         union=_read(decoder, Union(0.15)) if modes == ALL else "–",
         modes=modes,
         tested=tested,

@@ -28,17 +28,17 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import StoreSource
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.shapes import build_shape
 from kvtool.core.native.threads import use_pool
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.bench.passes import Answerer, warm_up
 from kvtool.lab.bench.prompts import BenchPrompt
 from kvtool.lab.bench.scratch import Sizes, scratch_store
+from kvtool.lab.bench.shapes import build_shape
 
 MODE = "reuse"
 PARTS = ("products", "attention", "head", "load")
@@ -87,7 +87,7 @@ def parts_of(decoder: Decoder, prompt: BenchPrompt, source: StoreSource, plan: P
 
     def attend() -> None:
         for number, buffer in enumerate(cache.buffers):
-            rows.attend(number, query, *buffer.view(), Scoring(query.shape[-1] ** -0.5))
+            rows.attend(number, query, *buffer.view(), AttentionParams(query.shape[-1] ** -0.5))
 
     return {
         "products": lambda: [multiply(x) for multiply, x in products],

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.latent import Latents
-from kvtool.core.model.shapes import shape_config
+from kvtool.lab.bench.shapes import shape_config
 
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}
 
@@ -35,7 +35,7 @@ def ways(latents: Latents, rows: Rows, keys: int, dtype: torch.dtype) -> dict[st
     draw = torch.Generator().manual_seed(0)
     joint = torch.randn((1, 1, keys, latents.rank + latents.rotary), generator=draw).to(dtype)
     query = torch.randn((1, latents.heads, len(rows), latents.plain + latents.rotary), generator=draw).to(dtype)
-    scoring = Scoring(query.shape[-1] ** -0.5)
+    scoring = AttentionParams(query.shape[-1] ** -0.5)
 
     def absorbed() -> torch.Tensor:
         mixed = rows.attend(0, latents.absorbed(query), joint, joint[..., : latents.rank], scoring)

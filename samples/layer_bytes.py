@@ -28,7 +28,7 @@ from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
 from kvtool.core.model.load import Loaded
-from kvtool.core.model.shapes import SHAPES, shape_config
+from kvtool.lab.bench.shapes import SHAPES, shape_config
 
 PAGE = Path(__file__).resolve().parent / "results" / "layers.md"
 VOCABULARY, QUESTION = 512, 32

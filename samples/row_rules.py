@@ -34,7 +34,7 @@ from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.query.layout import lay_out
@@ -53,9 +53,9 @@ class Looked:
     def __init__(self, tokens: int) -> None:
         self.total = torch.zeros(tokens)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         before = key.shape[1] - query.shape[1]
-        seen = Seen.run(range(before, key.shape[1]), scoring.window, key.device)
+        seen = KeyRanges.run(range(before, key.shape[1]), scoring.window, key.device)
         weights = attention_weights(query, key, seen, scoring)[:, :, before:]
         self.total += weights.tril(-1).sum((0, 1))
 

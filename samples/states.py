@@ -21,20 +21,15 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.fusion.apart import Stored, fuse_apart
 from kvtool.core.fusion.chain import Chained, fuse_chain
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet
 from kvtool.core.records.parts import encode_part
-from kvtool.core.session.alone import AloneMaker, put
-from kvtool.core.session.identity import LeadInIds, StoreIdentity
 
 _SPREAD = 0.02
 _VOCABULARY = 8192  # of all shapes: an LM head's time is the same in every mode
@@ -154,25 +149,6 @@ def keep(store: Store, chained: Chained) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def apart(store: Store, decoder: Decoder, chunks: int, tokens: int) -> tuple[Callable[[int], Chained], int]:
-    """How to ask over the same chunks computed apart, and the bytes that are kept of one."""
-    ids = plan(chunks, tokens, 0).segments
-    behind = LeadInIds("prefix", ids[0].ids)
-    identity = StoreIdentity("shape", "apart", "float32", ids[0].ids, (), behind, SplitSettings(), keeps_states=True)
-    maker = AloneMaker(identity, decoder)
-    made = [maker.beginning(), *(maker.chunk(segment.ids) for segment in ids[1:-1])]
-    with store.writer() as writer:
-        for one in made:
-            put(writer, one, decoder.kv_dtype)
-    kept = Stored(Found(tuple(one.id for one in made), tuple(store.stretch(one.id) for one in made)), behind.ids)
-
-    def ask(number: int) -> Chained:
-        prompt = plan(chunks, tokens, 200 + number)
-        return Chained(fuse_apart(decoder, prompt, Reuse(), kept, store.read_part), (), ())
-
-    return ask, made[1].info.size
-
-
 def measured(name: str, ask: Callable[[int], Chained], times: int) -> tuple[Row, Chained]:
     """A question asked so many times, with another text each time."""
     walls, cpus = [], []
@@ -207,8 +183,6 @@ def run(shape: str, chunks: int, tokens: int, times: int) -> None:
         first, done = measured("prefix, first question", prefix, 1)
         wrote = keep(store, done)
         second, again = measured("prefix, second question", prefix, times)
-        reuse, size = apart(store, decoder, chunks, tokens)
-        third, _ = measured("reuse, apart", reuse, times)
         off = float((again.fused.logits - full(100 + times - 1).fused.logits).abs().max())
         kept = store.stats()["stretches"]
     states = sum(t.nbytes for layer in again.fused.cache.state_layers for t in layer.states().values())  # type: ignore[attr-defined]
@@ -216,12 +190,11 @@ def run(shape: str, chunks: int, tokens: int, times: int) -> None:
         f"\n{shape}: {sum(p.numel() for p in decoder.model.parameters()) / 1e6:,.0f} M parameters, prompt of "
         f"{done.fused.plan.length:,} tokens in {chunks} chunks; kept {kept['bytes'] / 1e6:,.1f} MB "
         f"(a state {states / 1e6:,.2f} MB, keys and values {decoder.kv_bytes(1) / 1e3:,.1f} kB a token), "
-        f"written in {wrote:,.0f} ms after the answer; logits differ by {off:.1e}; "
-        f"a chunk apart {size / 1e6:,.1f} MB\n"
+        f"written in {wrote:,.0f} ms after the answer; logits differ by {off:.1e}\n"
     )
     print("| question | tokens computed | reused | MB read | ms to the first token | CPU ms |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for row in (*rows, first, second, third):
+    for row in (*rows, first, second):
         print(
             f"| {row.name} | {row.computed:,} | {row.reused:,} | {row.bytes_read / 1e6:,.1f} "
             f"| {row.ms:,.1f} | {row.cpu_ms:,.1f} |"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 import kvtool
 
@@ -30,13 +29,14 @@ ORDER = (
         "cache",
         "records",
     ),
-    *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "fit", "query"),
+    *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "query"),
     *("pack", "api", "agent", "serve", "lab", "cli"),
 )
 # Rooms of one floor: none of them imports another.
-APART = ({"ingest", "compress", "fit", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
+APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
 # What is still wrong: it may only become less.
 KNOWN: set[tuple[str, str]] = set()
+CIRCLES = ("codec", "model", "native")  # rooms in which modules import each other, for types alone
 
 
 def room_of(parts: tuple[str, ...]) -> str:
@@ -125,13 +125,28 @@ def _all_names(node: ast.AST) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
-def test_no_module_imports_itself_over_others() -> None:
-    """Imports inside of functions count too: they would only hide a circle."""
+def circle(left_out: Sequence[str]) -> list[str]:
+    """One circle of imports, empty where there is none.
+
+    Parameters
+    ----------
+    left_out : rooms whose imports of their own modules for types alone do not count.
+    """
     graph: dict[str, set[str]] = {}
     for found in imports():
-        if not found.typing and found.imported != found.module:
+        here, there = found.rooms
+        if found.imported != found.module and not (found.typing and here == there and here in left_out):
             graph.setdefault(found.module, set()).add(found.imported)
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
+        return list(error.args[1])
+    return []
+
+
+def test_no_module_imports_itself_over_others() -> None:
+    """Imports inside of functions and for types alone count too: the former would only hide a circle, and what needs
+    the other's types cannot be read without it."""
+    assert circle(CIRCLES) == []
+    for room in CIRCLES:
+        assert circle([other for other in CIRCLES if other != room]), f"solved: take {room} out of CIRCLES"

@@ -25,7 +25,6 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
         f"{tokens['reused']} reused, {tokens['recomputed']} recomputed, {tokens['fresh']} fresh"
         + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
     )
-    show_states(out, facts)
     if cut := facts.get("cut"):
         say = out.status if "shift" in facts else out.detail
         say(f"{counted(cut, 'further chunk')} found, and cut: too far behind the best, and no new words (--min-score)")
@@ -54,14 +53,6 @@ def show_decision(out: Out, facts: Facts) -> None:
     out.status(f"auto: {fusion}{ratio}{level}, expected after {chosen['expected_ms'][fusion]:.0f} ms")
     for reason in chosen["notes"]:
         out.detail(f"  {reason}")
-
-
-def show_states(out: Out, facts: Facts) -> None:
-    """What chunks of a model that keeps states lose by having been computed apart."""
-    if states := facts.get("states"):
-        loss = states["loss"]
-        lost = "what that loses is not measured" if loss is None else f"the gate measured {loss:.3g} nats a token lost"
-        out.status(f"approximate: the model keeps states, and its chunks were computed apart; {lost}")
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:

@@ -44,7 +44,6 @@ COMMANDS = {
     "ingest": "Read, split and prefill documents, and keep their KV.",
     "watch": "Ingest what changes below files and folders, until it is ended.",
     "compress": "Make the stored KV several times smaller, with a measured loss.",
-    "fit": "Learn the lead-in from the store's own chunks.",
     "query": "Ask a question over the ingested documents.",
     "chat": "Hold a conversation over the ingested documents.",
     "search": "Show the passages that a question finds, without a model.",

@@ -53,7 +53,7 @@ def _decoder(run: Run, shape: str | None) -> Decoder:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.load import load_model
     from kvtool.core.model.resolve import resolve
-    from kvtool.core.model.shapes import build_shape
+    from kvtool.lab.bench.shapes import build_shape
 
     wanted = run.get(ModelOptions)
     run.out.doing(f"loading {shape or wanted.model or PACKAGED}")

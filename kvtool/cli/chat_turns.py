@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from kvtool.cli.answered import show_end, show_states
+from kvtool.cli.answered import show_end
 from kvtool.cli.explaining import show_explained
 from kvtool.cli.json_out import error_json
 from kvtool.cli.keyboard import typed_ahead
@@ -168,7 +168,6 @@ class Chat:
             f"{reply.fusion}: first token after {reply.timing_ms['ttft']:.0f} ms; {kept}{counts['reused']:,} reused, "
             f"{computed:,} computed ({counts['recomputed']:,} of passages, {counts['fresh']:,} new)"
         )
-        show_states(self._out, {"states": reply.states})
         show_sources(self._out, reply.sources)
 
     # ---- commands ----
@@ -205,10 +204,11 @@ class Chat:
         show_sources(self._out, reply.sources, passages=bool(reply.sources))
 
     def _explain(self, _: str) -> None:
-        from kvtool.core.query.explain import explain
+        from kvtool.core.query.explain import explain, explain_attention
 
         reply = self._answered_last()
         reply.explained = explain(reply.fused, self._session.tokenizer)
+        reply.backends = explain_attention(self._session.decoder, reply.fused)
         show_explained(self._out, reply)
         if reply.turn["search"] != reply.question:
             self._out.status(f"searched by: {reply.turn['search']}")

@@ -22,7 +22,12 @@ app = new_app()
 
 
 @app.command()
-@takes(StoreOptions, RemoteOptions, ModelOptions, examples=("doctor", "doctor --model smollm2 --store ./kv --json"))
+@takes(
+    StoreOptions,
+    RemoteOptions,
+    ModelOptions,
+    examples=("doctor", "doctor -v", "doctor --model smollm2 --store ./kv --json"),
+)
 def doctor(run: Run) -> int | None:
     """Look whether libraries, device, model, store and disk are there and work; exit 1 where one does not."""
     from kvtool.lab.doctor.checkup import checkup
@@ -40,6 +45,8 @@ def _show(run: Run, found: list[Finding]) -> None:
         run.out.print(f"{_LABELS[finding.state]:7}  {finding.subject:{width}}  {finding.message}")
         if finding.hint:
             run.out.print(f"{'':{width + 11}}{finding.hint}")
+        for line in finding.details if run.out.verbosity > 0 else ():
+            run.out.print(f"{'':{width + 11}}{line}")
     counts = {state: sum(finding.state == state for finding in found) for state in ("failed", "warning")}
     if any(counts.values()):
         run.out.status(f"{counts['failed']} failed, {counted(counts['warning'], 'warning')}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.out import Out
 from kvtool.cli.sources import cited
+from kvtool.core.common.sizes import counted
 
 if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
@@ -16,7 +17,8 @@ _OTHER = 34
 
 
 def show_explained(out: Out, reply: Reply) -> None:
-    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why."""
+    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why; then
+    the attention backends."""
     for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
         out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
         out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
@@ -26,6 +28,9 @@ def show_explained(out: Out, reply: Reply) -> None:
             f"{count} reused tokens shifted by {shifted.size:.0%} of what the recomputed ones changed by, "
             f"of which their chunks have {shifted.common:.0%} in common"
         )
+    for one in reply.backends:
+        window = "" if one.window is None else f" with a window of {one.window}"
+        out.status(f"attention of {counted(one.layers, 'layer')}{window}: {one.chosen}")
 
 
 def _counts(runs: ChunkSpans, tokens: int) -> str:

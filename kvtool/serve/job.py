@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,10 +13,10 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 
 if TYPE_CHECKING:
-    from kvtool.core.model.generate import Writing
+    from kvtool.core.model.generate import Generated, Writing
     from kvtool.core.query.answer import Begun
+    from kvtool.core.query.conversation import Conversation
     from kvtool.core.session.session import Session
-    from kvtool.serve.talks import Talk
 
 
 class BusyError(KvtoolError):
@@ -116,6 +116,42 @@ Event = str | Answer | KvtoolError
 """What comes of a question: pieces of its answer's text, then the whole answer, or an error."""
 
 Tell = Callable[[Event], None]
+
+
+@dataclass(slots=True)
+class Talk:
+    """A question on its way, with the conversation that it belongs to.
+
+    Attributes
+    ----------
+    kept : rows that stood before. `reason`: why not all turns stood; "": they did, or there are none.
+    ms : what bringing those turns back has taken. `gone_through`: of them, those that had to be.
+    """
+
+    talk: Conversation
+    begun: Begun
+    kept: int
+    reason: str
+    ms: float
+    gone_through: Sequence[Begun]
+
+    def reply(self, said: Generated) -> Reply:
+        """What there is to say of the answer, which becomes a turn."""
+        reply = self.talk.take(self.begun, said)
+        stands = reply.tokens["standing"]
+        kept = min(self.kept, stands)
+        reply.turn |= {"number": len(self.talk.said), "kept": kept, "renewed": stands - kept}
+        if self.reason:
+            reply.turn["reason"] = self.reason
+        reply.timing_ms["earlier"] = self.ms
+        reply.timing_ms["ttft"] += self.ms
+        return reply
+
+    def keep(self) -> None:
+        """Store what was missing in the store."""
+        for begun in self.gone_through:
+            begun.keep(again=True)
+        self.begun.keep()
 
 
 @dataclass(eq=False, slots=True)

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.environment import Closed
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import ModelError, StoreFormatError
-from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Tell, as_error
+from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Talk, Tell, as_error
 from kvtool.serve.line import Line
 from kvtool.serve.resident import Resident
-from kvtool.serve.talks import Talk, Talks, begun_for
+from kvtool.serve.talks import Talks, begun_for
 
 if TYPE_CHECKING:
     from kvtool.core.model.together import Together

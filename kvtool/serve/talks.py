@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 from kvtool.core.errors import ContextFullError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.serve.job import Ask, Job, Turns
+from kvtool.serve.job import Ask, Job, Talk, Turns
 
 if TYPE_CHECKING:
-    from kvtool.core.model.generate import Generated
     from kvtool.core.query.answer import Begun
     from kvtool.core.query.conversation import Conversation
-    from kvtool.core.query.reply import Reply
     from kvtool.core.session.session import Session
 
 # Nothing nearer: who has the key could ask by guesses which questions others have asked.
@@ -50,42 +48,6 @@ class _Key:
         """Return whether another conversation goes on from this one, or is this one."""
         turns = other.turns[: len(self.turns)]
         return self.turns == turns and replace(other, turns=turns) == self
-
-
-@dataclass(slots=True)
-class Talk:
-    """A question on its way, with the conversation that it belongs to.
-
-    Attributes
-    ----------
-    kept : rows that stood before. `reason`: why not all turns stood; "": they did, or there are none.
-    ms : what bringing those turns back has taken. `gone_through`: of them, those that had to be.
-    """
-
-    talk: Conversation
-    begun: Begun
-    kept: int
-    reason: str
-    ms: float
-    gone_through: Sequence[Begun]
-
-    def reply(self, said: Generated) -> Reply:
-        """What there is to say of the answer, which becomes a turn."""
-        reply = self.talk.take(self.begun, said)
-        stands = reply.tokens["standing"]
-        kept = min(self.kept, stands)
-        reply.turn |= {"number": len(self.talk.said), "kept": kept, "renewed": stands - kept}
-        if self.reason:
-            reply.turn["reason"] = self.reason
-        reply.timing_ms["earlier"] = self.ms
-        reply.timing_ms["ttft"] += self.ms
-        return reply
-
-    def keep(self) -> None:
-        """Store what was missing in the store."""
-        for begun in self.gone_through:
-            begun.keep(again=True)
-        self.begun.keep()
 
 
 class Talks:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kvtool.core.kernels.attention.cuda_rows import CHOICE
+from kvtool.core.common.switches import ATTENTION
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.stepping import Stepper
 from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
@@ -53,14 +53,14 @@ def _measured(day: Day, shape: str, context: int) -> dict[str, Any]:
 def _ways(day: Day) -> list[tuple[str, str]]:
     """How a step is taken, and the attention's kernel; without a GPU nothing can be captured."""
     ways = [("static", "")]
-    return [*ways, ("graph", "fused"), ("graph", "triton")] if day.device.startswith("cuda") else ways
+    return [*ways, ("graph", "sdpa"), ("graph", "triton")] if day.device.startswith("cuda") else ways
 
 
 def _stepped(
     decoder: Decoder, ids: list[int], count: int, how: str, kernel: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the last step, and times: of the first three steps, and of one of the others."""
-    os.environ[CHOICE] = kernel  # of this way alone: the next one sets its own
+    os.environ[ATTENTION] = kernel  # of this way alone: the next one sets its own
     _, cache = decoder.prefill(ids, count)
     stepper: Any = {"plain": TorchStepper, "graph": CudaGraphStepper, "static": _Static}[how](decoder, cache)
     synchronize(decoder.device)

@@ -1,8 +1,7 @@
-"""The three kernels for scattered rows beside each other: off from the formula by how much, and milliseconds."""
+"""The backends for scattered rows side by side: off from the formula by how much, and milliseconds."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +9,11 @@ from typing import Any
 
 import torch
 
-from kvtool.core.kernels.attention import flex_rows, triton_rows
-from kvtool.core.kernels.attention.cuda_rows import CHOICE
-from kvtool.core.kernels.attention.dispatch import attend_in_blocks
-from kvtool.core.kernels.attention.params import Seen
+from kvtool.core.kernels.attention import sdpa, triton_rows
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows import Tile
 from samples.gpu_day.day import Day, milliseconds
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, torch.Tensor], torch.Tensor]
 _TILES = (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 4, 3))
 
 
@@ -76,23 +72,14 @@ def _made(day: Day, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return query.to(dtype), sides[0, :, :, : case.keys].to(dtype), sides[1, :, :, : case.keys].to(dtype), at
 
 
-def _kernels(day: Day) -> dict[str, Attend]:
-    def blocks(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, at: torch.Tensor
-    ) -> torch.Tensor:
-        return attend_in_blocks(query, key, value, scale, Seen(at.tolist(), at))
-
-    found: dict[str, Attend] = {"fused": blocks, "triton": triton_rows.attend}
-    return found if day.dry else found | {"flex": flex_rows.attend}
-
-
 def _right(day: Day, case: Case, dtype: torch.dtype) -> dict[str, Any]:
     query, key, value, at = _made(day, case, dtype)
     exact = _by_formula(query, key, value, at)
     found: dict[str, Any] = {}
-    for name, attend in _kernels(day).items():
+    for backend in (sdpa, triton_rows):
+        name = backend.name
         try:
-            out = attend(query, key, value, 0.2, at)
+            out = backend.attend(query, key, value, AttentionParams(0.2), KeyRanges(at.tolist(), at))
             found[name] = float((out.double() - exact).norm() / exact.norm())
         except Exception as error:  # one that fails says so; the others are measured all the same
             if "CUDA error" in str(error):
@@ -116,12 +103,10 @@ def _fast(day: Day, case: Case) -> dict[str, Any]:
     """Milliseconds, and TFLOP/s of what rows really see; Triton also with other tiles."""
     query, key, value, at = _made(day, case, torch.bfloat16)
     flops = 4 * case.heads * case.head_dim * int((at + 1).sum())
-    last = at.tolist()
-    os.environ[CHOICE] = ""
+    params, ranges = AttentionParams(0.1), KeyRanges(at.tolist(), at)
     ways: dict[str, Callable[[], object]] = {
-        "fused": lambda: attend_in_blocks(query, key, value, 0.1, last, at),
-        "triton": lambda: triton_rows.attend(query, key, value, 0.1, at),
-        "flex": lambda: flex_rows.attend(query, key, value, 0.1, at),
+        "sdpa": lambda: sdpa.attend(query, key, value, params, ranges),
+        "triton": lambda: triton_rows.attend(query, key, value, params, ranges),
     }
     if case.rows == case.keys:
         grouped = case.heads != case.kv_heads
@@ -130,7 +115,7 @@ def _fast(day: Day, case: Case) -> dict[str, Any]:
     if case.rows > 1000:
         for tile in _TILES:
             ways[f"triton {tile.rows}x{tile.keys}, {tile.warps} warps"] = partial(
-                triton_rows.attend, query, key, value, 0.1, at, tile
+                triton_rows.attend, query, key, value, params, ranges, tile
             )
     found: dict[str, Any] = {}
     for name, work in ways.items():

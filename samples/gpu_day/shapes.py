@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 from kvtool.core.cache.store import Store
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.shapes import build_shape
 from kvtool.lab.bench.prompts import BenchPrompt
 from kvtool.lab.bench.scratch import Sizes, filled_store, prompt_of, random_text
+from kvtool.lab.bench.shapes import build_shape
 from samples.gpu_day.day import Day
 from tests.families import tiny_tokenizer
 

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector, share_of
 from kvtool.core.kernels.attention.eager import mean_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
 from restoring.case import BOTH, Case, sides_of
@@ -92,7 +92,7 @@ def attended(case: Case, cache: PromptCache, start: int, ids: Sequence[int]) -> 
     rows = Rows.of(torch.arange(start, start + len(ids)), "cpu")
     found: list[torch.Tensor] = []
 
-    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         found.append(mean_weights(query[0], key[0], rows.seen(scoring.window), scoring).sum(0)[: case.plan.length])
 
     cache.set_length(start + len(ids))

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvtool.core.cache import environment, keys, layout, notes, tables, writer
-from kvtool.core.cache import store as module
+from kvtool.core.cache import reader as module
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.record import Kind, encode_record, unseal
 from kvtool.core.cache.space import folder_bytes

@@ -45,7 +45,6 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "ingest (dry run)": ("ingest", corpus, *fresh, "--dry-run", "--json"),
             "compress": ("compress", *fresh, "--fit", "--level", "1", "--level", "lossless", "--json"),
             "compress (events)": ("compress", *fresh, "--level", "3", "--jsonl"),
-            "fit lead-in": ("fit", "lead-in", *here, "--rounds", "1", "--json"),
             "query": ("query", QUESTION, *here, *SHORT, "--token-ids", "--explain", "--json"),
             "search": ("search", *QUESTION.split(), *here, "--json"),
             "query (auto)": ("query", QUESTION, *here, *SHORT, "--fusion", "auto", "--json"),

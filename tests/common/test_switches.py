@@ -8,8 +8,7 @@ from kvtool.core.codec.entropy import native
 from kvtool.core.common import switches
 from kvtool.core.common.switches import ALLOWED, SWITCHES, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.kernels.attention import cuda_rows
-from kvtool.core.kernels.attention import dispatch as kernels
+from kvtool.core.kernels.attention.dispatch import BACKENDS
 from kvtool.core.native.isa import ISAS
 from kvtool.core.options.resolve import RESERVED_ENV
 from tests.cli.working import kvtool
@@ -28,7 +27,7 @@ def test_what_is_allowed_is_taken_and_nothing_else(variable: str, monkeypatch: p
 
 
 def test_the_lists_are_those_of_who_follows_them() -> None:
-    assert set(ALLOWED[switches.ATTENTION]) == {*kernels.KERNELS, *cuda_rows.KERNELS}
+    assert ALLOWED[switches.ATTENTION] == tuple(backend.name for backend in BACKENDS)
     assert ALLOWED[switches.ENTROPY_CODER] == (*ISAS, native.NUMPY)
     assert {*SWITCHES} < {*RESERVED_ENV}
 

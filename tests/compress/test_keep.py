@@ -19,7 +19,7 @@ from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.kept import rows_of
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
@@ -201,7 +201,7 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
     cache.set_length(len(text))
     rows_of_text = Rows.of(torch.arange(len(text)), "cpu")
 
-    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))
 
     decoder.walk(text, replace(rows_of_text, watch=watch), cache)

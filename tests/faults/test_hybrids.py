@@ -20,23 +20,22 @@ import torch
 import kvtool as package
 from kvtool.core.cache.store import Store
 from kvtool.core.query.reply import Request
-from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, command, damages, emptied, environment, kvtool, write_corpus
+from tests.cli.working import CHUNKS, SHORT, Done, command, damages, emptied, environment, kvtool, write_corpus
 from tests.families import save_tiny
 from tests.serve.conftest import KEY, serving
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
 FAMILIES = ("qwen3-next", "qwen3.5", "bamba", "lfm2", "falcon-h1")
-ANY = ("--max-state-loss", "1000000")  # nats: what a tiny random model loses is not looked at
 GOLDEN = Path(__file__).with_name("golden") / "states-c25fd19.tar.xz"
 
 
 def ingest(folder: Path, store: Path, *more: object) -> Done:
-    return kvtool("ingest", folder / "corpus", "--model", folder / "model", "--store", store, *CHUNKS, *PREFIX, *more)
+    return kvtool("ingest", folder / "corpus", "--model", folder / "model", "--store", store, *CHUNKS, *more)
 
 
 def asked(store: Path, question: str, mode: str, *more: object, document: str = "mill2.md") -> list[object]:
     words = ["query", question, "--store", store, "--documents", document, "--fusion", mode, *SHORT, "--json"]
-    return [*words, *(ANY if mode != "prefix" else ()), *more]
+    return [*words, *more]
 
 
 def ask(store: Path, question: str, mode: str, *more: object, document: str = "mill2.md") -> Done:
@@ -54,7 +53,7 @@ def stretches(store: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of chunks computed alone, with what it was made of beside it."""
+    """A store, with what it was made of beside it."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hybrids")
     write_corpus(folder / "corpus", 4)
@@ -75,7 +74,8 @@ def store(made: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A store, its model and its documents, of before what computed a stretch was noted (`golden/make_states.py`)."""
+    """A store, its model and its documents, of before what computed a stretch was noted (`golden/make_states.py`), with
+    states of single chunks."""
     with tarfile.open(GOLDEN) as packed:
         packed.extractall(tmp_path / "old", filter="data")
     return tmp_path / "old"
@@ -92,17 +92,44 @@ def test_a_store_of_an_older_version_is_read(old: Path) -> None:
     row = kvtool(*question, "--documents", "mill.md", "--token-ids").fine().json
     assert statuses(row) == {"exact"}
     assert row["tokens"]["fresh"] == len(row["segments"]["question"])
-    apart = kvtool(*question, "--documents", "oven.md", "--fusion", "reuse").fine().json
-    assert [chunk["status"] for chunk in apart["chunks"]] == ["exact", *["hit"] * 4]
-    assert 0 < apart["states"]["loss"] < 0.1
     assert stretches(old / "store") == before  # nothing was computed again
     kvtool("store", "verify", "--store", old / "store").fine()
+
+
+def test_its_states_of_single_chunks_are_passed_over_by_name(old: Path) -> None:
+    where = ("--store", old / "store", "--model", old / "model", *SHORT, "--documents", "oven.md")
+    asked = kvtool("query", "Who built it?", *where, "--json").fine()
+    assert asked.json["fusion"] == "prefix"
+    assert "states of 9 chunks, which an earlier kvtool computed separately, are not used any more" in asked.err
+    assert "`kvtool store compact`" in asked.err
+    assert statuses(asked.json) == {"miss"}
+    _, prefix = kvtool("query", "Who built it?", *where, "--compare", "prefix", "--json").fine().json["runs"]
+    assert prefix["answer_equal"]
+    assert abs(prefix["kl_answer"]) < 1e-6
+    kvtool("query", "Who built it?", *where, "--fusion", "reuse").failed(2, "recurrent state", "`--fusion prefix`")
+    assert "states of 9 chunks that are not used any more" in kvtool("inspect", "--store", old / "store").fine().out
+
+
+def test_a_compaction_drops_them_and_nothing_else(old: Path, tmp_path: Path) -> None:
+    store = old / "store"
+    with Store.open(store) as opened:
+        kept = {stretch for stretch, info in opened.stretches().items() if not info.alone}
+    kvtool("store", "export", tmp_path / "one.kvpack", "--store", store).fine()
+    kvtool("store", "import", tmp_path / "one.kvpack", "--store", tmp_path / "there", "--mine").fine()
+    kvtool("store", "compact", "--store", store).fine()
+    for place in (store, tmp_path / "there"):
+        with Store.open(place) as opened:
+            assert opened.stretches().keys() == kept
+        assert damages(place) == []
+    question = ("query", "Who built it?", "--store", store, "--model", old / "model", *SHORT, "--json")
+    done = kvtool(*question, "--documents", "mill.md").fine()
+    assert statuses(done.json) == {"exact"}
+    assert "not used any more" not in done.err
 
 
 def test_an_ingest_goes_on_from_it(old: Path) -> None:
     again = kvtool("ingest", old / "corpus", "--store", old / "store", "--model", old / "model", "--json").fine().json
     assert again["chunks"]["computed"] == 0  # the documents stand elsewhere now, and say the same
-    assert stretches(old / "store")["alone"] == 9
     assert damages(old / "store") == []
 
 
@@ -156,7 +183,6 @@ def test_a_full_disk_keeps_nothing_and_answers(store: Path, monkeypatch: pytest.
         done = ask(store, FIRST, "prefix")
         assert "could not be stored" in done.err
         assert done.json["answer"] == answer
-        assert "could not be stored" in ask(store, FIRST, "reuse").err
         assert stretches(store)["count"] == 0
     assert damages(store) == []
     ask(store, FIRST, "prefix")
@@ -188,7 +214,7 @@ def test_a_prune_between_two_turns(store: Path) -> None:
 
     def turns(prune: bool, mode: str) -> list[str]:
         with package.open(store, warn=lambda text, hint: warned.append(text)) as cache:
-            talk = cache.conversation(fusion=mode, max_tokens=6, max_state_loss=1e6)
+            talk = cache.conversation(fusion=mode, max_tokens=6)
             first = talk.ask(Request(FIRST, documents=("mill2.md",)))
             if prune:
                 emptied(store)
@@ -200,10 +226,6 @@ def test_a_prune_between_two_turns(store: Path) -> None:
     assert turns(False, "prefix") == turns(True, "prefix")
     assert damages(store) == []
     assert warned == []
-    turns(True, "reuse")  # whose new chunks were pruned
-    assert warned
-    assert all("computed in place" in text or "computed again" in text for text in warned)
-    assert damages(store) == []
 
 
 def test_a_chat_that_is_reset_answers_as_a_new_one(store: Path) -> None:
@@ -257,16 +279,14 @@ def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) ->
     ingest(family, whole, *exactly).fine()
     for number, part in enumerate(parts, 1):
         ingest(family, part, *exactly, "--shard", f"{number}/2").fine()
-    truth = {mode: ask(whole, FIRST, mode).json for mode in ("prefix", "reuse")}
+    truth = {mode: ask(whole, FIRST, mode).json for mode in ("prefix", "full")}
     kvtool("store", "merge", *parts, "--store", family / "merged", "--mine").fine()
     kvtool("store", "export", family / "one.kvpack", "--store", family / "merged").fine()
     kvtool("store", "import", family / "one.kvpack", "--store", family / "taken", "--mine").fine()
     for place in (family / "merged", family / "taken"):
-        assert stretches(place)["alone"] == stretches(whole)["alone"]
         for mode, row in truth.items():
             there = ask(place, FIRST, mode, "--model", family / "model").json
             assert there["answer"] == row["answer"]
-            assert mode == "prefix" or statuses(there) == statuses(row) == {"exact", "hit"}
         assert damages(place) == []
 
 
@@ -276,8 +296,8 @@ def test_a_store_of_float16(family: Path) -> None:
     ingest(family, family / "store", "--store-dtype", "float16").fine()
     full = ask(family / "store", SECOND, "full").json
     ask(family / "store", FIRST, "prefix")
-    prefix = ask(family / "store", SECOND, "prefix", *ANY, "--compare", "prefix,reuse,epic").json["runs"]
-    assert {run["fusion"] for run in prefix} == {"full", "prefix", "reuse", "epic"}
+    prefix = ask(family / "store", SECOND, "prefix", "--compare", "prefix").json["runs"]
+    assert {run["fusion"] for run in prefix} == {"full", "prefix"}
     assert abs(prefix[1]["kl_answer"]) < 1e-2
     assert prefix[0]["answer"] == full["answer"]
     assert damages(family / "store") == []
@@ -287,8 +307,11 @@ def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp
     """Of the same shapes: their names tell of the model's weights, and a pack of another model is refused."""
     other = save_tiny("qwen3.5", tmp_path / "model", seed=1)
     there = tmp_path / "there"
-    kvtool("ingest", made / "corpus", "--model", other, "--store", there, *CHUNKS, *PREFIX, "--store-dtype", "float32")
+    kvtool("ingest", made / "corpus", "--model", other, "--store", there, *CHUNKS, "--store-dtype", "float32")
+    ask(store, FIRST, "prefix")
+    ask(there, FIRST, "prefix")
     with Store.open(store) as one, Store.open(there) as two:
+        assert one.stretches()
         assert one.stretches().keys().isdisjoint(two.stretches())
     kvtool("store", "export", tmp_path / "one.kvpack", "--store", there).fine()
     before = stretches(store)
@@ -297,5 +320,5 @@ def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp
     merged = kvtool("store", "merge", store, there, "--store", tmp_path / "merged")
     assert merged.code == 12, merged.err
     assert stretches(store) == before
-    wrong = kvtool(*asked(store, FIRST, "reuse"), "--model", other)
+    wrong = kvtool(*asked(store, FIRST, "prefix"), "--model", other)
     wrong.failed(12)

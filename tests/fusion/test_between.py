@@ -10,7 +10,6 @@ import torch
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.model.alone import Behind, compute_alone
 from kvtool.core.model.between import between_layers, uninterrupted
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated, Sampling, Writing, first_token, generate
@@ -96,20 +95,6 @@ def test_models_that_keep_states(name: str) -> None:
         found = Shelf().answer(name, plan).fused
     assert torch.equal(expected.logits, found.logits)
     assert beside.steps >= len(one.layers)
-    assert beside.said() == alone(one)
-
-
-@pytest.mark.parametrize("name", ["bamba", "qwen3-next"])
-def test_chunks_of_states_that_are_made_meanwhile(name: str) -> None:
-    one = decoder(name)
-    behind = Behind(one, PREFIX)
-    expected, beside = compute_alone(one, behind, CHUNKS[0]), Beside(one)
-    with between_layers(beside.step):
-        found = compute_alone(one, behind, CHUNKS[0])
-    for layer, states in expected.states.items():
-        for key, state in states.items():
-            assert torch.equal(state, found.states[layer][key])
-    assert beside.steps == len(one.layers)
     assert beside.said() == alone(one)
 
 

@@ -22,7 +22,7 @@ from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.generate import begin
 from kvtool.core.model.stepping.static import StaticStep
@@ -84,13 +84,13 @@ class Hiding(Rows):
     hidden: torch.Tensor = field(kw_only=True)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
     ) -> torch.Tensor:
         whole, gone = self.seen(scoring.window), self.hidden[: key.shape[2]]
         out = []
         for row, place in enumerate(self.order):  # each over its own keys
             own = ~whole.hidden(slice(row, row + 1), 0, key.shape[2])[0] & ~gone
-            seen = Seen([int(own.sum()) - 1], torch.tensor([int(own.sum()) - 1]))
+            seen = KeyRanges([int(own.sum()) - 1], torch.tensor([int(own.sum()) - 1]))
             weights = attention_weights(query[0, :, [row]], key[0, :, own], seen, scoring)
             assert place < key.shape[2]
             values = value[0, :, own].repeat_interleave(query.shape[1] // value.shape[1], 0)

@@ -20,8 +20,7 @@ from kvtool.core.fusion.selectors.epic import Epic, Link
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.kernels.attention import dispatch as kernels
-from kvtool.core.kernels.attention import products
+from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.model.rotary import Copy, Rotary, Turn
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
@@ -129,7 +128,7 @@ def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str,
                 assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
 
 
-@pytest.mark.parametrize("kernel", ["products", "fused"])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:
     """What attention weighs at a time, or masks, is one block of rows."""
@@ -141,7 +140,7 @@ def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyP
         return softmax(scores, *args, **kwargs)
 
     def masked(query: torch.Tensor, *args: Any, attn_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        assert attn_mask is None or kernel == "fused"
+        assert attn_mask is None or kernel == "sdpa"
         if attn_mask is not None:
             groups = 1 if attn_mask.ndim == 4 else HEADS // KV_HEADS
             seen.append(attn_mask.shape[-2] // groups)
@@ -150,15 +149,15 @@ def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyP
     plans = [llama.plan([*CHUNKS, tokens(200, 82)], lead_in=lead_in) for lead_in in (BOS, PREFIX)]
     monkeypatch.setenv(ATTENTION, kernel)
     monkeypatch.setattr(F, "scaled_dot_product_attention", masked)
-    monkeypatch.setattr(products, "_SCORE_BYTES", 0)
-    monkeypatch.setattr(kernels, "BLOCK", products._LEAST_ROWS)
+    monkeypatch.setattr(eager, "_SCORE_BYTES", 0)
+    monkeypatch.setattr(sdpa, "BLOCK", eager._LEAST_ROWS)
     monkeypatch.setattr(torch, "softmax", spy)
     for plan in plans:
         for selector in (SELECTORS[name](), lossless(name)):
             if selector is not None:
                 llama.fuse(plan, selector)
-    assert seen or (name == "full" and kernel == "fused")  # which needs no mask at all
-    assert max(seen, default=0) <= products._LEAST_ROWS
+    assert seen or (name == "full" and kernel == "sdpa")  # which needs no mask at all
+    assert max(seen, default=0) <= eager._LEAST_ROWS
 
 
 def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) -> tuple[Fused, list[int]]:

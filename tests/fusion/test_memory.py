@@ -12,7 +12,8 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.kernels.attention import dispatch as kernels
+from kvtool.core.kernels.attention.dispatch import explain
+from kvtool.core.kernels.attention.params import AttentionCall
 from tests.fusion.making import BOS, QUESTION, Case, case, tokens
 
 CHUNKS = 3
@@ -27,7 +28,7 @@ SUMS = 5
 @pytest.fixture(autouse=True)
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ATTENTION, raising=False)
-    if kernels.kernel_here(torch.float32) != kernels.OWN:
+    if explain(AttentionCall("cpu", torch.float32)).serves.name != "flash":
         pytest.skip("torch's kernels, which this CPU takes, have memory of their own")
 
 

@@ -128,13 +128,13 @@ def test_a_hole_is_computed_before_it_is_looked_at(llama: Case) -> None:
 def test_a_pass_ends_with_the_last_layer_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its queries and keys, before it attends to anything; a hole's rows are computed to the end."""
     one, attended = case("llama"), []
-    attend = attention.attend_rows
+    attend = attention.attend
 
     def counted(*given: Any) -> torch.Tensor:
         attended.append(1)
         return attend(*given)
 
-    monkeypatch.setattr(attention, "attend_rows", counted)
+    monkeypatch.setattr(attention, "attend", counted)
     for plan, layers, count in (
         (one.plan(lead_in=BOS), range(1, 3), 2),
         (one.plan(lead_in=BOS), range(LAYERS), LAYERS - 1),

@@ -63,7 +63,7 @@ def test_a_mode_that_chooses_on_the_way_reads_what_it_may_choose(name: str) -> N
         assert all(len(read) >= len(plan.chunks) for read in one.fuse(plan, selector).reach.read)
 
 
-@pytest.mark.parametrize("kernel", ["", "products", "fused"])
+@pytest.mark.parametrize("kernel", ["", "eager", "sdpa"])
 @pytest.mark.parametrize("name", WINDOWED)
 @pytest.mark.parametrize("selector", [Reuse(), Epic(4), Epic(4, shift=False)], ids=repr)
 def test_what_was_never_read_may_be_anything(

@@ -157,7 +157,7 @@ class EngineLife:
         self.helper.end()
 
     def _any_lead_in(self, dice: random.Random) -> str:
-        return dice.choice([one for one in _LEAD_INS if one != "neighbour" or not self.states])
+        return "none" if self.states else dice.choice(_LEAD_INS)
 
     # ---- both sides ----
 
@@ -235,14 +235,13 @@ class EngineLife:
         require(ours.answer == fresh.answer, f"{what}: {ours.answer!r}, fresh {fresh.answer!r}")
 
     def _options(self, dice: random.Random) -> dict[str, Any]:
-        modes = ("prefix", "full", "reuse", "epic") if self.states else ("full", "prefix", "reuse", "epic", "blend")
+        modes = ("prefix", "full") if self.states else ("full", "prefix", "reuse", "epic", "blend")
         mode = dice.choice(modes if self.states else (*modes, "infoflow", "union", "union"))
         asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 3), "max_tokens": _COUNT}
         asked["order"] = dice.choice(("relevance", "best-last", "document"))
         asked["max_loss"] = dice.choice((0.0, 0.01, 10.0))
         if dice.random() < 0.3:
             asked["level"] = dice.choice(("raw", "1", "2", "3", "4"))
-        asked["max_state_loss"] = 1e9
         if dice.random() < 0.2:
             asked["system"] = "Answer in one word."
         return asked

@@ -128,7 +128,9 @@ class StoreLife:
         return {"chunk_tokens": _CHUNK, "lead_in": self.lead_in, "store_dtype": self.dtype, "sync": True}
 
     def _any_lead_in(self, dice: random.Random) -> str:
-        none = "neighbour" if self.states else "warm" if self.family == "phi3-longrope" else ""  # too long for one rope
+        if self.states:
+            return "none"
+        none = "warm" if self.family == "phi3-longrope" else ""  # too long for one rope
         return dice.choice([one for one in _LEAD_INS if one != none])
 
     def _ingest(self, dice: random.Random, cache: kvtool.Cache | None = None, **options: Any) -> None:
@@ -151,15 +153,14 @@ class StoreLife:
         return True
 
     def _options(self, dice: random.Random) -> dict[str, Any]:
-        mode = dice.choice(("full", "prefix", "prefix", "reuse", "epic") if self.states else MODES)
+        mode = dice.choice(("full", "prefix", "prefix") if self.states else MODES)
         asked: dict[str, Any] = {"fusion": mode, "top_k": dice.randint(1, 4), "max_tokens": _COUNT}
-        asked |= {"order": dice.choice(("relevance", "best-last", "document")), "max_state_loss": 1e9}
+        asked["order"] = dice.choice(("relevance", "best-last", "document"))
         if mode in ("blend", "infoflow", "union", "auto"):
             asked["ratio"] = dice.choice((0.0, 0.15, 0.5, 1.0))
         if mode == "epic":
             asked |= {"link_tokens": dice.choice((0, 2, 16, 1000)), "shift": dice.random() < 0.5}
-            if not self.states:
-                asked["link"] = dice.choice(("initial", "final", "boundary"))
+            asked["link"] = dice.choice(("initial", "final", "boundary"))
         if dice.random() < 0.3:
             asked["level"] = dice.choice(("raw", "lossless", "1", "2", "3", "4"))
         elif dice.random() < 0.5:

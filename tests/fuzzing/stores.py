@@ -31,7 +31,6 @@ from kvtool.core.codec.entropy.tables import TableSet, quantised
 from kvtool.core.codec.kept import rows_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError
-from kvtool.core.model.learned import LearnedRows
 from kvtool.core.records.parts import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import open_unsealed, write_tables
@@ -216,17 +215,6 @@ def profile(data: bytes) -> None:
         found.backward(0, "1", torch.bfloat16)
 
 
-def learned(data: bytes) -> None:
-    """A learned lead-in."""
-    with refused():
-        LearnedRows.from_bytes(data).layers()
-
-
-def _learned_seeds() -> list[bytes]:
-    rows = torch.arange(2 * 2 * 3 * 4, dtype=torch.float32).view(2, 2, 3, 4)
-    return [LearnedRows("print", (1, 2, 3), rows.bfloat16(), rows.bfloat16()).data]
-
-
 def stretch_part(data: bytes) -> None:
     """Tensors of a stretch."""
     with refused():
@@ -326,7 +314,6 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     **{f"record_{level.replace('-', '_')}": record_of(level) for level in _LEVELS},
     "rans": rans,
     "profile": profile,
-    "learned_lead_in": learned,
     "stretch_part": stretch_part,
     "entries": entries,
     "side_files": side_files,
@@ -339,7 +326,6 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     **{f"record_{level.replace('-', '_')}": _record_seeds(level) for level in _LEVELS},
     "rans": _rans_seeds,
     "profile": lambda: [bytes(records.PROFILE.data)],
-    "learned_lead_in": _learned_seeds,
     "stretch_part": lambda: [encode_part({"keys": torch.ones(2, 3, dtype=torch.bfloat16), "state": torch.ones(5)})],
     "entries": _entry_seeds,
     "side_files": _side_seeds,

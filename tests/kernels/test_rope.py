@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvtool.core.kernels.attention import dispatch as kernels
+from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.onednn import pack_weights
 from kvtool.core.kernels.rope import Angles, Move, move_all, rotate_halves
 from kvtool.core.model import rotary
@@ -77,7 +77,7 @@ OTHERWISE = ("phi3-longrope", "stablelm", "cohere2", "glm", "deepseek-v2")  # a 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in OTHERWISE])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if kernels.isa_here() is None:
+    if isa_here() is None:
         pytest.skip("there is no machine code for this CPU")
     decoder, calls = new_case(name, dtype).decoder, []
 
@@ -105,10 +105,10 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
         pytest.skip("no bfloat16 layout here")
     decoder, calls = Decoder(replace(loaded, model=model)), []
     keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
-    assert decoder.rotary.halves == (kernels.isa_here() is not None)
+    assert decoder.rotary.halves == (isa_here() is not None)
     monkeypatch.setattr(rotary.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
     decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0)
-    assert bool(calls) == (kernels.isa_here() is None)
+    assert bool(calls) == (isa_here() is None)
 
 
 def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:

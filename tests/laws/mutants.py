@@ -10,10 +10,8 @@ import pytest
 import torch
 
 from kvtool.core.fusion import loader, reach
-from kvtool.core.kernels.attention import dispatch as kernels
-from kvtool.core.kernels.attention import eager as weights
-from kvtool.core.kernels.attention import packed_chunks as side_by_side
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention import dispatch, eager, sdpa
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.model import attention
 from kvtool.core.model.rotary import Copy, Rotary, Turn
@@ -81,20 +79,18 @@ def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:
     """Scattered rows attend to all keys of the prompt."""
 
-    def all_visible(query: Any, key: Any, value: Any, scoring: Scoring, seen: Seen) -> torch.Tensor:
-        return kernels._sdpa(query, key, value, None, scoring.scale)
+    patch.setattr(attention, "attend", _all_visible)
 
-    patch.setattr(attention, "attend_rows", all_visible)
+
+def _all_visible(query: Any, key: Any, value: Any, params: AttentionParams, ranges: KeyRanges) -> torch.Tensor:
+    return sdpa.fused(query, key, value, None, params.scale)
 
 
 def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
     """A chunk's rows attend to all of its tokens at ingest."""
 
-    def all_visible(query: Any, key: Any, value: Any, scoring: Scoring) -> torch.Tensor:
-        return kernels._sdpa(query, key, value, None, scoring.scale)
-
-    patch.setattr(side_by_side, "own_kernel", lambda *tensors: None)
-    patch.setattr(side_by_side, "_as_rows", all_visible)
+    patch.setattr(dispatch, "_backend", lambda call: eager)
+    patch.setattr(dispatch, "attend", _all_visible)
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
@@ -106,7 +102,7 @@ def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:
     """Rows of a prompt attend with another scoring than their layer's; chunks at ingest with their own."""
     attend = attention.Rows.attend
 
-    def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: Scoring) -> torch.Tensor:
+    def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: AttentionParams) -> torch.Tensor:
         more = {name: make(getattr(scoring, name)) for name, make in change.items()}
         return attend(self, layer, query, key, value, replace(scoring, **more))
 
@@ -128,14 +124,14 @@ def sinks_dropped(patch: pytest.MonkeyPatch) -> None:
 
 def sink_counted_as_a_key(patch: pytest.MonkeyPatch) -> None:
     """What a head leaves to its sink is given to the last key."""
-    softmax = weights._softmax
+    softmax = eager._softmax
 
     def counted(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
         found = softmax(scores, sinks)
         found[..., -1] += 1 - found.sum(-1)
         return found
 
-    patch.setattr(weights, "_softmax", counted)
+    patch.setattr(eager, "_softmax", counted)
 
 
 def wrong_rope_of_a_kind(patch: pytest.MonkeyPatch) -> None:

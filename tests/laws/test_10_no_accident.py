@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.kernels.attention.packed_chunks import SideBySide
+from kvtool.core.model.attention import PackedChunks
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from tests.fusion.making import (
     BOS,
@@ -69,14 +69,14 @@ def test_a_neighbour_before_it_is_not_part_of_a_chunk() -> None:
 
 def test_a_batch_that_leaks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys with a trace of what else stands in the packed row."""
-    attend = SideBySide.attend
+    attend = PackedChunks.attend
 
     def leaking(
-        self: SideBySide, layer: int, query: torch.Tensor, key: torch.Tensor, *rest: torch.Tensor
+        self: PackedChunks, layer: int, query: torch.Tensor, key: torch.Tensor, *rest: torch.Tensor
     ) -> torch.Tensor:
         return attend(self, layer, query, key + key.mean(2, keepdim=True) * 1e-3, *rest)
 
-    monkeypatch.setattr(SideBySide, "attend", leaking)
+    monkeypatch.setattr(PackedChunks, "attend", leaking)
     with pytest.raises(AssertionError):
         holds(new_case("llama"), ALIKE)
 

@@ -12,19 +12,15 @@ import pytest
 import torch
 
 from kvtool.core.cache.stretches import Place
-from kvtool.core.fusion.apart import Stored, fuse_apart
 from kvtool.core.fusion.chain import fuse_chain
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.stretch import Found, NewStretch, encoded
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.alone import AloneMaker
 from kvtool.core.session.laws import check_laws
 from kvtool.core.session.stretch_law import check_beginning
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
-from tests.fusion.test_apart import SEVERAL, WARM, identity
 from tests.fusion.test_chain import GOES_ON, plan_of
 from tests.session.test_gate import LONG
 
@@ -128,19 +124,6 @@ def test_a_beginning_that_another_has_answered_is_gone_on_from(name: str) -> Non
         assert measured is not None
         assert measured[0].passed
         assert 0 < measured[1] < 0.1
-
-
-@pytest.mark.parametrize("name", SEVERAL)
-def test_chunks_that_another_computed_alone_serve_as_well(name: str) -> None:
-    decoders = {arithmetic: machine(name, arithmetic, "bfloat16").decoder for arithmetic in MACHINES}
-    plan, makers = plan_of(CHUNKS[:2]), {kind: AloneMaker(identity(WARM), one) for kind, one in decoders.items()}
-    made = {kind: Shelf([one.beginning(), *map(one.chunk, CHUNKS[:2])]) for kind, one in makers.items()}
-    for here, there in (MACHINES, MACHINES[::-1]):
-        own, theirs = (
-            fuse_apart(decoders[here], plan, Reuse(), Stored(shelf.found, WARM), shelf.read).logits
-            for shelf in (made[here], made[there])
-        )
-        assert rms(own - theirs) <= NOISE
 
 
 def _nothing(stretch: bytes, place: Place) -> memoryview:

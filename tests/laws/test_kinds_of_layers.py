@@ -41,7 +41,7 @@ def moved(case: Case) -> None:
     ids=lambda part: part if isinstance(part, str) else part.__name__,
 )
 def test_it_is_caught(name: str, broken: Break, law: Callable[[Case], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(ATTENTION, "products")  # a sink's share is made where weights are numbers
+    monkeypatch.setenv(ATTENTION, "eager")  # a sink's share is made where weights are numbers
     one = new_case(name)
     law(one)
     broken(monkeypatch)

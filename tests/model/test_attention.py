@@ -8,14 +8,10 @@ import pytest
 import torch
 
 from kvtool.core.common.switches import ATTENTION
-from kvtool.core.errors import ModelError, UsageError
-from kvtool.core.kernels.attention import dispatch as kernels
-from kvtool.core.kernels.attention import products
-from kvtool.core.kernels.attention.flash.tiling import Tiling
-from kvtool.core.kernels.attention.params import Scoring
-from kvtool.core.model import attention
+from kvtool.core.errors import ModelError
+from kvtool.core.kernels.attention import eager, sdpa
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import Rows, rows_attention
-from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64
@@ -56,13 +52,13 @@ def rows(*positions: int) -> Rows:
     ],
     ids=lambda p: f"{len(p)} to {p[-1]}",
 )
-@pytest.mark.parametrize("kernel", ["products", "fused"])  # our own: tests/model/flash
-@pytest.mark.parametrize("long_prefill", [20, attention.LONG_PREFILL])
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])  # our own: test_flash.py
+@pytest.mark.parametrize("long_prefill", [20, sdpa.LONG_PREFILL])
 def test_a_row_sees_the_keys_up_to_its_position(
     positions: list[int], long_prefill: int, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "BLOCK", BLOCK)
-    monkeypatch.setattr(attention, "LONG_PREFILL", long_prefill)
+    monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
+    monkeypatch.setattr(sdpa, "LONG_PREFILL", long_prefill)
     take(kernel, monkeypatch)
     query = random(1, HEADS, len(positions), DIM)
     out, weights = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))
@@ -76,50 +72,6 @@ def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ATTENTION, kernel)
 
 
-def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AVX512", features: str = "") -> None:
-    """Another CPU, as far as a kernel is chosen by it."""
-    monkeypatch.delenv(ATTENTION, raising=False)
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: able)
-    monkeypatch.setattr(kernels, "runnable", lambda: ("avx512", "avx2") if able == "AVX512" else ("avx2",))
-    monkeypatch.setenv("KVTOOL_CPU_FEATURES", f"avx2 fma {features}")
-
-
-def test_the_kernel_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    has(monkeypatch, features="avx512f avx512_bf16")
-    assert [kernels.kernel_here(dtype) for dtype in (torch.float32, torch.bfloat16, torch.float64)] == [
-        "own",
-        "own",
-        "products",
-    ]
-    assert kernels.tiling_here(torch.bfloat16) == Tiling(AVX512_BF16, "bfloat16", pairs=True)
-    assert kernels.tiling_here(torch.float32) == Tiling(AVX512, "float32")
-    has(monkeypatch, tiles=True, features="avx512f avx512_bf16 amx_bf16")
-    assert kernels.kernel_here(torch.bfloat16) == "fused"  # with tiles
-    assert kernels.kernel_here(torch.float32) == "own"
-    has(monkeypatch, features="avx512f")
-    assert kernels.tiling_here(torch.bfloat16) == Tiling(AVX512, "bfloat16")
-    has(monkeypatch, able="AVX2", features="avx512f avx512_bf16")  # torch is held back, so are we
-    assert kernels.tiling_here(torch.bfloat16) == Tiling(AVX2, "bfloat16")
-    has(monkeypatch, able="DEFAULT")
-    assert kernels.tiling_here(torch.float32) is None
-    assert kernels.kernel_here(torch.float32) == "products"
-
-
-def test_the_kernel_can_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    has(monkeypatch)
-    for name in kernels.KERNELS:
-        monkeypatch.setenv(ATTENTION, name)
-        assert kernels.kernel_here(torch.float32) == name
-    monkeypatch.setenv(ATTENTION, "flash")
-    with pytest.raises(UsageError):
-        kernels.kernel_here(torch.float32)
-    has(monkeypatch, able="DEFAULT")
-    monkeypatch.setenv(ATTENTION, "own")
-    with pytest.raises(UsageError):
-        kernels.kernel_here(torch.float32)
-
-
 def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every other shape costs oneDNN new code: so many keys as the rows see are rounded up, and hidden."""
     seen = set()
@@ -130,10 +82,10 @@ def test_products_have_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
         return bmm(one, other)
 
     monkeypatch.setattr(torch, "bmm", spy)
-    monkeypatch.setattr(products, "_SCORE_BYTES", 1)  # blocks of 16 rows
+    monkeypatch.setattr(eager, "_SCORE_BYTES", 1)  # blocks of 16 rows
     at = torch.arange(KEYS)
     query = random(1, HEADS, KEYS, DIM)
-    out = products.attend_by_products(query, KEY, VALUE, 0.3, at.tolist(), at)
+    out = eager.attend(query, KEY, VALUE, AttentionParams(0.3), KeyRanges(at.tolist(), at))
     torch.testing.assert_close(out.transpose(1, 2), by_formula(query, at, 0.3, KEYS))
     assert seen - {DIM} == {64, 128, 192, 200}
 
@@ -157,21 +109,21 @@ def test_what_cannot_be_done_is_refused() -> None:
 
 
 SHAPED = {
-    "window": Scoring(0.3, window=30),
-    "window of one": Scoring(0.3, window=1),
-    "cap": Scoring(0.3, softcap=1.5),
-    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 3, HEADS)),
-    "all": Scoring(0.3, window=70, softcap=1.5, sinks=torch.linspace(-1, 3, HEADS)),
+    "window": AttentionParams(0.3, window=30),
+    "window of one": AttentionParams(0.3, window=1),
+    "cap": AttentionParams(0.3, softcap=1.5),
+    "sinks": AttentionParams(0.3, sinks=torch.linspace(-1, 3, HEADS)),
+    "all": AttentionParams(0.3, window=70, softcap=1.5, sinks=torch.linspace(-1, 3, HEADS)),
 }
 
 
 @pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
 @pytest.mark.parametrize("positions", [[0], [199], [3, 7, 50, 51, 199], list(range(200))], ids=len)
-@pytest.mark.parametrize("kernel", ["products", "fused"])  # our own: tests/model/flash
+@pytest.mark.parametrize("kernel", ["eager", "sdpa"])  # our own: test_flash.py
 def test_windows_caps_and_sinks(
-    kernel: str, positions: list[int], scoring: Scoring, monkeypatch: pytest.MonkeyPatch
+    kernel: str, positions: list[int], scoring: AttentionParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernels, "BLOCK", BLOCK)
+    monkeypatch.setattr(sdpa, "BLOCK", BLOCK)
     take(kernel, monkeypatch)
     query = random(1, HEADS, len(positions), DIM)
     more = {"sliding_window": scoring.window, "softcap": scoring.softcap, "s_aux": scoring.sinks}

@@ -15,7 +15,7 @@ from kvtool.core.model.attention import IMPLEMENTATION
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.latent import Latents, joined, latents_of
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.shapes import shape_config
+from kvtool.lab.bench.shapes import shape_config
 from tests.families import FAMILIES, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
 

@@ -10,7 +10,6 @@ import pytest
 from kvtool.core import api
 from kvtool.core.cache.options import LockOptions
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.fit.options import FitOptions
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options import arguments
@@ -25,7 +24,6 @@ SOURCES: dict[str, type[Options]] = {
     "Ingest": IngestOptions,
     "Query": QueryOptions,
     "Compress": CompressOptions,
-    "Fit": FitOptions,
     "Push": PushOptions,
     "Pull": PullOptions,
     "Export": ExportOptions,

@@ -69,7 +69,9 @@ def test_ingest_computes_nothing(made: Path, model: Path, tmp_path: Path) -> Non
     again = kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--json").fine()
     assert "recurrent" not in again.err  # it was said
     assert again.json["documents"]["unchanged"] == row["documents"]["added"]
-    kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "neighbour").failed(2, "lead-in")
+    for lead_in in ("neighbour", "warm", "learned"):
+        kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", lead_in).failed(2, "lead-in")
+    kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "none").fine()
     with Store.open(tmp_path / "new") as opened:
         assert verify(opened) == []
         assert all(opened.has_chunk(chunk) and not opened.levels(chunk) for chunk in opened.chunk_ids())
@@ -131,7 +133,7 @@ def test_what_else_is_refused(store: Path, tmp_path: Path) -> None:
     batch.write_text('{"question": "Who?", "answers": ["He"]}', "utf-8")
     kvtool("inspect", "quality", "--batch", batch, "--store", store).failed(2, "recurrent state", "that would need")
     kvtool("query", FIRST, "--store", store, "--defer").failed(2, "--defer")
-    for words in (("compress",), ("fit", "lead-in"), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
+    for words in (("compress",), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
         kvtool(*words, "--store", store).failed(2, "recurrent state", "that would need", "--fusion prefix")
 
 
@@ -361,9 +363,11 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
 def test_documents_are_shared_without_stretches(store: Path, tmp_path: Path) -> None:
     ask(store, FIRST)
     tier = f"file://{tmp_path / 'tier'}"
-    kvtool("store", "push", tier, "--store", store).fine()
-    kvtool("store", "pull", tier, "--store", tmp_path / "pulled").fine()
+    pushed = kvtool("store", "push", tier, "--store", store).fine()
+    assert f"{stretches(store)['count']} stretches of prompts stay here" in pushed.err
+    assert "`kvtool store export`" in pushed.err
     pulled = tmp_path / "pulled"
+    assert "a shared store holds no states" in kvtool("store", "pull", tier, "--store", pulled).fine().err
     assert ask(pulled, SECOND).json["tokens"]["reused"] == 0
     assert ask(pulled, FIRST).json["tokens"]["reused"] > 0
     with Store.open(pulled) as opened:

@@ -20,12 +20,11 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.stretch import named_states
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.parts import decode_part, encode_part
-from tests.cli.working import CHUNKS, PREFIX, SHORT, Done, kvtool, write_corpus
+from tests.cli.working import CHUNKS, SHORT, Done, kvtool, write_corpus
 from tests.families import save_tiny, tiny_model
 from tests.fusion.making import decoder_of, tokens
 
 FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
-MODES = ("prefix", "reuse")
 Tensors = dict[str, torch.Tensor]
 
 
@@ -37,11 +36,10 @@ def decoder() -> Decoder:
     return decoder_of(tiny_model("qwen3.5"))
 
 
-def states_of(decoder: Decoder, alone: bool) -> Tensors:
+def states_of(decoder: Decoder) -> Tensors:
     """The state of the first layer as a part has it."""
     _, cache = decoder.prefill(tokens(9, 1))
-    found = {f"{what} {number}": state for (what, number), state in cache.buffers[0].states().items()}
-    return found | ({"carried 0": found["recurrent 0"]} if alone else {})
+    return {f"{what} {number}": state for (what, number), state in cache.buffers[0].states().items()}
 
 
 def at(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], Tensors]:
@@ -61,34 +59,16 @@ WRONG: dict[str, Callable[[Tensors], Tensors]] = {
     "a head too few": at("recurrent 0", lambda state: state[:, 1:]),
     "one number for all": at("recurrent 0", lambda state: state[:, :1, :1, :1]),
     "two prompts": at("recurrent 0", lambda state: torch.cat([state, state])),
-}
-CARRIED: dict[str, Callable[[Tensors], Tensors]] = {
-    "nothing carried": lambda states: {name: state for name, state in states.items() if name != "carried 0"},
-    "carried of fewer heads": at("carried 0", lambda state: state[:, 1:]),
-    "carried by a row": at("carried 0", lambda state: state[..., :1, :]),
-    "carried of two prompts": at("carried 0", lambda state: torch.cat([state, state])),
+    "what a separate chunk carries": lambda states: states | {"carried 0": states["recurrent 0"]},
 }
 
 
-@pytest.mark.parametrize("alone", [False, True])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_states_that_are_no_layers(wrong: str, alone: bool, decoder: Decoder) -> None:
-    sound = states_of(decoder, alone)
-    assert len(named_states(sound, decoder, 0, alone)) == 2 + alone
+def test_states_that_are_no_layers(wrong: str, decoder: Decoder) -> None:
+    sound = states_of(decoder)
+    assert len(named_states(sound, decoder, 0)) == 2
     with pytest.raises(DamagedError):
-        named_states(WRONG[wrong](sound), decoder, 0, alone)
-
-
-@pytest.mark.parametrize("wrong", CARRIED)
-def test_what_cannot_be_carried(wrong: str, decoder: Decoder) -> None:
-    sound = states_of(decoder, alone=True)
-    with pytest.raises(DamagedError):
-        named_states(CARRIED[wrong](sound), decoder, 0, alone=True)
-
-
-def test_a_prompts_states_carry_nothing(decoder: Decoder) -> None:
-    with pytest.raises(DamagedError):
-        named_states(states_of(decoder, alone=True), decoder, 0)
+        named_states(WRONG[wrong](sound), decoder, 0)
 
 
 # ---- a whole store -----------------------------------------------------------------------------------------------
@@ -96,17 +76,16 @@ def test_a_prompts_states_carry_nothing(decoder: Decoder) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a prompt's stretches and with chunks computed alone, beside its model."""
+    """A store with a prompt's stretches, beside its model."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hostile")
     write_corpus(folder / "corpus", 3)
     save_tiny("qwen3.5", folder / "model")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KVTOOL_HOME", str(folder / "home"))
-        exactly = ("--store-dtype", "float32", *CHUNKS, *PREFIX)
+        exactly = ("--store-dtype", "float32", *CHUNKS)
         kvtool("ingest", folder / "corpus", "--model", folder / "model", "--store", folder / "store", *exactly).fine()
-        for mode in MODES:
-            ask(folder / "store", FIRST, mode)
+        ask(folder / "store", FIRST)
     return folder
 
 
@@ -115,21 +94,19 @@ def store(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made / "store", tmp_path / "store"))
 
 
-def asked(store: Path, question: str, mode: str) -> Done:
+def asked(store: Path, question: str, mode: str = "prefix") -> Done:
     return kvtool("query", question, "--store", store, "--documents", "mill2.md", "--fusion", mode, *SHORT, "--json")
 
 
-def ask(store: Path, question: str, mode: str) -> Done:
+def ask(store: Path, question: str, mode: str = "prefix") -> Done:
     return asked(store, question, mode).fine()
 
 
-def stretch_in(store: Path, mode: str, chunk: str) -> tuple[bytes, StretchInfo]:
-    """The one that a mode takes: of the prompt the last that a state is behind, or the chunk's own."""
+def stretch_in(store: Path) -> tuple[bytes, StretchInfo]:
+    """The last of the prompt that a state is behind."""
     with Store.open(store) as opened:
         found = opened.stretches()
-    if mode == "prefix":
-        return max(((one, info) for one, info in found.items() if info.states), key=lambda pair: pair[1].start)
-    return next((one, info) for one, info in found.items() if info.alone and info.chunks == (bytes.fromhex(chunk),))
+    return max(((one, info) for one, info in found.items() if info.states), key=lambda pair: pair[1].start)
 
 
 def put(store: Path, row: Row) -> None:
@@ -158,19 +135,17 @@ PAYLOADS: dict[str, Callable[[Tensors], bytes]] = {
 
 
 @pytest.mark.parametrize("payload", PAYLOADS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_state_of_another_make_is_computed_again(mode: str, payload: str, store: Path) -> None:
-    whole = ask(store, SECOND, mode).json
-    stretch, info = stretch_in(store, mode, whole["chunks"][1]["id"])
+def test_a_state_of_another_make_is_computed_again(payload: str, store: Path) -> None:
+    whole = ask(store, SECOND).json
+    stretch, info = stretch_in(store)
     layer = info.states[-1]
     wrong = PAYLOADS[payload](parts_of(store, stretch, ("state", layer)))
     put(store, part_row(stretch, ("state", layer), wrong))
-    done = ask(store, SECOND, mode)
+    done = ask(store, SECOND)
     assert "damaged" in done.err
     assert "miss" in [chunk["status"] for chunk in done.json["chunks"]]
-    if mode == "prefix":
-        assert done.json["answer"] == whole["answer"]
-    again = ask(store, SECOND, mode)
+    assert done.json["answer"] == whole["answer"]
+    again = ask(store, SECOND)
     assert "damaged" not in again.err  # it was stored anew
     assert [again.json[name] for name in ("answer", "chunks")] == [whole[name] for name in ("answer", "chunks")]
 
@@ -183,21 +158,20 @@ LAYERS: dict[str, Callable[[StretchInfo], StretchInfo]] = {
 
 
 @pytest.mark.parametrize("layers", LAYERS)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_stretch_of_another_layer_count_is_computed_again(mode: str, layers: str, store: Path) -> None:
-    whole = ask(store, SECOND, mode).json
-    stretch, info = stretch_in(store, mode, whole["chunks"][1]["id"])
+def test_a_stretch_of_another_layer_count_is_computed_again(layers: str, store: Path) -> None:
+    whole = ask(store, SECOND).json
+    stretch, info = stretch_in(store)
     put(store, info_row(stretch, LAYERS[layers](info)))
-    done = ask(store, SECOND, mode)
+    done = ask(store, SECOND)
     assert "miss" in [chunk["status"] for chunk in done.json["chunks"]]
-    assert mode == "reuse" or done.json["answer"] == whole["answer"]
-    assert ask(store, SECOND, mode).json["answer"] == whole["answer"]
+    assert done.json["answer"] == whole["answer"]
+    assert ask(store, SECOND).json["answer"] == whole["answer"]
     with Store.open(store) as opened:
         assert verify(opened) == []
 
 
 def test_a_layer_that_no_key_has_room_for_is_damage(store: Path, tmp_path: Path) -> None:
-    stretch, info = stretch_in(store, "prefix", "")
+    stretch, info = stretch_in(store)
     text = info.to_bytes().replace(b'"states":[0', b'"states":[70000')
     broken = info_row(stretch, info)
     put(store, (tables.STRETCHES, broken[1], seal(stretch, Kind.STRETCH, text)))
@@ -212,15 +186,14 @@ def test_a_layer_that_no_key_has_room_for_is_damage(store: Path, tmp_path: Path)
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("side", ["state", "rows"])
-@pytest.mark.parametrize("mode", MODES)
-def test_no_answer_is_made_of_what_is_no_number(mode: str, side: str, number: float, store: Path) -> None:
+def test_no_answer_is_made_of_what_is_no_number(side: str, number: float, store: Path) -> None:
     """Its digest is right. A state is looked at and computed again; rows are not, and what they make is refused."""
-    whole = ask(store, SECOND, mode).json
-    stretch, info = stretch_in(store, mode, whole["chunks"][1]["id"])
+    whole = ask(store, SECOND).json
+    stretch, info = stretch_in(store)
     for place in info.places:
         if place[0] == side:
             put(store, part_row(stretch, place, encode_part(spoiled(parts_of(store, stretch, place), number))))
-    again = asked(store, SECOND, mode)
+    again = asked(store, SECOND)
     if side == "state":
         assert again.fine().json["answer"] == whole["answer"]
     else:

@@ -29,7 +29,7 @@ from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
 from tests.remote.backends import BACKENDS, READ_ONLY, WRITABLE, Site
 from tests.remote.faults import FILES, READING, SENDING, VALUES, Cell, Harm, cell_of, cells
 from tests.remote.scene import Scene
-from tests.remote.test_hostile import CODEC, LEARNED
+from tests.remote.test_hostile import CODEC
 from tests.remote.test_sharing import is_whole, new_store
 from tests.remote.test_transfer import PROFILE, bytes_of
 
@@ -43,7 +43,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = new_store(tmp_path_factory.mktemp("pristine") / "store")
     with Store.open(path) as store, store.writer() as writer:
         writer.put_profile(PROFILE, b"a profile", CODEC | {"profile": PROFILE.hex()})
-        writer.set_lead_in_state(LEARNED)
     return path
 
 

@@ -39,13 +39,12 @@ IDENTITY = {
     "dtype": "bfloat16",
     "prefix": [1, 2],
     "answer_header": [3],
-    "lead_in": {"mode": "warm", "ids": [1], "rows": "ab" * 20},
+    "lead_in": {"mode": "warm", "ids": [1]},
     "split": {"method": "semantic", "max_tokens": 256, "min_tokens": 0},
     "system": "",
     "namespace": "",
 }
 CODEC = {"profile": "", "losses": {"00" * 16: {"2": {"kl_answer": 0.5, "questions": 8}}}}
-LEARNED = {"digest": "cd" * 20, "fingerprint": "model", "ids": [1, 2, 3]}
 NESTED: Any = json.loads("[" * 40 + "]" * 40)
 HOSTILE: tuple[Any, ...] = (
     *(None, True, 0, -1, 2**31, 2**63, 10**4000, 1e300, 0.5),
@@ -62,7 +61,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with store.writer() as writer:
             writer.set_manifest({"identity": IDENTITY})
             writer.set_codec_state(CODEC)
-            writer.set_lead_in_state(LEARNED)
             put(writer, "f0.0", "lossless")
         with closing(open_blobs(f"file://{folder / 'shared'}")) as blobs:
             push(store, blobs)
@@ -307,9 +305,7 @@ def test_every_part_of_a_file() -> None:
         assert all(0 <= ref.start <= ref.end <= len(own.text) for ref in own.chunks)
 
 
-@pytest.mark.parametrize(
-    ("name", "state"), [("manifest", {"identity": IDENTITY}), ("codec", CODEC), ("lead-in", LEARNED)]
-)
+@pytest.mark.parametrize(("name", "state"), [("manifest", {"identity": IDENTITY}), ("codec", CODEC)])
 def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, Any]) -> None:
     """Whoever reads it afterwards meets types that he knows, and can write them down again."""
     for mutant in mutants(state):

@@ -164,7 +164,6 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
         ("compress",),
         ("store", "stats"),
         ("store", "push", shared),
-        ("fit", "lead-in"),
     ):
         kvtool(*command, "--store", shared).failed(2, "local store")
 

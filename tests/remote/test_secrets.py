@@ -67,7 +67,6 @@ def every_command(corpus: Path, url: str) -> Iterator[tuple[object, ...]]:
         "inspect plan Who?",
         "inspect chunk 00",
         "compress",
-        "fit lead-in",
         "bench store",
         "store stats",
         "store ls",

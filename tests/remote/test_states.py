@@ -1,4 +1,4 @@
-"""What is known of codec levels and of the learned lead-in, on its way from store to store."""
+"""What is known of codec levels, on its way from store to store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from kvtool.core.session.levels import losses_by_maker
 from tests.cache.making import make_store
 
 MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16
-LEAD_IN = {"digest": "cc" * 20, "fingerprint": "f", "ids": [1, 2]}
 
 OWN = Trust(mine=True)
 
@@ -45,10 +44,9 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def know(store: Store, codec: dict[str, Any], lead_in: dict[str, Any]) -> None:
+def know(store: Store, codec: dict[str, Any]) -> None:
     with store.writer() as writer:
         writer.set_codec_state(codec)
-        writer.set_lead_in_state(lead_in)
 
 
 def send(store: Store, url: str) -> None:
@@ -56,21 +54,21 @@ def send(store: Store, url: str) -> None:
         push(store, blobs)
 
 
-def seen(url: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def seen(url: str) -> dict[str, Any]:
     """What the store in front of a tier knows."""
     with open_shared(url) as tier:
-        return tier.codec_state(), tier.lead_in_state()
+        return tier.codec_state()
 
 
 def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: str) -> None:
     first = {"profile": MINE, "losses": {"2": loss(0.5)}}
-    know(store, first, LEAD_IN)
+    know(store, first)
     send(store, url)
-    assert seen(url) == (first, LEAD_IN)
+    assert seen(url) == first
     later = {"profile": THEIRS, "losses": {"3": loss(0.001)}}
-    know(store, later, LEAD_IN | {"ids": [3]})
+    know(store, later)
     send(store, url)
-    assert seen(url) == (later, LEAD_IN | {"ids": [3]})
+    assert seen(url) == later
 
 
 @pytest.mark.parametrize(
@@ -79,16 +77,16 @@ def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: st
 def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Path, url: str) -> None:
     """Of a store that was never compressed, and of one that was pruned of all KV."""
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
-    know(store, {"profile": digest.hex(), "losses": {"2": loss(0.001)}}, LEAD_IN)
+    know(store, {"profile": digest.hex(), "losses": {"2": loss(0.001)}})
     with store.writer() as writer:
         writer.add_profile(digest, b"profile")
     send(store, url)
     with store.writer() as writer:
         writer.drop_profiles([digest])
         writer.drop_level(store.chunk_ids(), "raw")
-    know(store, own, LEAD_IN)
+    know(store, own)
     send(store, url)
-    there, _ = seen(url)
+    there = seen(url)
     assert there["profile"] == digest.hex()
     assert losses_by_maker(there)[digest.hex()] == {"2": loss(0.001)}
     assert losses_by_maker(there).get(NONE) == losses_by_maker(own).get(NONE)
@@ -101,32 +99,27 @@ def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: P
 
 def test_a_store_in_front_that_was_filled_by_an_older_kvtool(store: Store, url: str) -> None:
     """It holds the catalogue, and a codec state from before."""
-    know(store, {"profile": MINE, "losses": {"2": loss(0.001)}}, LEAD_IN)
+    know(store, {"profile": MINE, "losses": {"2": loss(0.001)}})
     send(store, url)
     seen(url)
     mark = local_place(url) / "remote" / "adopted.json"
     mark.write_text(json.dumps({"catalogue": json.loads(mark.read_text())["catalogue"]}))
     with Store.open(local_place(url)) as front:
-        know(front, {"profile": MINE, "losses": {}}, {})
-    assert seen(url) == (store.codec_state(), LEAD_IN)
+        know(front, {"profile": MINE, "losses": {}})
+    assert seen(url) == store.codec_state()
 
 
 def test_a_pulled_store_keeps_its_own_and_learns_the_rest(store: Store, url: str, tmp_path: Path) -> None:
-    know(store, {"profile": MINE, "losses": {"1": loss(0.1), "3": loss(0.3)}}, LEAD_IN)
+    know(store, {"profile": MINE, "losses": {"1": loss(0.1), "3": loss(0.3)}})
     send(store, url)
     place = tmp_path / "other"
     with Store.open(make_store(place)) as other:
         with other.writer() as writer:
             writer.set_manifest(store.manifest())
-        know(other, {"profile": MINE, "losses": {"1": loss(0.2)}}, {})
+        know(other, {"profile": MINE, "losses": {"1": loss(0.2)}})
         with closing(open_blobs(url)) as blobs:
             pull(place, blobs, trust=OWN)
         assert other.codec_state() == {"profile": MINE, "losses": {"1": loss(0.2), "3": loss(0.3)}}
-        assert other.lead_in_state() == LEAD_IN
-        know(other, other.codec_state(), LEAD_IN | {"ids": [7]})
-        with closing(open_blobs(url)) as blobs:
-            pull(place, blobs, trust=OWN)
-        assert other.lead_in_state()["ids"] == [7]
 
 
 @pytest.mark.parametrize(

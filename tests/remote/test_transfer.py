@@ -36,7 +36,6 @@ def store(tmp_path: Path) -> Iterator[Store]:
         with opened.writer() as writer:
             writer.set_manifest(MANIFEST)
             writer.put_profile(PROFILE, b"a profile", {"profile": PROFILE.hex()})
-            writer.set_lead_in_state({"fingerprint": "f"})
         yield opened
 
 

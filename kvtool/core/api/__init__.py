@@ -15,14 +15,12 @@ from kvtool.core.common.types import Warn
 from kvtool.core.common.urls import is_url
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import UsageError
-from kvtool.core.fit.options import FitOptions
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.core.compress.compress_report import CompressReport
-    from kvtool.core.fit.fit_report import FitReport
     from kvtool.core.ingest.ingest_report import IngestReport
     from kvtool.core.options import arguments
     from kvtool.core.query.conversation import Conversation
@@ -130,12 +128,3 @@ class Cache(Sharing, Upkeep):
         wanted = self._wanted(CompressOptions, options, levels=levels)
         with self._beside() as folder:
             return compress(folder, wanted, self._events(events), self._decoder)
-
-    @alone(FitOptions)
-    def fit_lead_in(self, *, events: Events | None = None, **options: Unpack[arguments.FitArguments]) -> FitReport:
-        """Learn the lead-in from the store's own chunks; `options` are the fields of `FitOptions`."""
-        from kvtool.core.fit.job import fit_lead_in
-
-        wanted = self._wanted(FitOptions, options)
-        with self._beside() as folder:
-            return fit_lead_in(folder, wanted, self._events(events))

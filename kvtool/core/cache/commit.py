@@ -17,7 +17,7 @@ from kvtool.core.cache.rows import Doomed, Row, meta_row
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites
@@ -42,7 +42,7 @@ class Commits:
     keeps_reserve : whether the disk's reserve has to stay free.
     """
 
-    def __init__(self, store: Store, max_size: int | None) -> None:
+    def __init__(self, store: StoreReader, max_size: int | None) -> None:
         self._store = store
         self._budget = None if max_size is None else space.Budget(max_size, given=True)
         self._known = max_size is not None

@@ -22,7 +22,7 @@ from kvtool.core.cache.stretches import missing_parts, named_part, read_row
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 NO_LAYER = -1
 BESIDE = "beside"  # `table` of a damaged file beside the records: index, vectors, journals, what was measured
@@ -61,7 +61,7 @@ def of_store(reason: str) -> Damage:
     return Damage("", "", NO_LAYER, reason)
 
 
-def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
+def find_damage(store: StoreReader, sample: Fraction) -> Iterator[Damage]:
     """Walk every table in this process; table by table, each row in a short transaction."""
     with store.snapshot() as snapshot:
         pages = [of_store(reason) for reason in snapshot.damaged_pages()]
@@ -77,7 +77,7 @@ def find_damage(store: Store, sample: Fraction) -> Iterator[Damage]:
         yield Damage("", "", NO_LAYER, f"{place} {reason}", BESIDE, os.fsencode(place).hex())
 
 
-def _keys_of(store: Store, table: bytes) -> list[bytes]:
+def _keys_of(store: StoreReader, table: bytes) -> list[bytes]:
     with store.snapshot() as snapshot:
         return list(snapshot.keys(table))
 
@@ -87,7 +87,7 @@ def in_sample(key: bytes, sample: Fraction) -> bool:
     return int.from_bytes(key[:8], "big") % sample.denominator < sample.numerator
 
 
-def _check_row(store: Store, table: bytes, key: bytes) -> Iterator[Damage]:
+def _check_row(store: StoreReader, table: bytes, key: bytes) -> Iterator[Damage]:
     try:
         with store.snapshot() as snapshot:
             data = snapshot.get(table, key)
@@ -154,14 +154,14 @@ def _sound_row(snapshot: Snapshot, table: bytes, key: bytes) -> Iterator[tuple[b
             yield key, _READS[table](key, data)
 
 
-def _missing_records(store: Store) -> Iterator[Damage]:
+def _missing_records(store: StoreReader) -> Iterator[Damage]:
     with store.snapshot() as snapshot:
         rows = sound_rows(snapshot, tables.LEVELS)  # the others are reported as such
         missing = [damage for key, row in rows for damage in _absent(snapshot, key, row)]
     yield from missing
 
 
-def _missing_parts(store: Store) -> Iterator[Damage]:
+def _missing_parts(store: StoreReader) -> Iterator[Damage]:
     with store.snapshot() as snapshot:
         missing = list(missing_parts(snapshot))
     for stretch, place in missing:
@@ -176,7 +176,7 @@ def _absent(snapshot: Snapshot, key: bytes, row: keys.LevelRow) -> Iterator[Dama
             yield Damage(chunk_id.hex(), level, layer, "the record is missing", "levels", key.hex())
 
 
-def _missing_chunks(store: Store) -> Iterator[Damage]:
+def _missing_chunks(store: StoreReader) -> Iterator[Damage]:
     """Documents that refer to chunks that are not there, files to documents that are not there."""
     for key in _keys_of(store, tables.FILES):
         with store.snapshot() as snapshot:

@@ -34,10 +34,6 @@ class Facts(Opened):
         """Which codec profile is in use and what was measured of each level; empty before the first `compress`."""
         return self._json(keys.CODEC_KEY, "what is known of the codec levels")
 
-    def lead_in_state(self) -> dict[str, Any]:
-        """Which learned lead-in the next ingest may use: `digest`, `fingerprint`, `ids`; empty before the first fit."""
-        return self._json(keys.LEAD_IN_KEY, "what is known of the learned lead-in")
-
     def budget(self) -> int | None:
         """How many bytes the store's folder may hold; None: as many as the disk. Raises DamagedError."""
         size = self._json(keys.BUDGET_KEY, "the size budget").get("bytes")
@@ -65,18 +61,11 @@ class Facts(Opened):
 
     def profile(self, digest: bytes) -> memoryview | None:
         """The codec profile of a digest, or None. Raises DamagedError."""
-        return self._fitted(digest, "a codec profile")
-
-    def learned(self, digest: bytes) -> memoryview | None:
-        """The learned lead-in of a digest, or None. Raises DamagedError."""
-        return self._fitted(digest, "the learned lead-in")
-
-    def _fitted(self, digest: bytes, what: str) -> memoryview | None:
         with self.snapshot() as snapshot:
-            return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, what)
+            return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
 
     def profile_digests(self) -> list[bytes]:
-        """The digests of all codec profiles and learned lead-ins, sorted."""
+        """The digests of all codec profiles, sorted; longer ones name learned lead-ins of earlier versions."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.PROFILES))
 

@@ -14,13 +14,13 @@ from kvtool.core.cache import layout, space
 from kvtool.core.cache.tree_check import check_data_file
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 _UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
 _LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be renamed
 
 
-def compact(store: Store) -> int:
+def compact(store: StoreReader) -> int:
     """Copy the live pages into the next generation, switch the pointer, remove the old one. Writer lock held.
 
     Processes that read the old generation keep it until they look at the pointer; LMDB files are never replaced.

@@ -37,11 +37,6 @@ def ids_digest(token_ids: Sequence[int]) -> bytes:
     return _digest(b"kvtool ids", _pack_ids(token_ids))
 
 
-def learned_digest(ids: bytes, rows: bytes) -> bytes:
-    """Digest (20 bytes) of learned rows that stand in the places of token ids, from the digests of both."""
-    return _digest(b"kvtool rows", ids, rows)
-
-
 def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_ids: Sequence[int]) -> bytes:
     """Name of a chunk: blake2b-160 over a canonical encoding of its identity.
 

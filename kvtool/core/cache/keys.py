@@ -11,7 +11,7 @@ from kvtool.core.cache.record import Bytes, Kind, check_level, seal, unseal
 from kvtool.core.errors import DamagedError
 
 STORE_KEY, MANIFEST_KEY, REVISION_KEY, CODEC_KEY = b"store", b"manifest", b"revision", b"codec"
-LEAD_IN_KEY, BUDGET_KEY, PINS_KEY = b"lead-in", b"budget", b"pins"
+BUDGET_KEY, PINS_KEY = b"budget", b"pins"
 COLLECTED_KEY = b"collected"  # the revision of documents at which what nothing refers to was dropped last
 UNFINISHED_KEY = b"unfinished"  # files of which an ingest has stored some chunks, with the ids of all of them
 DOCUMENTS_KEY = b"counted"  # revisions at which documents changed, and chunks were dropped, last; its own beside them

@@ -16,7 +16,7 @@ from kvtool.core.cache.entries import load_json
 from kvtool.core.cache.environment import Closed, Environment
 from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.snapshot import Snapshot, View, damage_of
+from kvtool.core.cache.snapshot import Snapshot, damage_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 
@@ -181,3 +181,32 @@ class Opened:
                 visit.end()
                 if self._environment is environment:
                     raise
+
+
+class View:
+    """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
+
+    def __init__(self, environment: Environment, visit: Visit) -> None:
+        self.environment = environment
+        self.snapshot: Snapshot = environment.snapshot(visit)
+        self._visit = visit
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def enter(self) -> bool:
+        """Use it until :meth:`leave`; False: it has ended."""
+        with self._lock:
+            if not self._users:
+                return False
+            if not self._visit.inside:
+                raise KvtoolError("the store's view was lost while its map changed", "ask again")
+            self._users += 1
+            return True
+
+    def leave(self) -> None:
+        """End the use that :meth:`enter` or making it began."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            self._visit.end()

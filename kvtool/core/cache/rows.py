@@ -25,7 +25,7 @@ def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
 
 
 def profile_row(digest: bytes, data: bytes) -> Row:
-    """A codec profile or a learned lead-in."""
+    """A codec profile."""
     return tables.PROFILES, digest, seal(digest, Kind.PROFILE, data)
 
 

@@ -21,7 +21,7 @@ from kvtool.core.cache.layout import atomic_write
 from kvtool.core.errors import DamagedError, NoSpaceError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 TABLES = ".tables"  # how the names of sealed tables end
 TAIL_BYTES = 24
@@ -65,7 +65,7 @@ def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryv
 # ---- JSON --------------------------------------------------------------------------------------------------------
 
 
-def write_side(store: Store, name: str, value: dict[str, Any]) -> bool:
+def write_side(store: StoreReader, name: str, value: dict[str, Any]) -> bool:
     """Keep a JSON object beside the store, as ``folder/name``.
 
     False: it cannot be kept, on a read-only store or without room. What stands beside a store can be made again.
@@ -79,7 +79,7 @@ def write_side(store: Store, name: str, value: dict[str, Any]) -> bool:
     return True
 
 
-def read_side(store: Store, name: str, **marks: Any) -> dict[str, Any]:
+def read_side(store: StoreReader, name: str, **marks: Any) -> dict[str, Any]:
     """Inverse of :func:`write_side`; empty where nothing was kept, or what was kept cannot be read.
 
     Parameters

@@ -22,7 +22,7 @@ from kvtool.core.common.sizes import counted
 from kvtool.core.errors import NoSpaceError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 LOG_BYTES = 2**21  # what a journal may grow to; its older half goes then
 FOLDERS = ("audit",)  # of a store, in which journals stand
@@ -38,7 +38,7 @@ class SideLog:
     damaged: int = 0
 
 
-def append_side(store: Store, name: str, value: dict[str, Any], most: int = LOG_BYTES) -> bool:
+def append_side(store: StoreReader, name: str, value: dict[str, Any], most: int = LOG_BYTES) -> bool:
     """Append a JSON object to the journal ``folder/name``.
 
     Parameters
@@ -63,7 +63,7 @@ def append_side(store: Store, name: str, value: dict[str, Any], most: int = LOG_
     return True
 
 
-def read_side_log(store: Store, name: str) -> SideLog:
+def read_side_log(store: StoreReader, name: str) -> SideLog:
     """Read what :func:`append_side` has kept; nothing where there is no journal, or it cannot be read."""
     try:
         return _parsed(_lines(store.side_file(name)))

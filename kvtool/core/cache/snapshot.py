@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from kvtool.core.cache.buffers import Room, aligned
-from kvtool.core.cache.gate import Visit
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.nodes import Leaf
 from kvtool.core.cache.pages import META_PAGES
 from kvtool.core.cache.record import Kind, unseal
 from kvtool.core.cache.tree import BIG_HEADER_BYTES, Found, Tree
 from kvtool.core.cache.tree_check import damaged_pages
-from kvtool.core.errors import DamagedError, KvtoolError
-
-if TYPE_CHECKING:
-    from kvtool.core.cache.environment import Environment
+from kvtool.core.errors import DamagedError
 
 
 class Snapshot:
@@ -156,32 +150,3 @@ def damage_of(what: str, hint: str = REPAIR) -> Iterator[None]:
         yield
     except DamagedError as error:
         raise DamagedError(f"{what} of the store is damaged: {error.message}", hint) from error
-
-
-class View:
-    """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
-
-    def __init__(self, environment: Environment, visit: Visit) -> None:
-        self.environment = environment
-        self.snapshot: Snapshot = environment.snapshot(visit)
-        self._visit = visit
-        self._users = 1
-        self._lock = threading.Lock()
-
-    def enter(self) -> bool:
-        """Use it until :meth:`leave`; False: it has ended."""
-        with self._lock:
-            if not self._users:
-                return False
-            if not self._visit.inside:
-                raise KvtoolError("the store's view was lost while its map changed", "ask again")
-            self._users += 1
-            return True
-
-    def leave(self) -> None:
-        """End the use that :meth:`enter` or making it began."""
-        with self._lock:
-            self._users -= 1
-            last = not self._users
-        if last:
-            self._visit.end()

@@ -42,7 +42,7 @@ class StretchInfo:
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
-    alone : it is no prompt's, but of one chunk behind the store's lead-in (session/alone.py).
+    alone : it is no prompt's, but of a single chunk, as an earlier kvtool computed some: it is not used any more.
     arithmetic : what computed it; None: an earlier kvtool, which did not note it.
     """
 
@@ -172,7 +172,7 @@ class Stretches(Opened):
 
 
 def count_alone(snapshot: Snapshot) -> int:
-    """How many stretches are of chunks alone."""
+    """Return how many stretches are of single chunks, which are not used any more."""
     return sum(info.alone for _, info in _described(snapshot))
 
 
@@ -203,7 +203,7 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """The order in which stretches go: those of prompts before those of chunks alone, which were asked for; of either
+    """The order in which stretches go: those of single chunks, which nothing uses, before those of prompts; of these
     those that were not used for longest first; of a prompt the last first, since it stands on those before it.
 
     Parameters
@@ -213,7 +213,7 @@ def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -
 
     def turn(stretch: bytes) -> tuple[bool, int, int]:
         info = stretches[stretch]
-        return info.alone, used.get(stretch, 0), -info.start
+        return not info.alone, used.get(stretch, 0), -info.start
 
     return sorted(stretches, key=turn)
 

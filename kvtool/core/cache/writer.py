@@ -41,7 +41,7 @@ from kvtool.core.cache.warmth import joined, warmths
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.reader import StoreReader
 
 BATCH_BYTES = 48 * 2**20  # a write transaction holds its dirty pages in memory
 BATCH_SECONDS = 5.0
@@ -68,7 +68,7 @@ class Writer:
         them go before a commit is refused for lack of room.
     """
 
-    def __init__(self, store: Store, max_size: int | None = None) -> None:
+    def __init__(self, store: StoreReader, max_size: int | None = None) -> None:
         self._store = store
         self._commits = Commits(store, max_size)
         self._pending: dict[tuple[bytes, str], _Pending] = {}
@@ -136,13 +136,8 @@ class Writer:
         self._commit([profile_row(digest, data), meta_row(keys.CODEC_KEY, state)])
 
     def add_profile(self, digest: bytes, data: bytes) -> None:
-        """Keep a codec profile or a learned lead-in that records may name, without making it the current one."""
+        """Keep a codec profile that records may name, without making it the current one."""
         self._commit([profile_row(digest, data)])
-
-    def put_learned(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
-        """Keep a learned lead-in as the one that the next ingest may use, in one transaction. Older ones stay: chunks
-        may stand behind them."""
-        self._commit([profile_row(digest, data), meta_row(keys.LEAD_IN_KEY, state)])
 
     def set_budget(self, size: int | None) -> None:
         """Keep a size budget in the store; None: lift it."""
@@ -161,10 +156,6 @@ class Writer:
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
         """Replace what eviction never touches."""
         self._commit([meta_row(keys.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
-
-    def set_lead_in_state(self, state: dict[str, Any]) -> None:
-        """Replace what is known of the learned lead-in."""
-        self._commit([meta_row(keys.LEAD_IN_KEY, state)])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the codec levels."""
@@ -359,8 +350,8 @@ class Writer:
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
-        """Drop codec profiles or learned lead-ins; where a `state` is given, it is what is known of the codec levels
-        from then on, in the same transaction. Returns how many were there."""
+        """Drop codec profiles; where a `state` is given, it is what is known of the codec levels from then on, in the
+        same transaction. Returns how many were there."""
         with self._store.environment.read() as snapshot:
             doomed = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
         if doomed:
@@ -391,7 +382,7 @@ class Writer:
         else:
             loose = self._loosened - kept
             loose -= {*referred(loose)} if loose else set()
-            loose |= self._drop_stretches_of(lambda chunks: not loose.isdisjoint(chunks))
+            loose |= self._drop_stretches_of(lambda info: info.alone or not loose.isdisjoint(info.chunks))
         dropped = self._drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
         if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
             self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
@@ -400,16 +391,16 @@ class Writer:
 
     def _unreferred(self, kept: set[bytes]) -> set[bytes]:
         """All chunks that neither a document nor a stretch refers to, but these; stretches that were made of any such
-        chunk are dropped."""
+        chunk are dropped, and those that nothing uses any more."""
         wanted = {ref.chunk_id for document in self._store.documents() for ref in document.chunks} | kept
-        self._drop_stretches_of(lambda chunks: not wanted.issuperset(chunks))
+        self._drop_stretches_of(lambda info: info.alone or not wanted.issuperset(info.chunks))
         wanted |= {*self._store.stretches()}
         with self._store.environment.read() as snapshot:
             return {key[:ID_BYTES] for table in BY_CHUNK for key in snapshot.keys(table)} - wanted
 
-    def _drop_stretches_of(self, is_stale: Callable[[Sequence[bytes]], bool]) -> set[bytes]:
-        """Drop the stretches whose chunks are such; returns which they were."""
-        stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info.chunks)}
+    def _drop_stretches_of(self, is_stale: Callable[[StretchInfo], bool]) -> set[bytes]:
+        """Drop the stretches that are such; returns which they were."""
+        stale = {stretch for stretch, info in self._store.stretches().items() if is_stale(info)}
         self.drop_stretches(stale)
         return stale
 

@@ -9,7 +9,7 @@ from kvtool.core.errors import UsageError, did_you_mean
 
 ATTENTION, ENTROPY_CODER, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_ENTROPY_CODER", "KVTOOL_STEPPER")
 ALLOWED: dict[str, tuple[str, ...]] = {
-    ATTENTION: ("own", "products", "fused", "triton", "flex"),  # the first three on a CPU, the last three on CUDA
+    ATTENTION: ("triton", "flash", "sdpa", "eager"),  # those of `kernels/attention/dispatch.py`
     ENTROPY_CODER: ("avx512", "avx2", "scalar", "numpy"),
     STEPPER: ("native", "torch"),
 }

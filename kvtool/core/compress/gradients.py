@@ -18,7 +18,7 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.layout import wide_sides
 from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import Table
 from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
@@ -143,7 +143,7 @@ class _Rows:
         return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), cached, sources)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
     ) -> torch.Tensor:
         """Fulfil `Attends`, by plain products."""
         parts = []
@@ -157,9 +157,11 @@ class _Rows:
         return torch.cat(parts, 1)[None]
 
 
-def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: AttentionParams) -> torch.Tensor:
     """Attend with the last rows of a causal attention, `[heads, rows, head_dim]`; keys and values of fewer heads."""
     heads, rows, _ = query.shape
     kv_heads, seen = keys.shape[:2]
-    weights = attention_weights(query, keys, Seen.run(range(seen - rows, seen), scoring.window, query.device), scoring)
+    weights = attention_weights(
+        query, keys, KeyRanges.run(range(seen - rows, seen), scoring.window, query.device), scoring
+    )
     return torch.bmm(weights.to(values.dtype).view(kv_heads, -1, seen), values).view(heads, rows, -1)

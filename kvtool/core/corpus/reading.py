@@ -11,7 +11,7 @@ from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self
 
-from kvtool import __version__
+from kvtool.core import __version__
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.bounded import MOST_TEXT, Bounds, Child, Ended

@@ -79,7 +79,7 @@ def decide(
     before_s : seconds that the TTFT already counts (retrieval).
     """
     prompts = {level: PromptRows(spans, speeds) for level, spans in choices.items()}
-    at_floor = {level: prompt.expected(selector) for level, prompt in prompts.items()}
+    at_floor = {level: selector.expected_seconds(prompt) for level, prompt in prompts.items()}
     level = next(level for level in prompts if at_floor[level] <= min(at_floor.values()) * (1 + NOISE))
     prompt = prompts[level]
     options = _lossless(prompts, lossless)
@@ -87,7 +87,7 @@ def decide(
     keep = best.seconds <= at_floor[level] * (1 + NOISE)
     chosen = selector if keep else selector.with_amount(hidden_ratio(prompt, selector))
     expected = {mode.name: min(option.seconds for option in options if option.mode == mode.name) for mode in lossless}
-    expected[chosen.name] = prompt.expected(chosen)
+    expected[chosen.name] = chosen.expected_seconds(prompt)
     lossless_mode = best.mode if keep else None
     return Decision(
         fusion=best.mode if keep else chosen.name,
@@ -117,7 +117,7 @@ def _lossless(prompts: Mapping[str, PromptRows], modes: Sequence[Selector]) -> l
     options = []
     for mode in sorted(modes, key=lambda selector: selector.uses_cache is not holes):
         for level, prompt in list(prompts.items())[: None if mode.uses_cache else 1]:
-            options.append(_Option(mode.name, level if mode.uses_cache else None, prompt.expected(mode)))
+            options.append(_Option(mode.name, level if mode.uses_cache else None, mode.expected_seconds(prompt)))
     return options
 
 
@@ -126,7 +126,7 @@ def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
     floor = selector.amount
 
     def seconds(ratio: float) -> float:
-        return prompt.expected(selector.with_amount(ratio))
+        return selector.with_amount(ratio).expected_seconds(prompt)
 
     allowed = seconds(floor) + NOISE * prompt.load(*CACHED).seconds
     if not prompt.context or seconds(1.0) <= allowed:

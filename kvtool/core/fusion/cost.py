@@ -10,7 +10,6 @@ from kvtool.core.fusion.speeds import Load, Speeds
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Segment
-    from kvtool.core.fusion.selectors.base import Selector
 
 # A cached segment is exact or a hit (fusion/plan.py); `leading` are the exact ones with nothing else before them.
 Kind = Literal["leading", "exact", "hit"]
@@ -127,10 +126,6 @@ class PromptRows:
             for level, count in self._stored.get(kind, {}).items():
                 tokens[level] = tokens.get(level, 0) + count - self._spared.get((mode, kind, level), 0.0)
         return self._speeds.load(tokens)
-
-    def expected(self, selector: Selector) -> float:
-        """Seconds that a mode is expected to take."""
-        return self.seconds(selector.cost(self), selector.name)
 
     def seconds(self, cost: Cost, mode: str = "") -> float:
         """Expected seconds from the laid-out prompt to the first token.

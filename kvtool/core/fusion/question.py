@@ -11,7 +11,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.kernels.attention.eager import mean_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.probe import ForwardEnded
@@ -33,7 +33,7 @@ class _Watch:
         """Over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
         if layer not in self._layers:
             return

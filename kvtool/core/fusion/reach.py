@@ -10,7 +10,7 @@ import torch
 
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.kernels.attention.flash.tiling import KEYS
+from kvtool.core.kernels.attention.dispatch import first_read
 from kvtool.core.model.prompt_cache import PromptCache
 
 
@@ -134,8 +134,8 @@ class _Seen:
         return bool(self.places[segment.stop] > self.places[segment.start])
 
     def passed(self, segment: Segment, device: str) -> slice:
-        """Which of its rows attention goes over: on a CPU it begins with the tile of the first key that is seen."""
-        begin = self.first // KEYS * KEYS if device == "cpu" else 0
+        """Return which of its rows attention may read, unseen."""
+        begin = first_read(self.first, device)
         return slice(max(segment.start, begin), max(segment.stop, begin))
 
 

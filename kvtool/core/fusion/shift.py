@@ -17,7 +17,7 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.kernels.attention.dispatch import isa_here
+from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.rope import Table
 from kvtool.core.kernels.shift import Mover, Runs
 from kvtool.core.model.attention import Rows

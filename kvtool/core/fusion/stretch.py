@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.states import CARRIED, RECURRENT, StateCache, StateLayer, States
+from kvtool.core.model.states import StateCache, StateLayer, States
 from kvtool.core.records.parts import decode_part, encode_part
 from kvtool.core.records.within import check_within
 
@@ -139,19 +139,6 @@ class Loading:
         return decode_part(payload)
 
 
-def take_beginning(decoder: Decoder, cache: StateCache, found: Found, segment: Segment, read: ReadPart) -> int:
-    """Take the stretch of a prompt's first segment into a cache; returns the bytes that were read.
-
-    Raises
-    ------
-    DamagedError : something of it is damaged, or another model's.
-    """
-    loading, info = Loading(decoder, cache, read), found.infos[0]
-    assert info is not None
-    loading.take_one(found.ids[0], info, segment, with_states=True)
-    return loading.bytes_read
-
-
 def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     """Rows as they were stored, in the format of `like`. Raises DamagedError where they cannot stand where it does."""
     if tensor is None or tensor.shape != like.shape or not tensor.dtype.is_floating_point:
@@ -159,34 +146,23 @@ def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return tensor.to(like.dtype)
 
 
-def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int, alone: bool = False) -> States:
+def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
     """Name the tensors of a part as a layer does, each in the format that the layer itself computes it in here.
-
-    Parameters
-    ----------
-    alone : they are of a chunk alone: with each recurrent state there is what the chunk carries of the one before it.
 
     Raises
     ------
     DamagedError : they are another model's, or not finite, so that all that follows would be no numbers.
     """
     forms = decoder.state_forms[layer]
-    carried = [(CARRIED, number) for what, number in forms if alone and what == RECURRENT]
-    expected = {f"{what} {number}": (what, number) for what, number in (*forms, *carried)}
+    expected = {f"{what} {number}": (what, number) for what, number in forms}
     if tensors.keys() != expected.keys():
         raise DamagedError("the states of another model")
     states = States()
     for name, key in expected.items():
-        kind, sizes = forms[RECURRENT if key[0] == CARRIED else key[0], key[1]]
-        if tensors[name].shape not in ((sizes,) if key[0] != CARRIED else _carried_sizes(sizes)):
+        kind, sizes = forms[key]
+        if tensors[name].shape != sizes:
             raise DamagedError("the states of another model")
         if tensors[name].numel() and not all(map(torch.isfinite, tensors[name].aminmax())):
             raise DamagedError("a state whose numbers are not finite")
         states[key] = tensors[name].to(decoder.device, kind)
     return states
-
-
-def _carried_sizes(sizes: torch.Size) -> tuple[tuple[int, ...], ...]:
-    """What of a state `[1, heads, a, b]` may be carried by: one number a head, or a matrix."""
-    *heads, height, _ = sizes
-    return (*heads, 1, 1), (*heads, height, height)

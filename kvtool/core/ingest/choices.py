@@ -15,8 +15,7 @@ from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM, EARLIER_SYSTEM
-from kvtool.core.session.identity import NEIGHBOUR, LeadInIds, StoreIdentity, check_same_model, resolve_named
-from kvtool.core.session.lead_in import LEARNED, learned_lead_in
+from kvtool.core.session.identity import LEARNED, LeadInIds, StoreIdentity, check_same_model, resolve_named
 
 _NO_LEAD_IN = "none"
 
@@ -35,7 +34,7 @@ class Choices:
     """
 
     def __init__(self, store: Store | None, options: IngestOptions, once: Once = unnoticed) -> None:
-        self._store, self._options, self._once = store, options, once
+        self._options, self._once = options, once
         self.known = StoreIdentity.from_manifest(store.manifest()) if store is not None else None
         self.made_by = store.made_by() if store is not None else HERE
 
@@ -96,14 +95,14 @@ class Choices:
             raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
     def _reads_lead_in(self) -> bool:
-        """Whether the lead-in was asked for as a file, which may hold another text by now, or as what was learned."""
+        """Whether the lead-in was asked for as a file, which may hold another text by now."""
         asked = self._options.lead_in
-        return asked is not None and (asked == LEARNED or is_lead_in_file(asked))
+        return asked is not None and is_lead_in_file(asked)
 
     def _lead_in(self) -> tuple[str, str]:
         """Decide on the lead-in's mode, and on the instruction."""
         known = self.known
-        mode = self._options.lead_in or (known.lead_in.mode if known else "warm")
+        mode = self._options.lead_in or (known.lead_in.mode if known and known.lead_in.mode != LEARNED else "warm")
         if is_lead_in_file(mode):
             mode = str(Path(mode).expanduser().absolute())
         return mode, self._options.system or (known.system if known else DEFAULT_SYSTEM)
@@ -125,28 +124,30 @@ class Choices:
         else:
             parts = prompt_parts(self.tokenizer, system)
         fingerprint, ids = model_fingerprint(self.files, dtype, self._once), lead_in_ids(mode, self.tokenizer, parts)
-        if keeps and mode != _NO_LEAD_IN and not ids:
-            raise UsageError("there is nothing to compute chunks behind", "use --lead-in warm")
-        learned = mode == LEARNED
         return StoreIdentity(
             model=self.files.ref,
             fingerprint=fingerprint,
             dtype=dtype,
             prefix=parts.prefix,
             answer_header=parts.answer_header,
-            lead_in=learned_lead_in(self._store, fingerprint, ids) if learned else LeadInIds(mode, ids),
+            lead_in=LeadInIds(mode, ids),
             split=split,
             system=system,
             keeps_states=keeps,
         )
 
     def _lead_in_of_states(self, mode: str) -> str:
-        """The lead-in of a model that keeps states: chunks are computed alone only where it is asked for one.
+        """Return the lead-in of a model that keeps states: none, or that of a store which an earlier version made.
 
         Raises
         ------
-        UsageError : a chunk's state would be of more than the chunk, or of rows without tokens.
+        UsageError : another is asked for.
         """
-        if mode in (NEIGHBOUR, LEARNED):
-            raise UsageError(f"a model that keeps a recurrent state takes no lead-in {mode}", "use --lead-in warm")
-        return mode if self._options.lead_in or self.known else _NO_LEAD_IN
+        kept = self.known.lead_in.mode if self.known else _NO_LEAD_IN
+        if self._options.lead_in is not None and mode != kept:
+            raise UsageError(
+                f"{self.files.ref} keeps a recurrent state, so no chunk is computed before a question: it takes no "
+                f"lead-in {mode}",
+                "leave --lead-in out",
+            )
+        return kept

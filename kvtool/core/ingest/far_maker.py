@@ -22,7 +22,7 @@ class Recipe:
     Attributes
     ----------
     wanted : the model, by a name or a path that holds wherever it is loaded.
-    profile, rows : bytes of the codec profile in use, and of a learned lead-in; empty: none.
+    profile : bytes of the codec profile in use; empty: none.
     """
 
     identity: StoreIdentity
@@ -30,7 +30,6 @@ class Recipe:
     level: str
     prefix_level: str
     profile: bytes = b""
-    rows: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +58,14 @@ class FarMaker:
     def __init__(self, recipe: Recipe) -> None:
         from kvtool.core.cache.store import Store
         from kvtool.core.codec.profile import Profile
-        from kvtool.core.session.lead_in import open_lead_ins
+        from kvtool.core.session.identity import lead_ins_of
         from kvtool.core.session.session import Session
 
         self._recipe = recipe
         self._profile = Profile.from_bytes(recipe.profile) if recipe.profile else None
         with TemporaryDirectory(prefix="kvtool-") as folder, Store.create_or_open(Path(folder)) as store:
-            if recipe.rows:
-                with store.writer() as writer:
-                    writer.add_profile(bytes.fromhex(recipe.identity.lead_in.rows), recipe.rows)
             self._decoder = Session(store, recipe.wanted, identity=recipe.identity).decoder
-            self._lead_ins = open_lead_ins(store, self._decoder, recipe.identity)
+            self._lead_ins = lead_ins_of(recipe.identity, self._decoder)
 
     def facts(self) -> Facts:
         """What this process is."""

@@ -28,11 +28,10 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
 from kvtool.core.records.wanted import WantedChunk
-from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.core.session.identity import lead_ins_of
 from kvtool.core.session.levels import MeasuredLosses
 
 if TYPE_CHECKING:
-    from kvtool.core.ingest.alone import AloneStorer
     from kvtool.core.ingest.storer import Storer
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.session.session import Session
@@ -149,7 +148,7 @@ class _Job:
             self.account.count_file(file)
             paths.add(file.entry.path)
             new = novelties.of(file)
-            if self.choices.identity.keeps_states and not self.choices.identity.keeps_alone:
+            if self.choices.identity.keeps_states:
                 continue
             report.chunks.computed += len(new)
             report.tokens += sum(len(chunk.ids) for chunk in new)
@@ -187,7 +186,7 @@ class _Job:
         identity = self.choices.identity
         if identity.keeps_states and options.ray:
             raise UsageError("chunks of a model that keeps states are computed in this process", "leave --ray out")
-        if identity.keeps_states and not identity.keeps_alone and self.choices.known is None:
+        if identity.keeps_states and self.choices.known is None:
             self.account.warn(*_NO_KV)
         self._take_files(store, writer)
         self._keep_identity(writer)
@@ -233,8 +232,7 @@ class _Job:
                 new = novelties.of(file)
                 self.account.want(file, new)
                 if self.choices.identity.keeps_states:
-                    if not self._describe(store, writer, file, new):
-                        novelties.take_back(new)
+                    self._describe(writer, file, new)
                     continue
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
@@ -290,22 +288,11 @@ class _Job:
         writer.commit_file(file.entry, file.documents)
         self.account.count_file(file)
 
-    def _describe(self, store: Store, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> bool:
-        """Commit a file of a store whose model keeps states. What its chunks are alone is computed only behind a
-        lead-in, and first: what is told of a chunk later is that it is known. Returns whether they fit the model."""
-        if self.choices.identity.keeps_alone and new:
-            storer = self._alone(store)
-            self.account.begin_computing()
-            if not self._fits(file, new, storer.check_length):
-                return False
-            self._keep_identity(writer)
-            writer.begin_file(file.entry.path, file.chunk_ids)
-            storer.take(writer, self.account, new)
-            self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
+    def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+        """Commit a file of a store whose model keeps states: its chunks are known, and computed by questions."""
         self._changed = True
         writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new}, HERE)
         self._commit_known(writer, file)
-        return True
 
     def _needs_prefix(self, store: Store) -> bool:
         identity = self.choices.identity
@@ -340,7 +327,7 @@ class _Job:
         decoder, level = session.decoder, self.options.level
         profile = session.profiles.current() if level_of(level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
-            lead_ins = open_lead_ins(store, decoder, session.identity)
+            lead_ins = lead_ins_of(session.identity, decoder)
         return ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
 
     def _far_storer(self, store: Store, writer: Writer) -> Storer:
@@ -353,15 +340,6 @@ class _Job:
         return storer
 
     # ---- the model ----
-
-    def _alone(self, store: Store) -> AloneStorer:
-        """What computes chunks alone; the model is loaded at the first."""
-        from kvtool.core.ingest.alone import AloneStorer
-
-        if self._session is None:
-            with self.account.phase("model_load", told=False):
-                self._session = self._open(store)
-        return AloneStorer(self._session)
 
     def _open(self, store: Store) -> Session:
         """Open the store with its model loaded."""
@@ -387,11 +365,9 @@ class _Job:
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.laws import gate_apart, gate_store
+        from kvtool.core.session.laws import gate_store
 
         with session.decoder.turns.turn():
-            if session.identity.keeps_alone:
-                gate_apart(session.store, session.decoder, session.identity, self._gated)
             verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()

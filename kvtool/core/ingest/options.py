@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
 
 FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
-LEAD_INS = ("warm", "prefix", "learned", "neighbour", "bos", "none")
+LEAD_INS = ("warm", "prefix", "neighbour", "bos", "none")
 _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
 

@@ -29,11 +29,10 @@ def far_storer(
     Raises
     ------
     KvtoolError, UsageError, ModelError : see Crew and FarMaker.
-    DamagedError : the codec profile or the learned lead-in is lost.
+    DamagedError : the codec profile is lost.
     """
     identity, level = choices.identity, level_of(options.level)
     profile = ProfileShelf(store).current() if level.nested else None
-    rows = store.learned(bytes.fromhex(identity.lead_in.rows)) if identity.lead_in.rows else None
     account.events.status(f"loading {choices.files.ref} in Ray's workers")
     recipe = Recipe(
         identity,
@@ -41,7 +40,6 @@ def far_storer(
         options.level,
         level.of_prefix,
         b"" if profile is None else profile.data,
-        b"" if rows is None else bytes(rows),
     )
     crew = Crew(options, FarMaker, recipe, device=options.device, warn=account.warn)
     facts: Facts = crew.facts[0]

@@ -16,7 +16,7 @@ from base64 import b64decode, b64encode
 from contextlib import suppress
 from dataclasses import replace
 
-from kvtool import __version__
+from kvtool.core import __version__
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.readers import UnreadableFile

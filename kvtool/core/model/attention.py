@@ -1,4 +1,7 @@
-"""Attention of scattered prompt rows over a whole prompt cache, without an N×N mask."""
+"""Query rows and what they see: scattered rows over a whole prompt cache, and packed chunks, without an N×N mask.
+
+Which backend computes their attention is chosen in `core/kernels/attention/dispatch.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.attention.cuda_rows import cuda_kernel
-from kvtool.core.kernels.attention.dispatch import FUSED, attend_rows, kernel_here, own_kernel
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention.dispatch import KV, attend, attend_packed
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges, Spans
 from kvtool.core.model.latent import latents_of
 
 IMPLEMENTATION = "kvtool_rows"
-Watch = Callable[[int, torch.Tensor, torch.Tensor, Scoring], None]
-
-# Where products pay, a prefill of so many rows is still left to torch's flash kernel: one block's scores then no longer
-# fit the cache. Measured on 2 cores of an AMD EPYC, ms a layer, ours and torch's: 4,096 rows 184 and 237
-# (Qwen2.5-0.5B's heads), 156 and 157 (SmolLM2-135M's); 7,800 rows 811 and 808, 685 and 556. Scattered rows are faster
-# at any length.
-LONG_PREFILL = 6144
+Watch = Callable[[int, torch.Tensor, torch.Tensor, AttentionParams], None]
+ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +34,7 @@ class Rows:
     positions : int64 tensor `[rows]` on the model's device.
     order : the same positions as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
-    watch : is shown every layer's queries and keys: (layer, query, key, scoring), as `attend` has them.
+    watch : is shown every layer's queries and keys: (layer, query, key, params), as `attend` has them.
     stored : what they give is kept: it is computed by the model's own forward, so that it stays the same to the bit.
     turned_to : the position of every place of the prompt, ascending, where some are not their place; None: all are.
     """
@@ -48,7 +45,7 @@ class Rows:
     watch: Watch | None = None
     stored: bool = False
     turned_to: Sequence[int] | None = field(default=None, repr=False)
-    _seen: dict[int | None, Seen] = field(default_factory=dict, repr=False)
+    _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, positions: torch.Tensor, device: torch.device | str, turned_to: Sequence[int] | None = None) -> Rows:
@@ -69,51 +66,85 @@ class Rows:
         """The last `count` rows."""
         return replace(self, positions=self.positions[-count:], order=self.order[-count:], dense=False, _seen={})
 
-    def seen(self, window: int | None) -> Seen:
+    def seen(self, window: int | None) -> KeyRanges:
         """Which keys each row sees through a window; a pass asks for the same at every layer of a kind."""
         if window not in self._seen:
             self._seen[window] = self._through(window)
         return self._seen[window]
 
-    def _through(self, window: int | None) -> Seen:
+    def _through(self, window: int | None) -> KeyRanges:
         if window is None:
-            return Seen(self.order, self.positions)
+            return KeyRanges(self.order, self.positions, dense=self.dense)
         if self.turned_to is None:
             first = [max(0, place - window + 1) for place in self.order]
         else:
             first = [bisect_left(self.turned_to, self.turned_to[place] - window + 1) for place in self.order]
-        return Seen(self.order, self.positions, first, torch.tensor(first).to(self.positions.device, non_blocking=True))
+        return KeyRanges(
+            self.order, self.positions, first, torch.tensor(first).to(self.positions.device, non_blocking=True)
+        )
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attend: row i sees the keys at places ≤ `positions[i]`, or those of them that are within its window."""
         if self.watch is not None:
-            self.watch(layer, query, key, scoring)
-        alike = key.shape[3] == value.shape[3]  # torch's own keeps all scores of others
-        whole = self.dense and key.shape[2] == len(self) > 1 and scoring.is_plain and alike
-        if whole and self._causal_pays(query, key, value, scoring.scale):
-            return _causal(query, key, value, scoring.scale)
-        return attend_rows(query, key, value, scoring, self.seen(scoring.window))
+            self.watch(layer, query, key, params)
+        return attend(query, key, value, params, self.seen(params.window))
 
-    def _causal_pays(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> bool:
-        """Whether torch's own causal attention is the fast one for a whole prefill.
 
-        On a GPU it is not, where there is another kernel: cuDNN's, which torch takes on an H100, is .7 of Triton's time
-        over 4,096 rows of Llama-3.1-8B's heads, but for every new length it makes a plan of 60 to 75 ms first.
-        """
-        if query.device.type == "cuda":
-            return cuda_kernel() is None
-        if query.device.type != "cpu" or kernel_here(query.dtype) == FUSED:
-            return True
-        return own_kernel(query, key, value, scale) is None and len(self) >= LONG_PREFILL
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedChunks:
+    """Chunks side by side in one row, each after the same lead-in and blind to the others.
+
+    Nothing is padded, and what a chunk gives depends on its own rows and the lead-in only.
+
+    Attributes
+    ----------
+    spans : start and stop of each chunk.
+    lead_in : rotated keys and values of the lead-in, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none.
+    watches : one for each of the first chunks, shown every layer's queries `[heads, rows, head_dim]` of it, the keys
+        before and in it `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    lead_in: Sequence[KV]
+    _rows: Spans
+    watches: Sequence[ChunkWatch] = ()
+    _windows: dict[int | None, Spans] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], lead_in: Sequence[KV], watches: Sequence[ChunkWatch] = ()) -> PackedChunks:
+        """Place chunks of these lengths one after the other."""
+        stops = list(accumulate(lengths))
+        starts = [0, *stops[:-1]]
+        leads = lead_in[0][0].shape[2] if lead_in else 0
+        limits = torch.cat([torch.arange(leads, leads + length) for length in lengths])
+        rows = Spans([(start, length, start) for start, length in zip(starts, lengths, strict=True) if length], limits)
+        return cls(tuple(zip(starts, stops, strict=True)), lead_in, rows, watches)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Attend: `[1, heads, rows, head_dim]`, as `query` is, over the chunks' own `[1, kv_heads, rows, head_dim]`."""
+        lead_in = self.lead_in[layer] if self.lead_in else None
+        for watch, (start, stop) in zip(self.watches, self.spans, strict=False):
+            own = key[:, :, start:stop]
+            seen = own if lead_in is None else torch.cat([lead_in[0], own], 2)
+            watch(query[0, :, start:stop], seen[0], params)
+        return attend_packed(query, key, value, params, self._through(params.window), lead_in)
+
+    def _through(self, window: int | None) -> Spans:
+        if window not in self._windows:
+            begins = None if window is None else (self._rows.limits - (window - 1)).clamp_min_(0)
+            self._windows[window] = replace(self._rows, begins=begins)
+        return self._windows[window]
 
 
 class Attends(Protocol):
     """Query rows that know which keys each of them sees."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
 
@@ -169,7 +200,7 @@ def rows_attention(
         needed = "that would need the bias made for chosen rows"
         raise ModelError(f"attention adds a position_bias; {needed}", "use a model with plain rotary attention")
     latents = latents_of(module)
-    scoring = Scoring(
+    params = AttentionParams(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
@@ -180,27 +211,15 @@ def rows_attention(
         (key, value), latents = latents.heads_of(key), None
     if latents is not None:
         query = latents.absorbed(query)
-    if rows is None:
-        out = _alone(query, key, value, scoring)
+    if rows is not None:
+        out = rows.attend(module.layer_idx, query, key, value, params)
+    elif key.shape[2] == query.shape[2]:
+        out = attend(query, key, value, params, KeyRanges.run(range(key.shape[2]), params.window, query.device))
     else:
-        out = rows.attend(module.layer_idx, query, key, value, scoring)
+        raise ModelError("rows over a longer cache need their positions", "this is a bug in kvtool")
     if latents is not None:
         out = latents.unfolded(out)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _alone(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Attention where no rows are named: of a whole prefill."""
-    if key.shape[2] != query.shape[2]:
-        raise ModelError("rows over a longer cache need their positions", "this is a bug in kvtool")
-    if scoring.is_plain:
-        return _causal(query, key, value, scoring.scale)
-    return attend_rows(query, key, value, scoring, Seen.run(range(query.shape[2]), scoring.window, query.device))
-
-
-def _causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    groups = query.shape[1] // key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, scale=scale, is_causal=True, enable_gqa=groups > 1)
 
 
 def plain_attention(model: Any) -> str:

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.common.turns import Turns
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
-from kvtool.core.kernels.attention.dispatch import compile_ahead
+from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.between import giving_way
@@ -75,8 +75,7 @@ class Decoder:
         self.dtype: torch.dtype = self.model.dtype
         self.kv_dtype: torch.dtype = kv_dtype or self.dtype
         self.device: str = loaded.device
-        if self.device == "cpu":
-            compile_ahead(self.dtype)
+        dispatch.prepare(self.dtype, self.device)
         modules = list(attentions.values())
         still(modules)
         self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, cache_name
 from kvtool.core.model.probe import KV, LayerProbe
@@ -34,7 +34,7 @@ class LayerKind:
     rotation : under which name the model's rotary module knows this layer's RoPE, "" where it has one for all; None:
         keys are not rotated.
     window : how many positions a row sees, its own the last; None: all before it.
-    softcap : see `Scoring`.
+    softcap : see `AttentionParams`.
     sinks : whether each head has a score without a key.
     tempered : whether queries grow with their position (Ministral 3, Llama 4).
     shape : of the keys and values that it attends to.
@@ -171,7 +171,7 @@ class _Answer:
 
     query: torch.Tensor
     key: torch.Tensor
-    scoring: Scoring
+    scoring: AttentionParams
     kept: KV
     source: int | None
 

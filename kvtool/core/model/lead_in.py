@@ -21,7 +21,7 @@ def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
     ------
     UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
     """
-    if mode in ("warm", "learned"):  # learned rows take the places of the warm ones
+    if mode == "warm":
         return parts.prefix + warm_passages(tokenizer, WARM_PASSAGES)
     if mode in ("prefix", "neighbour"):
         return parts.prefix

@@ -57,12 +57,6 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     return {number: those[0] for number, those in found.items() if those}
 
 
-def recurrences_of(layers: Sequence[Any]) -> dict[int, Any]:
-    """The modules that keep a recurrent state, by layer: the part of each that tells the cache of a new one."""
-    found = {number: [child for child in layer.children() if _recurs(child)] for number, layer in enumerate(layers)}
-    return {number: those[0] for number, those in found.items() if those}
-
-
 def still(attentions: Sequence[Any]) -> None:
     """Keep attention modules from scaling queries by what they take for a row's position (Llama 4).
 
@@ -72,12 +66,6 @@ def still(attentions: Sequence[Any]) -> None:
     for attention in attentions:
         if getattr(attention, "attn_temperature_tuning", False):
             attention.attn_temperature_tuning = False
-
-
-def _recurs(module: Any) -> bool:
-    """Whether a module, by any of its functions, hands the cache a recurrent state."""
-    functions = (inspect.unwrap(one) for kind in type(module).__mro__ for one in vars(kind).values() if callable(one))
-    return any("update_recurrent_state" in one.__code__.co_names for one in functions if hasattr(one, "__code__"))
 
 
 def _asks(module: Any) -> bool:

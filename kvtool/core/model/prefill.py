@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.kernels.attention.packed_chunks import SideBySide, Watch
-from kvtool.core.model.attention import passing
+from kvtool.core.model.attention import ChunkWatch, PackedChunks, passing
 from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
 from kvtool.core.model.modules import cache_name
@@ -59,20 +58,12 @@ class ChunkKV:
 
 
 class LeadIn:
-    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it.
+    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it."""
 
-    Parameters
-    ----------
-    layers : learned rows in place of the ids' own, `[1, kv_heads, len(ids), head_dim]` for each layer, as attention
-        takes them.
-    """
-
-    def __init__(
-        self, decoder: Decoder, ids: Sequence[int], layers: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-    ) -> None:
+    def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
         self.ids = tuple(ids)
-        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = layers or []
-        if self.ids and not self.layers:
+        self.layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if self.ids:
             self.layers = [buffer.view() for buffer in decoder.prefill_stored(self.ids).buffers]
 
     def __len__(self) -> int:
@@ -90,7 +81,7 @@ def prefill_chunks(
     items: Sequence[PrefillItem],
     layers: int | None = None,
     going: Callable[[], bool] = lambda: True,
-    watches: Sequence[Watch] = (),
+    watches: Sequence[ChunkWatch] = (),
 ) -> list[ChunkKV]:
     """Prefill chunks packed into one row, each as if it alone stood behind the lead-in.
 
@@ -103,7 +94,7 @@ def prefill_chunks(
     ----------
     layers : how many of the first layers are wanted; None: all.
     going : asked at every layer; False raises `PrefillStopped`.
-    watches : one an item, or none: shown every layer's queries and keys but the last one's (`SideBySide`).
+    watches : one an item, or none: shown every layer's queries and keys but the last one's (`PackedChunks`).
 
     Returns
     -------
@@ -112,7 +103,7 @@ def prefill_chunks(
     lengths = [len(item.before) + len(item.ids) for item in items]
     spare = max(0, _LEAST_ROWS - sum(lengths))
     tokens = [*(token for item in items for token in item.before + item.ids), *[0] * spare]
-    rows = SideBySide.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
+    rows = PackedChunks.of([*lengths, spare] if spare else lengths, lead_in.layers, watches)
     positions = torch.cat([torch.arange(len(lead_in), len(lead_in) + length) for length in [*lengths, spare]])
     positions = positions.to(decoder.device)
     undo = decoder.rotary.table(positions).inverse()

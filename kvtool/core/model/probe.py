@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from transformers.cache_utils import Cache
 
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 
 KV = tuple[torch.Tensor, torch.Tensor]
 
@@ -53,7 +53,7 @@ class LayerProbe:
         self._until = until
         self.cache = CacheProxy(self._written)
         self.kv: KV | None = None
-        self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, Scoring] | None = None
+        self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         """Call a layer, or its attention, until it is there."""
@@ -61,7 +61,7 @@ class LayerProbe:
             forward(*args, **kwargs)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
     ) -> torch.Tensor:
         """Stand in for the rows of a pass (`Attends`)."""
         self.attention = query, key, value, scoring

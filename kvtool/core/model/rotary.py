@@ -13,7 +13,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.attention.dispatch import isa_here
+from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.rope import Angles, Move, Table, move_all, rotate_halves
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of

@@ -23,7 +23,6 @@ from kvtool.core.errors import ModelError
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 
 CONV, RECURRENT = "conv", "recurrent"  # what a state consists of; either may be missing
-CARRIED = "carried"  # of a chunk alone: what of a recurrent state before it is left behind it (model/alone.py)
 States = dict[tuple[str, int], torch.Tensor]  # by what it is and its number in the layer
 StateForms = dict[tuple[str, int], tuple[torch.dtype, torch.Size]]  # of one layer, as its own forward makes them
 

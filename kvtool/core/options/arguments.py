@@ -69,7 +69,6 @@ class QueryArguments(TypedDict, total=False):
     shift: bool
     level: str
     keep_states: int | str
-    max_state_loss: float
     max_loss: float
     audit: float | str
     explain: bool
@@ -106,15 +105,6 @@ class CompressArguments(TypedDict, total=False):
     lock_wait: float | str
     ray: str | None
     ray_workers: int
-
-
-class FitArguments(TypedDict, total=False):
-    """See `FitOptions`."""
-
-    rounds: int
-    rate: float
-    source: str | Path | None
-    lock_wait: float | str
 
 
 class PushArguments(TypedDict, total=False):

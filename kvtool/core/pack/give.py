@@ -182,10 +182,9 @@ class _Export:
         self.report.chunks += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
-        """The profiles that records, new records or the lead-in need."""
+        """The profiles that records or new records need."""
         named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
-        named |= {str(self.store.codec_state().get("profile", "")), self.identity.lead_in.rows}
-        named.add(str(self.store.lead_in_state().get("digest", "")))
+        named.add(str(self.store.codec_state().get("profile", "")))
         taken = [profile.hex() for profile in self.store.profile_digests() if profile.hex() in named]
         sound: list[str] = []
         for digest in taken:

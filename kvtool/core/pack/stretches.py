@@ -23,12 +23,12 @@ _MOST_INFO = 2**24
 
 
 def wanted(store: Store, chunks: Collection[bytes]) -> dict[bytes, StretchInfo]:
-    """The stretches that were made of these chunks alone, behind the store's own instruction and no other's."""
+    """The stretches of prompts that were made of these chunks only, behind the store's own instruction."""
     there = {*chunks}
     return {
         stretch: info
         for stretch, info in sorted(store.stretches().items())
-        if info.own and there.issuperset(info.chunks)
+        if info.own and not info.alone and there.issuperset(info.chunks)
     }
 
 
@@ -59,7 +59,7 @@ def take(store: Store, writer: Writer, pack: Members, report: TransferReport) ->
     for stretch in [bytes.fromhex(found[1]) for name in pack.names if (found := _INFO.fullmatch(name))]:
         try:
             info = opened_info(stretch, pack.get(f"stretch/{stretch.hex()}", _MOST_INFO) or b"")
-            if chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
+            if not info.alone and chunks.issuperset(info.chunks) and not _is_here(store, stretch, info):
                 parts = [(place, _part(pack, stretch, place)) for place in info.places]
                 writer.put_stretch(stretch, info, parts)
                 report.bytes += sum(len(payload) for _, payload in parts)

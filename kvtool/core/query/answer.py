@@ -15,12 +15,11 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.hot import HotSource
-from kvtool.core.fusion.selectors import APART, AUTO, WEIGHED, selector_for
+from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
-from kvtool.core.query.apart import answer_apart, check_loss
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
-from kvtool.core.query.explain import explain
+from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.fill import fill_holes
 from kvtool.core.query.finding import reply_chunk
 from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
@@ -136,12 +135,10 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marke
         goes_on_from_states = asked.behind is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
             session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
-        lossy = session.identity.keeps_states and selector.name in APART
-        states = check_loss(session, selector.name, options) if lossy else {}
         streamed = _fetch(session, asked, options, selector)
         make_ready(session.decoder)
         started = time.perf_counter()
-        outcome = replace(_fuse(session, asked, streamed, selector, options), states=states)
+        outcome = _fuse(session, asked, streamed, selector, options)
         sampling = Sampling(options.max_tokens, options.temperature, options.seed, stop_repeats=options.stop_repeats)
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
@@ -183,8 +180,6 @@ def _fuse(session: Session, asked: Asked, streamed: Streamed, selector: Selector
     """The whole prompt in one pass, or in rounds; or what comes behind one that stands."""
     if asked.behind is not None:
         return fuse_on(session, asked.behind, asked.plan, selector, options)
-    if session.identity.keeps_states and selector.name in APART:
-        return Outcome(answer_apart(session, streamed.plan, selector, options), None, [])
     if session.identity.keeps_states:
         chained = answer_chain(session, streamed.plan, selector, options)
         return Outcome(chained.fused, None, [], chained)
@@ -297,12 +292,12 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         selector=begun.selector,
         segments=_segments(session, fused.plan) if options.token_ids else None,
         explained=explain(fused, session.tokenizer) if options.explain else [],
+        backends=explain_attention(session.decoder, fused) if options.explain else [],
         again=with_changes(session.store, begun.again),
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
         cut=asked.cut,
         left=len(asked.hits) - len(fused.plan.chunks),
-        states=begun.outcome.states,
         resolved={
             "device": session.decoder.device,
             "dtype": session.decoder.loaded.arithmetic.dtype,

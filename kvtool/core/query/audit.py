@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from kvtool.core.model.generate import Generated
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply
-    from kvtool.core.session.identity import LeadInIds
     from kvtool.core.session.session import Session
 
 _READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
@@ -120,7 +119,7 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
         amount=selector.amount if selector.knob else None,
         changes=changes_of(selector),
         levels=plan.levels,
-        lead_in=_name_of(session.identity.lead_in),
+        lead_in=session.identity.lead_in.mode,
         tokens=tokens | {"script": len(forced.best)},
         holes=sum(chunk.status == "miss" for chunk in plan.chunks),
         sampled=sampled,
@@ -135,11 +134,6 @@ def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced
 def _is_same(said: Generated, full: Generated) -> bool:
     """Return whether an answer is the full one, which no repetition ends."""
     return said.ids == (full.ids[: len(said.ids)] if said.finish == "repeat" else full.ids)
-
-
-def _name_of(lead_in: LeadInIds) -> str:
-    """A lead-in's mode; of learned rows with the beginning of their digest, since they may be learned anew."""
-    return f"{lead_in.mode}:{lead_in.rows[:8]}" if lead_in.rows else lead_in.mode
 
 
 def changes_of(selector: Selector) -> dict[str, Any]:

@@ -3,24 +3,35 @@ of it stored for the next question."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache.stretches import least_used
-from kvtool.core.errors import KvtoolError
+from kvtool.core.cache.identity import chunk_id, ids_digest
+from kvtool.core.cache.stretches import StretchInfo, least_used
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.chain import DAMAGED, Chained, fuse_chain
-from kvtool.core.fusion.stretch import Found
-from kvtool.core.session.alone import found_in, put, stretch_id
+from kvtool.core.fusion.stretch import Found, encoded
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
 
 def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> Chained:
     """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
+    if count := session.unused_states:
+        session.warn_once(
+            f"states of {counted(count, 'chunk')}, which an earlier kvtool computed separately, are not used any more: "
+            "of a model that keeps a recurrent state only a prompt's beginning is reused",
+            "`kvtool store compact` gives their bytes back",
+        )
     found = find(session, plan) if selector.uses_cache else Found((), ())
     if not options.force:
         session.check_beginning([segment.ids for segment in plan.segments[:-1]], found)
@@ -32,14 +43,31 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
 def find(session: Session, plan: Plan) -> Found:
     """Name the stretches of a prompt's segments, and look which are stored."""
     ids = tuple(_names(session, plan))
-    return Found(ids, tuple(found_in(session.store, stretch) for stretch in ids))
+    return Found(ids, tuple(_stored(session.store, stretch) for stretch in ids))
 
 
 def _names(session: Session, plan: Plan) -> Iterator[bytes]:
     before: list[int] = []
     for segment in plan.segments[:-1]:
-        yield stretch_id(session.identity, before, segment.ids)
+        yield _name(session.identity, before, segment.ids)
         before.extend(segment.ids)
+
+
+def _name(identity: StoreIdentity, before: Sequence[int], ids: Ids) -> bytes:
+    """Name a segment: by the model, the format it is kept in, all ids before it and its own."""
+    return chunk_id(
+        namespace=identity.namespace,
+        model_fingerprint=f"{identity.fingerprint} states in {identity.dtype}",
+        lead_in=ids_digest(before),
+        token_ids=ids,
+    )
+
+
+def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
+    """What is stored under a name; None: nothing, or it is damaged."""
+    with suppress(DamagedError):
+        return store.stretch(stretch)
+    return None
 
 
 def keep(session: Session, chained: Chained, limit: int, again: bool = False) -> int:
@@ -78,10 +106,10 @@ def _store(session: Session, chained: Chained, limit: int) -> None:
     needed = sum(info.size for info in infos)
     if needed > limit:
         raise KvtoolError(f"it takes {needed / 1e6:,.1f} MB", f"--keep-states {needed // 10**6 + 1}MB keeps it")
-    others = {stretch: info for stretch, info in stretches.items() if stretch not in own and not info.alone}
+    others = {stretch: info for stretch, info in stretches.items() if stretch not in own}
     with store.writer(session.lock_wait) as writer:
         going = least_used(others, store.last_used(), sum(info.size for info in others.values()) + needed - limit)
         if going:
             writer.drop_stretches(going)
         for one in chained.new:
-            put(writer, one, session.decoder.kv_dtype)
+            writer.put_stretch(one.id, one.info, encoded(one.parts, session.decoder.kv_dtype))

@@ -11,12 +11,10 @@ from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, PrefillStopped, prefill_chunks
-from kvtool.core.query.apart import fill_alone
 from kvtool.core.records.making import LeadIns, make
 from kvtool.core.records.reading import read_chunk
 from kvtool.core.records.wanted import WantedChunk
-from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
-from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.session.session import Session
@@ -29,9 +27,6 @@ def fill_holes(session: Session, holes: Sequence[Segment]) -> int:
     `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
     (Candidate.stored) is not missing.
     """
-    if session.identity.keeps_states:
-        _tell(session, holes)
-        return fill_alone(session, holes)
     wanted = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
     stored = _store(session, wanted) if wanted and not session.store.read_only else 0
     _tell(session, holes, {chunk.chunk_id for chunk in wanted} if stored else set())
@@ -44,7 +39,7 @@ def _tell(session: Session, holes: Sequence[Segment], stored: Container[bytes] =
         chunk_id = segment.source.chunk_id  # an instruction of one's own has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
         hint = "it is stored now, for the next question" if chunk_id in stored else ""
-        if not hint and chunk_id and not segment.source.stored and not session.identity.keeps_states:
+        if not hint and chunk_id and not segment.source.stored:
             hint = "an ingest of its document stores it"
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
 
@@ -61,7 +56,7 @@ def _store(session: Session, wanted: Sequence[WantedChunk]) -> int:
                 if chunk.chunk_id == identity.prefix_id:
                     lead_ins = LeadIns.nothing(decoder)
                 else:
-                    lead_ins = of_chunks = of_chunks or open_lead_ins(store, decoder, identity)
+                    lead_ins = of_chunks = of_chunks or lead_ins_of(identity, decoder)
                 (made,) = make(decoder, lead_ins, [chunk])
                 writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
     except KvtoolError as error:
@@ -103,10 +98,6 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
     Returns
     -------
     None : it needs the chunk before it, or `going` said to stop.
-
-    Raises
-    ------
-    DamagedError : the learned lead-in is damaged or lost.
     """
     if not stands_alone(segment, session.identity):
         return None

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError
-from kvtool.core.fusion.selectors import APART, AUTO, EXACTLY, FUSIONS, WEIGHED
+from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
 from kvtool.core.model.options import NetworkOptions, system_option
-from kvtool.core.model.support import ONLY_EXACTLY
 from kvtool.core.options.option import Options, option
 from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
@@ -19,9 +18,6 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
-APART_LINK = "initial"  # of a chunk only the first rows have a known state before them
-# Nats a token: about the least that `reuse` loses of models without states, on any set of questions that was measured.
-MAX_STATE_LOSS = 0.1
 INSIDE, DEFER, LINK = "Looking inside", "Deferred loading", "Shared store and time limits"
 
 
@@ -103,12 +99,6 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         unit="size",
         lowest=0,
         instead="4GB",
-    )
-    max_state_loss: float = option(
-        MAX_STATE_LOSS,
-        "What `reuse` and `epic` may lose of a model that keeps states, by the gate's measure, in nats a token.",
-        group=FUSION,
-        lowest=0,
     )
     max_loss: float = option(
         MAX_LOSS,
@@ -195,31 +185,16 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 
         Raises
         ------
-        UsageError : the model keeps states, and a mode needs more than can be known of a chunk alone.
+        UsageError : the model keeps states, and a mode would reuse chunks wherever they stand.
         """
         if not identity.keeps_states:
             return
         for mode in (self.mode(keeps_states=True), *modes):
             if mode not in EXACTLY:
-                self._check_apart(identity, mode)
+                identity.check_movable(f"--fusion {mode}")
         if self.defer:
             raise UsageError(
                 "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
-            )
-
-    def _check_apart(self, identity: StoreIdentity, mode: str) -> None:
-        """Refuse what cannot be made of chunks of a model that keeps states. Raises UsageError."""
-        what = f"--fusion {mode}"
-        if mode not in APART or (mode == "epic" and self.link != APART_LINK):
-            raise UsageError(
-                f"{what} may compute rows in the middle of a chunk again, and {identity.model} keeps a recurrent "
-                "state, which is not known there",
-                f"{ONLY_EXACTLY}; or, as an approximation, `--fusion reuse` or `epic`",
-            )
-        if not identity.keeps_alone:
-            raise UsageError(
-                f"{what} needs chunks that were computed alone, and {identity.model} keeps a recurrent state",
-                f"{ONLY_EXACTLY}; ingest with `--lead-in warm` computes chunks alone, as an approximation",
             )
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
     from kvtool.core.query.defer import Round
-    from kvtool.core.query.explain import ChunkSpans
+    from kvtool.core.query.explain import ChunkSpans, LayerBackends
 
 
 _SHOWN = 400  # characters of a text that a notebook or a prompt shows
@@ -99,13 +99,12 @@ class Reply:
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
     bytes_spared : what the records would have taken beside `bytes_read` that no computed row could see.
-    explained : one entry a chunk, where it was asked for.
+    explained, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
     again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
         and what it was searched by (query/conversation.py).
     cut : chunks that were found and left out because they help no more.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
-    states : of chunks of a model that keeps states, put together: what the mode loses (query/apart.py).
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     selector : the mode with the parameters it was asked with; not in the JSON.
     """
@@ -124,6 +123,7 @@ class Reply:
     revision: int = 0
     segments: dict[str, Any] | None = None
     explained: list[ChunkSpans] = field(default_factory=list)
+    backends: list[LayerBackends] = field(default_factory=list)
     scores: dict[str, float] = field(default_factory=dict)
     comparison: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
@@ -135,7 +135,6 @@ class Reply:
     cut: int = 0
     again: list[ReplyChunk] = field(default_factory=list)
     turn: dict[str, Any] = field(default_factory=dict)
-    states: dict[str, Any] = field(default_factory=dict)
     bytes_spared: int = 0
 
     @property
@@ -207,7 +206,6 @@ class Reply:
             **self.scores,
             **self.comparison,
             **({"controller": self.controller} if self.controller else {}),
-            **({"states": self.states} if self.states else {}),
             **({"slo": self.slo, "stream": self.stream} if self.slo else {}),
             **({"turn": self.turn, "again": [one.to_json() for one in self.again]} if self.turn else {}),
             **({"resolved": self.resolved} if self.resolved else {}),
@@ -216,6 +214,7 @@ class Reply:
             for chunk, runs in zip(row["chunks"], self.explained, strict=True):
                 chunk["explained"] = runs.to_json()
             row["shift"] = self.fused.shifted.to_json()
+            row["backends"] = [one.to_json() for one in self.backends]
         return row | ({"segments": self.segments} if self.segments is not None else {})
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.chain import Chained, fuse_chain_behind
@@ -52,14 +52,12 @@ class Outcome:
     ----------
     begun : the answer's beginning, which the cache holds already; None after a last round.
     chained : of a model that keeps states: what is to be stored of the prompt.
-    states : of chunks of one that were computed apart: what that loses (query/apart.py).
     """
 
     fused: Fused
     begun: Beginning | None
     rounds: list[Round]
     chained: Chained | None = None
-    states: dict[str, Any] = field(default_factory=dict)
 
 
 def steps(

@@ -219,7 +219,7 @@ class Computing:
 
     def _pass(self, text: frozenset[int]) -> float:
         spans = [self._span(at, segment, text) for at, segment in enumerate(self._plan.segments)]
-        return _SLOWER * PromptRows(spans, self._speeds).expected(self._selector)
+        return _SLOWER * self._selector.expected_seconds(PromptRows(spans, self._speeds))
 
     def _span(self, at: int, segment: Segment, text: frozenset[int]) -> Span:
         if at in self._holes - text:

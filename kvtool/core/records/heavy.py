@@ -17,7 +17,7 @@ import torch
 
 from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 
@@ -38,14 +38,14 @@ class _Watch:
         self._tokens = tokens
         self.worth = torch.zeros(tokens, dtype=torch.float32)
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         """Look at a layer's queries `[heads, 2 · tokens, head_dim]` and at all keys that the last of them sees."""
         tokens, keys = self._tokens, key.shape[1]
         before = keys - 2 * tokens
         most = torch.zeros(tokens, device=key.device, dtype=torch.float32)
         for start in range(tokens, 2 * tokens, _BLOCK):
             stop = min(start + _BLOCK, 2 * tokens)
-            seen = Seen.run(range(before + start, before + stop), scoring.window, key.device)
+            seen = KeyRanges.run(range(before + start, before + stop), scoring.window, key.device)
             weights = attention_weights(query[:, start:stop], key, seen, scoring)
             most = torch.maximum(most, weights[:, :, before : before + tokens].amax((0, 1)))
         self.worth += most.cpu()

@@ -6,8 +6,8 @@ blob                                    holds
 ``head``                                the name of the catalogue and of those before, in the store's envelope
 ``catalogue/DIGEST``                    its root: the model, what is known of it, and the shards
 ``shard/DIGEST``                        the files and chunks whose keys begin alike, with the places of what is of them
-``meta/NAME-MARK``                      the manifest, the state of the codec and of the lead-in
-``profile/DIGEST``                      a codec profile or a learned lead-in
+``meta/NAME-MARK``                      the manifest and the state of the codec
+``profile/DIGEST``                      a codec profile
 ``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
                                         or descriptions: files' entries with their documents, chunks' token ids
 ``file/KEY-MARK``, ``chunk/ID-MARK``    such a description alone, as older versions pushed it
@@ -41,7 +41,7 @@ FORMAT = 3  # of one in one value
 _PLAIN_FORMAT = 1  # of one without packs and without levels that leave rows out, which every kvtool reads
 _PARTIAL_FORMAT = 2  # without packs
 _PUSH_AGAIN = "push again from a store that is whole"
-_PROFILE_BYTES = (16, 20)  # of a codec profile, of a learned lead-in
+_PROFILE_BYTES = (16, 20)  # of a codec profile, of a learned lead-in of earlier versions
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,8 +110,6 @@ def identity_of(value: Any) -> dict[str, Any]:
     lead_in = object_of(identity.get("lead_in", {}))
     text_of(lead_in.get("mode", ""))
     _ids(lead_in.get("ids", []))
-    if lead_in.get("rows", "") != "":
-        hex_of(lead_in["rows"], 20)
     object_of(identity.get("split", {}))
     return identity
 
@@ -126,16 +124,6 @@ def codec_of(value: Any) -> dict[str, Any]:
             for number in inner.values() if isinstance(inner, dict) else [inner]:
                 if number is not None and not isinstance(number, int | float):
                     raise ValueError("a loss that is no number")
-    return state
-
-
-def lead_in_of(value: Any) -> dict[str, Any]:
-    """Which learned lead-in is in use."""
-    state: dict[str, Any] = plain(object_of(value))
-    if state.get("digest", "") != "":
-        hex_of(state["digest"], 20)
-    text_of(state.get("fingerprint", ""))
-    _ids(state.get("ids", []))
     return state
 
 

@@ -126,7 +126,7 @@ def adopt(
     ----------
     origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
         KV to chunks that other documents use, and no measured losses.
-    mirror : the store has nothing of its own: what the tier knows of codec levels and lead-in replaces what is here.
+    mirror : the store has nothing of its own: what the tier knows of codec levels replaces what is here.
         It tells whether the catalogue says everything of a key; else what is here of it stays. None: it is no mirror.
     """
     started = time.perf_counter()
@@ -265,23 +265,18 @@ class _Pull:
             self.report.made_with = str(catalogue.identity.get("model", ""))
 
     def _state(self, catalogue: Catalogue, mirror: bool) -> None:
-        """What was measured of the codec levels, and which lead-in is the learned one: the tier's in a mirror; else
-        the store's own, and what the tier knows besides."""
-        put = {"codec": self.writer.set_codec_state, "lead-in": self.writer.set_lead_in_state}
-        stored = {name: self._own_state(name) for name in put}
-        differ = [name for name in put if catalogue.meta.get(name) != digest_of(values.sealed_meta(name, stored[name]))]
-        for name, theirs in self._metas(catalogue, differ).items():
-            joined = theirs
-            if not mirror:
-                joined = join_codec(stored[name], theirs) if name == "codec" else stored[name] or theirs
-            if joined != stored[name]:
-                put[name](joined)
-
-    def _own_state(self, name: str) -> dict[str, Any]:
+        """What was measured of the codec levels: the tier's in a mirror; else the store's own, and what the tier knows
+        besides."""
         try:
-            return values.META[name](self.store)
+            stored = self.store.codec_state()
         except DamagedError:  # replaced by the tier's
-            return {}
+            stored = {}
+        if catalogue.meta.get("codec") == digest_of(values.sealed_meta("codec", stored)):
+            return
+        theirs = self._metas(catalogue, ["codec"]).get("codec")
+        joined = theirs if mirror or theirs is None else join_codec(stored, theirs)
+        if joined not in (None, stored):
+            self.writer.set_codec_state(joined)
 
     def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         known = [(name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]

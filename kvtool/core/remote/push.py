@@ -125,13 +125,11 @@ class _Push:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
 
     def _say_what_stays(self) -> None:
-        """States are of prompts and chunks of a model that keeps some; a catalogue knows no name for them."""
-        if stretches := self.store.stretches():
-            alone = sum(info.alone for info in stretches.values())
-            prompts = counted(len(stretches) - alone, "stretch", "stretches")
+        """States are of prompts of a model that keeps some; a catalogue knows no name for them."""
+        if count := sum(not info.alone for info in self.store.stretches().values()):
             self.events.warn(
-                f"a shared store holds no states: {counted(alone, 'chunk')} computed alone and {prompts} of prompts "
-                "stay here, and whoever asks there computes them",
+                f"a shared store holds no states: {counted(count, 'stretch', 'stretches')} of prompts stay here, and "
+                "whoever asks there computes them",
                 "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
             )
 

@@ -1,4 +1,4 @@
-"""What two stores know of the codec levels and of the learned lead-in, brought together."""
+"""Join what two stores know of the codec levels."""
 
 from __future__ import annotations
 

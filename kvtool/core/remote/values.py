@@ -25,7 +25,6 @@ from kvtool.core.remote.limits import MOST_TOKENS
 META: Mapping[str, Callable[[Store], dict[str, Any]]] = {
     "manifest": lambda store: {key: value for key, value in store.manifest().items() if key != ORIGIN},
     "codec": Store.codec_state,
-    "lead-in": Store.lead_in_state,
 }
 _LENGTH = struct.Struct("<Q")
 _SEPARATOR = re.compile(r"[/\\]")  # of whatever system the file was ingested on
@@ -56,7 +55,7 @@ def _manifest_of(value: Any) -> dict[str, Any]:
     return manifest
 
 
-_CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of, "lead-in": checks.lead_in_of}
+_CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
@@ -153,7 +152,7 @@ def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layer
 
 
 def profile_value(store: Store, digest: str) -> bytes:
-    """A codec profile or a learned lead-in; raises DamagedError."""
+    """A codec profile; raises DamagedError."""
     key = bytes.fromhex(digest)
     data = store.profile(key)
     if data is None:

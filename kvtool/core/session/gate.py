@@ -5,8 +5,6 @@ This file keeps its verdicts beside the store, one file a model; `session/laws.p
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,6 @@ from kvtool.core.errors import GateError
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.session.identity import StoreIdentity
 
 GATE_FORMAT = 1
 
@@ -43,14 +40,12 @@ class GateVerdict:
 
     Attributes
     ----------
-    losses : of a model that keeps states, whose chunks were computed apart: what a mode loses, in nats a token.
     of_others : what is lost, in nats a token, by records that another arithmetic has made ("float32 on cpu") in place
         of one's own.
     """
 
     fingerprint: str
     checks: tuple[GateCheck, ...]
-    losses: dict[str, float] = field(default_factory=dict)
     of_others: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -71,8 +66,6 @@ class GateVerdict:
             "passed": self.passed,
             "checks": rows,
         }
-        if self.losses:
-            verdict["loss_by_mode"] = self.losses
         if self.of_others:
             verdict["loss_by_arithmetic"] = self.of_others
         return verdict
@@ -84,11 +77,8 @@ class GateVerdict:
             GateCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
             for check in row["checks"]
         )
-        losses, of_others = (
-            {str(name): float(loss) for name, loss in row.get(key, {}).items()}
-            for key in ("loss_by_mode", "loss_by_arithmetic")
-        )
-        return cls(row["fingerprint"], checks, losses, of_others)
+        of_others = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
+        return cls(row["fingerprint"], checks, of_others)
 
     def enforce(self) -> None:
         """Refuse fused answers when a check failed."""
@@ -99,20 +89,6 @@ class GateVerdict:
                 f"the gate refuses this model: {numbers}",
                 "use --fusion full, or --force to answer from caches that are known to be wrong",
             )
-
-    def enforce_loss(self, mode: str, most: float) -> None:
-        """Refuse a mode that loses more than so many nats a token."""
-        loss = self.losses.get(mode, 0.0)
-        if not loss <= most:
-            raise GateError(
-                f"{mode} loses {loss:.3g} nats a token of this model, which keeps states: more than {most:g}",
-                f"use --fusion prefix, or --max-state-loss {math.ceil(loss * 100) / 100 if math.isfinite(loss) else 1}",
-            )
-
-
-def apart_name(identity: StoreIdentity) -> str:
-    """Under which name the verdict on chunks computed apart is kept: of the model, and of what they stand behind."""
-    return f"{identity.fingerprint}-behind-{identity.lead_in.digest().hex()}"
 
 
 def stored_verdict(store: Store, model: str, arithmetic: Arithmetic) -> GateVerdict | None:
@@ -132,12 +108,9 @@ def known_verdict(store: Store, model: str) -> GateVerdict | None:
     ]
     if not found:
         return None
-    losses, of_others = (_worst([getattr(one, name) for one in found]) for name in ("losses", "of_others"))
-    return GateVerdict(model, tuple(check for one in found for check in one.checks), losses, of_others)
-
-
-def _worst(losses: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: max(row.get(name, 0.0) for row in losses) for name in sorted({*chain.from_iterable(losses)})}
+    losses = [one.of_others for one in found]
+    worst = {made: max(row.get(made, 0.0) for row in losses) for made in sorted({*chain.from_iterable(losses)})}
+    return GateVerdict(model, tuple(check for one in found for check in one.checks), worst)
 
 
 def keep_verdict(store: Store, verdict: GateVerdict, arithmetic: Arithmetic) -> None:

@@ -8,7 +8,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.identity import chunk_id, ids_digest, learned_digest
+from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.origin import HERE, Origin
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
@@ -22,8 +22,14 @@ from kvtool.core.records.wanted import WantedChunk
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.model.decoder import Decoder
+    from kvtool.core.records.making import LeadIns
 
 NEIGHBOUR = "neighbour"
+# Stores of earlier versions may have a lead-in of trained rows, which are no longer computed with. Its chunks have
+# another lead-in digest than its token ids give, so they count as chunks behind an earlier lead-in of the store: used
+# as they are stored, and computed again by the next ingest of their documents.
+LEARNED = "learned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +38,16 @@ class LeadInIds:
 
     Attributes
     ----------
-    mode : `warm`, `prefix`, `learned`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file.
+    mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file; or `LEARNED`.
     ids : token ids shared by all chunks; `neighbour` adds the document's chunk before.
-    rows : digest, in hex, of the learned rows that stand in the ids' places; "" for their own.
     """
 
     mode: str
     ids: Ids
-    rows: str = ""
 
     def digest(self, before: Ids = ()) -> bytes:
         """Digest of what a chunk is prefilled behind; `before` are the chunk's own ids."""
-        ids = ids_digest([*self.ids, *before])
-        return learned_digest(ids, bytes.fromhex(self.rows)) if self.rows else ids
-
-    def to_json(self) -> dict[str, Any]:
-        """JSON values; without learned rows they are those of stores that knew of none."""
-        return {"mode": self.mode, "ids": self.ids} | ({"rows": self.rows} if self.rows else {})
+        return ids_digest([*self.ids, *before])
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,6 @@ class StoreIdentity:
         may take it beyond what it was split by."""
         return 2 * self.split.max_tokens + 64
 
-    @property
-    def keeps_alone(self) -> bool:
-        """Whether chunks of a model that keeps states are computed alone, too (session/alone.py): asked for by a
-        lead-in."""
-        return self.keeps_states and bool(self.lead_in.ids)
-
     def check_movable(self, what: str) -> None:
         """Refuse what needs chunks that can stand anywhere. Raises UsageError."""
         if self.keeps_states:
@@ -120,14 +113,12 @@ class StoreIdentity:
 
     def settings_digest(self) -> str:
         """Digest of all that decides which chunks a file gives; a file's entry carries it."""
-        text = json.dumps(
-            [self.fingerprint, self.namespace, asdict(self.split), self.lead_in.to_json()], sort_keys=True
-        )
+        text = json.dumps([self.fingerprint, self.namespace, asdict(self.split), asdict(self.lead_in)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_manifest(self) -> dict[str, Any]:
         """The identity as JSON values; where no states are kept they are those of stores that knew of none."""
-        row = asdict(self) | {"lead_in": self.lead_in.to_json()}
+        row = asdict(self)
         if not self.keeps_states:
             del row["keeps_states"]
         return {"identity": row}
@@ -139,7 +130,7 @@ class StoreIdentity:
             return None
         try:
             row = dict(manifest["identity"])
-            lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]), row["lead_in"].get("rows", ""))
+            lead_in = LeadInIds(row["lead_in"]["mode"], tuple(row["lead_in"]["ids"]))
             split = SplitSettings(**row["split"])
             ids = {name: tuple(row[name]) for name in ("prefix", "answer_header")}
             said = {"system": row.get("system") or EARLIER_SYSTEM}
@@ -161,6 +152,18 @@ def store_identity(store: Store) -> StoreIdentity:
     if identity is None:
         raise StoreNotFoundError(f"the store at {store.path} is empty", "run `kvtool ingest PATH` first")
     return identity
+
+
+def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
+    """Compute a store's lead-in, and the other one that the sensitivity of chunks is measured against."""
+    from kvtool.core.model.prefill import LeadIn
+    from kvtool.core.model.prompt import PromptParts
+    from kvtool.core.records.making import LeadIns
+    from kvtool.core.records.sensitivity import other_lead_in
+
+    wanted, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
+    other = other_lead_in(decoder, parts, wanted.ids, wanted.mode != NEIGHBOUR)
+    return LeadIns(LeadIn(decoder, wanted.ids), other)
 
 
 def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:

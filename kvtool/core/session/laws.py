@@ -25,8 +25,7 @@ from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.session.apart_law import check_apart
-from kvtool.core.session.gate import GateCheck, GateVerdict, apart_name, keep_verdict, stored_verdict
+from kvtool.core.session.gate import GateCheck, GateVerdict, keep_verdict, stored_verdict
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.state_law import check_states
 
@@ -71,22 +70,6 @@ def gate_store(
     if not chunks:
         return None
     verdict = check_laws(decoder, identity.fingerprint, identity.prefix, chunks)
-    keep_verdict(store, verdict, arithmetic)
-    return verdict
-
-
-def gate_apart(
-    store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
-) -> GateVerdict | None:
-    """The verdict on chunks computed apart that the store keeps, or a new one: as `gate_store`."""
-    arithmetic = decoder.loaded.arithmetic
-    verdict = stored_verdict(store, apart_name(identity), arithmetic)
-    if verdict is not None:
-        return verdict
-    chunks = [ids[:MAX_TOKENS] for ids in (chunks or _own_chunks(store, identity))[:MAX_CHUNKS]]
-    if not chunks:
-        return None
-    verdict = check_apart(identity, decoder, chunks, _QUESTION, TOLERANCE[decoder.dtype])
     keep_verdict(store, verdict, arithmetic)
     return verdict
 

@@ -12,13 +12,11 @@ from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.fusion.stretch import Found
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.alone import AloneMaker
-from kvtool.core.session.apart_law import check_alone
-from kvtool.core.session.gate import GateVerdict, apart_name, keep_verdict, stored_verdict
+from kvtool.core.session.gate import GateVerdict, keep_verdict
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.laws import TOLERANCE, roughest
 from kvtool.core.session.record_law import Held, check_records, chunks_of
-from kvtool.core.session.stretch_law import check_beginning, made_alone, made_beginning
+from kvtool.core.session.stretch_law import check_beginning, made_beginning
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -48,26 +46,6 @@ def gate_beginning(
 
     makers = (info.arithmetic for info in found.infos[: found.usable] if info)
     return _with_others(store, decoder, verdict, makers, check)
-
-
-def gate_alone(store: Store, maker: AloneMaker, segments: Sequence[Ids], found: Found) -> GateVerdict | None:
-    """The verdict on chunks computed alone, with what it lacks of those of a prompt that another arithmetic has made.
-
-    Parameters
-    ----------
-    segments : token ids of the prompt's own beginning and of its chunks; `found` tells what is stored of each.
-    """
-    verdict = stored_verdict(store, apart_name(maker.identity), maker.decoder.loaded.arithmetic)
-    if verdict is None:
-        return None
-
-    def check(made: Arithmetic, allowed: float) -> Held | None:
-        theirs = made_alone(segments, found, made)
-        some = found.of((0, *theirs))
-        chunks = [segments[number] for number in theirs]
-        return check_alone(maker, chunks, some, made, store.read_part, allowed) if chunks else None
-
-    return _with_others(store, maker.decoder, verdict, (info.arithmetic for info in found.infos[1:] if info), check)
 
 
 def _with_others(

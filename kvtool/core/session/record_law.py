@@ -26,7 +26,6 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.reading import exact_level, read_chunk
 from kvtool.core.session.gate import GateCheck
-from kvtool.core.session.lead_in import open_lead_in
 from kvtool.core.session.quoting import nats_a_token, quotation, quoted
 
 if TYPE_CHECKING:
@@ -78,12 +77,8 @@ def check_records(
     Returns
     -------
     See `held`.
-
-    Raises
-    ------
-    DamagedError, ModelError : the lead-in cannot be had.
     """
-    lead_in = open_lead_in(store, decoder, identity.lead_in)
+    lead_in = LeadIn(decoder, identity.lead_in.ids)
     own = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
     ids, theirs = zip(*chunks, strict=True)
     reference, other = (_rows(decoder, identity.prefix, ids, kvs) for kvs in (own, theirs))

@@ -17,7 +17,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.session.gate import GateVerdict, stored_verdict
-from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
+from kvtool.core.session.identity import LEARNED, StoreIdentity, model_files, store_identity
 from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
 
 if TYPE_CHECKING:
@@ -28,10 +28,13 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
-    from kvtool.core.session.alone import AloneMaker
     from kvtool.core.session.speeds import SpeedBook
 
 _STORES_OWN = ModelOptions()
+_OLD_LEAD_IN = (
+    "the store's chunks were computed behind a learned lead-in, which kvtool no longer makes; they are used as stored",
+    "the next `kvtool ingest` of their documents computes them behind the warm lead-in",
+)
 
 
 class Session:
@@ -86,6 +89,8 @@ class Session:
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
             self.decoder = decoder
+        if self.identity.lead_in.mode == LEARNED:
+            self.warn_once(*_OLD_LEAD_IN)
 
     @classmethod
     def open(
@@ -124,7 +129,6 @@ class Session:
         if identity != self.identity:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
-            self.__dict__.pop("alone", None)
         self.losses = MeasuredLosses(self.store)
         if isinstance(source := self.__dict__.get("source"), HotSource):
             source.recheck()
@@ -203,17 +207,17 @@ class Session:
 
     @cached_property
     def lead_in(self) -> LeadIn:
-        """What chunks are prefilled behind. Raises DamagedError where its learned rows are damaged or lost."""
-        from kvtool.core.session.lead_in import open_lead_in
+        """What chunks are prefilled behind."""
+        from kvtool.core.model.prefill import LeadIn
 
-        return open_lead_in(self.store, self.decoder, self.identity.lead_in)
+        return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     @cached_property
-    def alone(self) -> AloneMaker:
-        """What computes chunks of a model that keeps states, each alone."""
-        from kvtool.core.session.alone import AloneMaker
-
-        return AloneMaker(self.identity, self.decoder)
+    def unused_states(self) -> int:
+        """How many chunks have states of their own, as an earlier kvtool computed them behind a lead-in."""
+        if not (self.identity.keeps_states and self.identity.lead_in.ids):
+            return 0
+        return sum(info.alone for info in self.store.stretches().values())
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> None:
         """Run the gate at a model's first meeting with the store, and refuse the model if it failed.
@@ -255,20 +259,6 @@ class Session:
 
             self._verdict = gate_beginning(self.store, self.decoder, self._verdict, segments, found)
             self._verdict.enforce()
-
-    def check_alone(self, segments: Sequence[Ids], found: Found) -> None:
-        """As `check_beginning`, of chunks that were computed apart. Raises GateError."""
-        from kvtool.core.session.others import gate_alone
-
-        if (verdict := gate_alone(self.store, self.alone, segments, found)) is not None:
-            verdict.enforce()
-
-    def check_apart(self) -> GateVerdict | None:
-        """What the gate finds of chunks of a model that keeps states, computed apart; measured at the first meeting.
-        None: there is no chunk to check with."""
-        from kvtool.core.session.laws import gate_apart
-
-        return gate_apart(self.store, self.decoder, self.identity)
 
     def _meet(self) -> GateVerdict | None:
         from kvtool.core.session.laws import gate_store

@@ -1,7 +1,7 @@
 """Law 6 at the gate for a model that keeps states: stretches that another arithmetic has made serve as one's own do.
 
 As with records (record_law.py) it is measured on what a question is about to use. A state is made of every token before
-it, so no stretch is cut: a beginning of the prompt is held against itself, or chunks that were computed alone are.
+it, so no stretch is cut: a beginning of the prompt is held against itself.
 """
 
 from __future__ import annotations
@@ -29,14 +29,6 @@ def made_beginning(segments: Sequence[Ids], found: Found, made: Arithmetic) -> i
     first = next((number for number, info in enumerate(infos, 1) if info and info.arithmetic == made), len(infos) + 1)
     ends = [number for number, info in enumerate(infos, 1) if number >= first and info and info.states]
     return max((end for end in ends if tokens[end - 1] <= _MOST_TOKENS), default=ends[0] if ends else 0)
-
-
-def made_alone(segments: Sequence[Ids], found: Found, made: Arithmetic) -> list[int]:
-    """Numbers of the chunks to check with: the first that this arithmetic has computed alone, of `_MOST_TOKENS` tokens
-    together at most, but for one that is longer."""
-    theirs = [number for number, info in enumerate(found.infos) if number and info and info.arithmetic == made]
-    tokens = [*accumulate(len(segments[number]) for number in theirs)]
-    return [number for number, count in zip(theirs, tokens, strict=True) if count <= _MOST_TOKENS] or theirs[:1]
 
 
 def check_beginning(

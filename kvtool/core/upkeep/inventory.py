@@ -77,8 +77,7 @@ class Inventory:
     ----------
     documents : the coldest first, by the warmest of its chunks.
     loose : chunks that no document refers to, but for the prompt's own beginning.
-    stretches : of answered prompts and of chunks alone, each with its seconds of last use and its bytes; the first goes
-        first.
+    stretches : of answered prompts, each with its seconds of last use and its bytes; the first goes first.
     used : bytes of the folder's files.
     free : bytes of them that a compaction gives back as things are.
     shared : chunks of these documents to which documents that are not in this inventory refer as well.
@@ -137,7 +136,7 @@ def take_inventory(store: Store) -> Inventory:
         tuple(sorted(loose - unfinished)),
         space.folder_bytes(store.path),
         free,
-        _stretches(store, used, chunks),
+        _stretches(store, used),
         unfinished=tuple(sorted(unfinished)),
         beginning=_beginning(store),
         profile=_profile(store),
@@ -175,21 +174,12 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
     return Inventory(documents, chunks, (), space.folder_bytes(store.path), free, (), shared, others)
 
 
-def _stretches(
-    store: Store, used: Mapping[bytes, int], chunks: Mapping[bytes, Holding]
-) -> tuple[tuple[bytes, int, int], ...]:
-    """Those that may go. One of a chunk alone was used when the chunk was, and is pinned with it."""
+def _stretches(store: Store, used: Mapping[bytes, int]) -> tuple[tuple[bytes, int, int], ...]:
     sizes: dict[bytes, int] = {}
     with store.snapshot() as snapshot:
         for key, size in snapshot.sizes(tables.STRETCHES):
             sizes[key[:ID_BYTES]] = sizes.get(key[:ID_BYTES], 0) + pages(size)
-    whole, times = store.stretches(), dict(used)
-    for stretch, info in [*whole.items()]:
-        own = [chunks[chunk] for chunk in info.chunks if info.alone and chunk in chunks]
-        if any(held.pinned for held in own):
-            del whole[stretch]
-        times |= {stretch: max(held.used for held in own)} if own else {}
-    return tuple((one, times.get(one, 0), sizes.get(one, 0)) for one in in_turn(whole, times))
+    return tuple((one, used.get(one, 0), sizes.get(one, 0)) for one in in_turn(store.stretches(), used))
 
 
 def _beginning(store: Store) -> bytes:

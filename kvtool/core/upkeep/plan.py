@@ -21,7 +21,7 @@ class Step:
     drops : levels of chunks.
     sources : documents that are forgotten whole.
     loose : chunks that nobody refers to, or nobody then, of which everything goes.
-    stretches : of answered prompts, and of chunks alone.
+    stretches : of answered prompts.
     profiles : of the codec, by digest.
     size : bytes that the step gives back once the store is compacted.
     """

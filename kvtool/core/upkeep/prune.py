@@ -50,8 +50,8 @@ def plan_prune(inventory: Inventory, wanted: Wanted) -> Plan:
     """Steps in their order, the coldest first within each, and no step beyond the goal.
 
     What nobody refers to goes first, then documents that are to be forgotten whatever the size, then, if it is in the
-    way, what interrupted ingests have stored of files, then stretches of answered prompts, and those of chunks alone,
-    that are cold or in the way, then the fine levels of what is cold. Only then, and only as far as the goal asks:
+    way, what interrupted ingests have stored of files, then stretches of answered prompts that are cold or in the way,
+    then the fine levels of what is cold. Only then, and only as far as the goal asks:
     exact records where a level with a measured loss stands, finer levels before coarser, all KV of chunks whose text
     stays, the codec's profile where no KV is left, and last the documents that may
     be forgotten. Of a store in front of a tier all of a chunk's KV goes at once: a coarse level that is left there

@@ -121,7 +121,7 @@ def remaining(
     `text` : of documents.
     `chunks` : what is known of each chunk beside its KV: token ids, times, levels.
     `beginning` : KV of the prompt's own beginning, which every question reads.
-    `profiles` : codec profiles and learned lead-ins that are in use.
+    `profiles` : codec profiles that are in use.
     `beside` : index, vectors, marks and logs, in files of their own.
     `free` : free pages of the data file, where it was not to be compacted.
     `other` : of `size` bytes what is none of these: KV that stays, and the pages that find everything.

@@ -16,7 +16,6 @@ from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import resolve_device
-from kvtool.core.model.shapes import PUBLISHED, build_shape, shape_dtype
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
 from kvtool.lab.bench.machine import Host
@@ -24,6 +23,7 @@ from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, S
 from kvtool.lab.bench.prompts import BenchPrompt, stored_prompts
 from kvtool.lab.bench.rows import About, FusionRow, Measured, Reference, rows_of
 from kvtool.lab.bench.scratch import Sizes, scratch_store
+from kvtool.lab.bench.shapes import PUBLISHED, build_shape, shape_dtype
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

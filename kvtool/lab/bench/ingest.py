@@ -24,8 +24,7 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.wanted import WantedChunk
-from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.lead_in import open_lead_ins
+from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from kvtool.lab.bench.machine import Host
 
 if TYPE_CHECKING:
@@ -148,7 +147,7 @@ def _ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedF
         Store.create_or_open(Path(folder) / "store") as store,
         store.writer() as writer,
     ):
-        maker = Maker(decoder, open_lead_ins(store, decoder, identity), RAW)
+        maker = Maker(decoder, lead_ins_of(identity, decoder), RAW)
         storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), maker), Novelties(store)
         try:
             for file in files:

@@ -86,7 +86,7 @@ def shape_context(
     ------
     UsageError : no such shape.
     """
-    from kvtool.core.model.shapes import shape_config
+    from kvtool.lab.bench.shapes import shape_config
 
     config = shape_config(shape)
     sizes = sizes_of(config)

@@ -17,7 +17,7 @@ from kvtool.core.remote.opening import local_place
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
 from kvtool.lab.doctor.finding import Finding, failing
 from kvtool.lab.doctor.installation import check_extras, check_kvtool, check_libraries
-from kvtool.lab.doctor.machine import check_cpu, check_device, check_dtype, check_memory
+from kvtool.lab.doctor.machine import check_attention, check_cpu, check_device, check_dtype, check_memory
 from kvtool.lab.doctor.places import check_disk, check_gate, check_store, check_tier
 from kvtool.lab.doctor.plugins import check_plugins
 
@@ -76,7 +76,7 @@ def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterat
         return
     supported_config(files)
     yield Finding("model", "ok", f"{files.ref} ({files.kind}) at {files.folder}")
-    yield from check_dtype(wanted, files)
+    yield from [*check_dtype(wanted, files), *check_attention(wanted, files)]
 
 
 def _files(identity: StoreIdentity | None, wanted: ModelOptions) -> ModelFiles:

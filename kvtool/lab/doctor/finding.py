@@ -23,12 +23,14 @@ class Finding:
     state : "failed": something that is needed does not work; "warning": it works, though worse than it could.
     message : what was found.
     hint : what to do about it; never empty where the state is not "ok".
+    details : lines that are shown with `-v`.
     """
 
     subject: str
     state: State
     message: str
     hint: str = ""
+    details: tuple[str, ...] = ()
 
 
 def failing(name: str) -> Callable[[Callable[..., Iterator[Finding]]], Callable[..., list[Finding]]]:

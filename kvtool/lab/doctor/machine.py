@@ -65,6 +65,20 @@ def check_device(wanted: ModelOptions) -> Iterator[Finding]:
         yield Finding("device", "ok", "cpu, as asked" if wanted.device != "auto" else "cpu, since there is no other")
 
 
+@failing("attention")
+def check_attention(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding]:
+    """Say which backend attends with a prompt's rows, and why each one before it does not."""
+    import torch
+
+    from kvtool.core.kernels.attention.dispatch import explain
+    from kvtool.core.kernels.attention.params import AttentionCall
+
+    device = resolve_device(wanted.device)
+    dtype = product_dtype(resolve_dtype(wanted.dtype, device, files), device)
+    found = explain(AttentionCall(device.partition(":")[0], getattr(torch, dtype)))
+    yield Finding("attention", "ok", f"{found.serves.name}, in {dtype}", details=tuple(found.reasons))
+
+
 @failing("dtype")
 def check_dtype(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding]:
     """Say in which numbers a model is stored and computes, and why."""

@@ -96,7 +96,7 @@ def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOpti
     it counts as read."""
     selectors = {mode: selector_for(options, mode) for mode in MODES}
     prompt = PromptRows(spans_of(session, plan, [*selectors.values()]), speeds)
-    return {mode: 1e3 * prompt.expected(selector) for mode, selector in selectors.items()}
+    return {mode: 1e3 * selector.expected_seconds(prompt) for mode, selector in selectors.items()}
 
 
 def _seen(before: int, tokens: int) -> int:

@@ -14,7 +14,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.onednn import return_freed_memory
 from kvtool.core.model.attention import Rows, Watch
 from kvtool.core.model.decoder import Decoder
@@ -96,7 +96,7 @@ class Queries:
     """
 
     rows: Rows
-    layers: list[tuple[torch.Tensor, Scoring]]
+    layers: list[tuple[torch.Tensor, AttentionParams]]
     sources: list[int]
 
     def attention(self, cache: PromptCache) -> Iterator[torch.Tensor]:
@@ -108,7 +108,7 @@ class Queries:
 
 def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache) -> Queries:
     """Compute what some rows ask a cache with."""
-    layers: list[tuple[torch.Tensor, Scoring]] = []
+    layers: list[tuple[torch.Tensor, AttentionParams]] = []
     watch_rows(
         decoder, ids, start, cache, lambda layer, query, key, scoring: layers.append((query[0].clone(), scoring))
     )

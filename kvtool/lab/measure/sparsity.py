@@ -15,7 +15,7 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.onednn import RETURNED_BYTES
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.prompt_cache import PromptCache
@@ -96,7 +96,7 @@ class Tally:
         self.mass: list[torch.Tensor] = []  # of each layer: `[heads, classes]`, the mean over rows
         self.needed: list[torch.Tensor] = []  # of each layer: `[heads]`, the mean over rows
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         """Count a layer; `query` are the rows of the pass, of which ours are the last."""
         query = query[0, :, query.shape[2] - len(self._rows) :]
         mass = torch.zeros(query.shape[0], len(CLASSES), dtype=torch.float64)
@@ -175,7 +175,7 @@ def sparsity_report(
     first, last = plan.chunks[0].start, plan.segments[-1].start
     chunks, question = Tally(classes, torch.arange(first, last)), torch.arange(last, plan.length)
 
-    def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> None:
+    def rows_of_chunks(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         chunks(layer, query[:, :, :last], key, scoring)
 
     watch_rows(decoder, plan.ids, 0, cache, rows_of_chunks)

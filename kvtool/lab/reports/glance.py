@@ -81,8 +81,9 @@ def _told(value: Mapping[str, Any]) -> Iterator[str]:
         yield f"level    {row['level']}: {what}, {row['bytes'] / 1e6:,.1f} MB{lost}"
     if (kept := value["stretches"])["count"]:
         what = counted(kept["count"] - kept["alone"], "stretch", "stretches")
-        alone = f", and {counted(kept['alone'], 'chunk')} alone" if kept["alone"] else ""
-        yield f"prompts  {what} of what was answered{alone}, {kept['bytes'] / 1e6:,.1f} MB"
+        alone = counted(kept["alone"], "chunk")
+        unused = f", and states of {alone} that are not used any more" if kept["alone"] else ""
+        yield f"prompts  {what} of what was answered{unused}, {kept['bytes'] / 1e6:,.1f} MB"
     if (kept := value["unfinished"])["files"]:
         what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
         yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest goes on from there"

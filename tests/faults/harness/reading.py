@@ -84,8 +84,8 @@ def read_all(store: Store, known: Known, dice: int) -> Facts:
     """Every record, description, document and state."""
     facts = Facts()
     small = facts.passages
-    for name in ("manifest", "codec_state", "lead_in_state", "sources", "chunk_ids", "revision"):
-        facts.take(small if name in ("manifest", "codec_state", "lead_in_state") else {}, name, getattr(store, name))
+    for name in ("manifest", "codec_state", "sources", "chunk_ids", "revision"):
+        facts.take(small if name in ("manifest", "codec_state") else {}, name, getattr(store, name))
     for path in known.files:
         facts.take(small, f"file {path}", lambda path=path: store.file(path))
     for source in known.sources:

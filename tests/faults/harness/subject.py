@@ -14,9 +14,7 @@ import torch
 
 from kvtool.cli.app import main
 from kvtool.core.cache.store import Store
-from kvtool.core.model.learned import LearnedRows
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
@@ -59,7 +57,7 @@ def kvtool(*args: object) -> None:
 
 
 def make_subject(folder: Path, model: str | None = None, documents: int = 6, paragraphs: int = 3) -> Subject:
-    """Raw, lossless and all lossy records, index, vectors, profile, learned lead-in, gate's verdict; a tier of it."""
+    """Raw, lossless and all lossy records, index, vectors, profile, gate's verdict; a tier of it."""
     os.environ["KVTOOL_HOME"] = str(folder / "home")
     made = Subject(folder, model or str(save_tiny("llama", folder / "model")))
     write_corpus(made.corpus, documents, paragraphs)
@@ -69,7 +67,6 @@ def make_subject(folder: Path, model: str | None = None, documents: int = 6, par
     kvtool("ingest", made.corpus, *store, "--model", made.model, "--embedder", words, *LOOK)
     kvtool("compress", "--fit", "--level", "1", "2", "3", "4", *store, "--questions", "0")
     kvtool("compress", "--level", "lossless", *store, "--questions", "0")
-    learn(made.store)
     for question in QUESTIONS:
         kvtool("query", question, *store, "--max-tokens", "1")
     kvtool("store", "push", f"file://{made.tier}", *store)
@@ -98,29 +95,6 @@ def save_words(path: Path) -> None:
     made = Tokenizer(WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
     made.pre_tokenizer = Whitespace()
     StaticModel(np.eye(len(words), dtype=np.float32) + 0.05, made).save_pretrained(path)
-
-
-def learn(path: Path) -> None:
-    """A learned lead-in of random rows: what is on disk is the same as of trained ones."""
-    with Store.open(path) as store:
-        identity = store_identity(store)
-        ids = tuple(range(5, 13))
-        torch.manual_seed(3)
-        layers, heads, dim = shape_of(store)
-        rows = LearnedRows(identity.fingerprint, ids, *torch.randn(2, layers, heads, len(ids), dim))
-        state = {"digest": rows.digest, "fingerprint": identity.fingerprint, "ids": list(ids)}
-        with store.writer() as writer:
-            writer.put_learned(bytes.fromhex(rows.digest), rows.data, state)
-
-
-def shape_of(store: Store) -> tuple[int, int, int]:
-    """Layers, heads and width of a head."""
-    for chunk in store.chunk_ids():
-        info = store.chunk_info(chunk)
-        found = store.read_kv(chunk, "raw", 0)
-        if info is not None and found is not None:
-            return info.layers, found[0].kv_heads, found[0].head_dim_k
-    raise RuntimeError("the store has no raw record")
 
 
 def decoder_of(subject: Subject) -> object:

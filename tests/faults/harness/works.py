@@ -39,7 +39,7 @@ class Bases:
     plain: Path  # a store with a profile, whose records are raw and of one level
     thinned: Path  # a store that has forgotten documents
     half_tier: Path
-    states: Path  # as `half`, of a model that keeps states, its chunks computed alone
+    states: Path  # as `half`, of a model that keeps states
 
     @classmethod
     def make(cls, subject: Subject, documents: int = 12) -> Bases:
@@ -63,8 +63,6 @@ class Bases:
             save_tiny("qwen3.5", folder / "hybrid"),
             "--chunk-tokens",
             "64",
-            "--lead-in",
-            "warm",
             *_EXACT,
         )
         kvtool("ingest", made.corpus, "--store", made.states, *model)
@@ -192,7 +190,7 @@ _ALL = [
         "ingest of states",
         lambda b, f: copy(b.states, f / "store"),
         lambda b, f: ["ingest", b.corpus, "--sync", "--store", f / "store"],
-        asks=("reuse",),
+        asks=("prefix",),
     ),
     Work(  # whose prompt's states are kept
         "question",

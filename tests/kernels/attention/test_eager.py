@@ -9,17 +9,22 @@ import torch
 
 from kvtool.core.kernels.attention import eager as weights
 from kvtool.core.kernels.attention.eager import attention_weights, mean_weights
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
 
-SCORINGS = [Scoring(0.25), Scoring(0.7, window=7), Scoring(0.7, softcap=1.0), Scoring(0.7, sinks=torch.ones(6))]
+SCORINGS = [
+    AttentionParams(0.25),
+    AttentionParams(0.7, window=7),
+    AttentionParams(0.7, softcap=1.0),
+    AttentionParams(0.7, sinks=torch.ones(6)),
+]
 
 
 @pytest.mark.parametrize("positions", [[0], [39], [5, 6, 30, 39], list(range(40))], ids=str)
 @pytest.mark.parametrize("heads", [(2, 2), (6, 2), (5, 1)], ids=str)
 @pytest.mark.parametrize("scoring", SCORINGS, ids=["plain", "window", "cap", "sinks"])
 def test_the_mean_over_heads(
-    heads: tuple[int, int], positions: list[int], scoring: Scoring, monkeypatch: pytest.MonkeyPatch
+    heads: tuple[int, int], positions: list[int], scoring: AttentionParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw, at = torch.Generator().manual_seed(0), torch.tensor(positions)
     query, key = torch.randn(heads[0], len(at), 16, generator=draw), torch.randn(heads[1], 40, 16, generator=draw)
@@ -27,7 +32,7 @@ def test_the_mean_over_heads(
     scoring, seen = replace(scoring, sinks=sinks), Rows.of(at, "cpu").seen(scoring.window)
     expected = attention_weights(query, key, seen, scoring).mean(0)
     torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
-    monkeypatch.setattr(weights, "_SCORE_BYTES", 4 * heads[0] * 40 * 3)  # a few rows at a time
+    monkeypatch.setattr(weights, "_WEIGHT_BYTES", 4 * heads[0] * 40 * 3)  # a few rows at a time
     torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
     places = torch.arange(40)
     assert torch.equal(expected.gt(0), (places <= at[:, None]) & (places > at[:, None] - (scoring.window or 40)))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.flash.kernel import Kernel, Spans, kernel, takes
-from kvtool.core.kernels.attention.flash.tiling import KEYS, Scratch, Tiling
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.flash_kernel import Kernel, kernel, takes
+from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
+from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.compiling import runnable
 from kvtool.core.native.isa import AVX512_BF16, ISAS
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread"),
 ]
 ERROR = {"float32": 3e-6, "float16": 6e-4, "bfloat16": 4e-3}  # of all numbers together, relative
-PLAIN = Scoring(0.3)
+PLAIN = AttentionParams(0.3)
 
 
 def name(tiling: Tiling) -> str:
@@ -42,7 +42,7 @@ def scattered(positions: list[int]) -> Spans:
 
 
 def by_formula(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scoring: Scoring = PLAIN
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scoring: AttentionParams = PLAIN
 ) -> torch.Tensor:
     """softmax(QKᵀ · scale, keys that a row sees) V, float64."""
     group = len(query) // len(key)
@@ -74,12 +74,12 @@ POSITIONS = {
 
 
 SHAPED = {
-    "window": Scoring(0.3, window=37),
-    "window of one": Scoring(0.3, window=1),
-    "wide window": Scoring(0.3, window=500),
-    "cap": Scoring(0.3, softcap=2.0),
-    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 4, 14)),
-    "all": Scoring(0.3, window=100, softcap=1.5, sinks=torch.linspace(-1, 4, 14)),
+    "window": AttentionParams(0.3, window=37),
+    "window of one": AttentionParams(0.3, window=1),
+    "wide window": AttentionParams(0.3, window=500),
+    "cap": AttentionParams(0.3, softcap=2.0),
+    "sinks": AttentionParams(0.3, sinks=torch.linspace(-1, 4, 14)),
+    "all": AttentionParams(0.3, window=100, softcap=1.5, sinks=torch.linspace(-1, 4, 14)),
 }
 
 
@@ -92,7 +92,7 @@ def windowed(positions: list[int], window: int | None) -> Spans:
 @every_tiling
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
-def test_windows_caps_and_sinks(tiling: Tiling, scoring: Scoring, positions: list[int]) -> None:
+def test_windows_caps_and_sinks(tiling: Tiling, scoring: AttentionParams, positions: list[int]) -> None:
     query = random(tiling, 14, len(positions), 32)
     key, value = random(tiling, 2, 200, 32, seed=1), random(tiling, 2, 200, 32, seed=2)
     out = kernel(tiling)(query, key, value, scoring, windowed(positions, scoring.window))
@@ -102,7 +102,7 @@ def test_windows_caps_and_sinks(tiling: Tiling, scoring: Scoring, positions: lis
 @every_tiling
 def test_a_key_out_of_the_window_is_not_looked_at(tiling: Tiling) -> None:
     """What is hidden may be any number, as what was never loaded is."""
-    scoring, places = Scoring(0.3, window=40), list(range(160, 200, 3))
+    scoring, places = AttentionParams(0.3, window=40), list(range(160, 200, 3))
     query = random(tiling, 4, len(places), 32)
     key, value = random(tiling, 2, 200, 32, seed=1), random(tiling, 2, 200, 32, seed=2)
     out = kernel(tiling)(query, key, value, scoring, windowed(places, 40))
@@ -195,8 +195,8 @@ def test_scores_far_apart_and_far_from_zero(tiling: Tiling) -> None:
     last = torch.arange(KEYS * 2)
     query[..., 0] = key[..., 0] = 40.0
     query[..., 1] = 100.0
-    expected = by_formula(query, key, value, last, Scoring(0.2))
-    out = kernel(tiling)(query, key, value, Scoring(0.2), scattered(last.tolist()))
+    expected = by_formula(query, key, value, last, AttentionParams(0.2))
+    out = kernel(tiling)(query, key, value, AttentionParams(0.2), scattered(last.tolist()))
     error = (out.double() - expected).norm() / expected.norm()
     assert error < (1e-4 if tiling.stored == "float32" else 4e-3)
 
@@ -206,7 +206,7 @@ def test_machine_code_sees_no_wrong_sizes(tiling: Tiling) -> None:
     own: Kernel = kernel(tiling)
     query, key = random(tiling, 4, 10, 16), random(tiling, 2, 10, 16)
     rows = scattered(list(range(10)))
-    assert takes(query, key, key)
+    assert not takes(AttentionCall.of(query[None], key[None], key[None], PLAIN))
     for wrong in (
         (query, key[..., :8], key),
         (query[..., :8], key[..., :8], key),

@@ -9,31 +9,20 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.common.switches import ATTENTION
-from kvtool.core.kernels.attention import packed_chunks as side_by_side
-from kvtool.core.kernels.attention import products
-from kvtool.core.kernels.attention.packed_chunks import SideBySide
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention import eager, sdpa
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
+from kvtool.core.kernels.isa import isa_here
+from kvtool.core.model.attention import PackedChunks
 
-HEADS, KV_HEADS, DIM, LEAD = 4, 2, 8, 11
+HEADS, KV_HEADS, DIM, LEAD = 4, 2, 16, 11
 LENGTHS = (5, 1, 23, 16)
-AS_ROWS = side_by_side._as_rows
+BACKENDS = ("flash", "sdpa", "eager")
 
 
-def by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """As a CPU does for which they pay."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ATTENTION, "products")
-        return AS_ROWS(query, key, value, scoring)
-
-
-def by_the_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """As the others do."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ATTENTION, "fused")
-        return AS_ROWS(query, key, value, scoring)
-
-
-ATTENTIONS = [by_products, by_the_kernel, AS_ROWS]
+def take(backend: str, patch: pytest.MonkeyPatch) -> None:
+    if backend == "flash" and isa_here() is None:
+        pytest.skip("there is no machine code for this CPU")
+    patch.setenv(ATTENTION, backend)
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -50,19 +39,17 @@ def by_formula(
     return (query @ key.transpose(-1, -2) * scaling).masked_fill(~seen, -math.inf).softmax(-1) @ value
 
 
-@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("lead", [0, LEAD])
 @pytest.mark.parametrize("window", [None, 1, 4, 15])
 def test_a_chunk_sees_the_lead_in_and_its_own_past(
-    attend: object, lead: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    backend: str, lead: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if attend is not AS_ROWS:
-        monkeypatch.setattr(side_by_side, "own_kernel", lambda *tensors: None)
-    monkeypatch.setattr(side_by_side, "_as_rows", attend)
+    take(backend, monkeypatch)
     total = sum(LENGTHS)
     query, key, value = (random(1, n, total, DIM, seed=i) for i, n in enumerate((HEADS, KV_HEADS, KV_HEADS)))
     own = [(random(1, KV_HEADS, lead, DIM, seed=7), random(1, KV_HEADS, lead, DIM, seed=8))] if lead else []
-    out = SideBySide.of(LENGTHS, own).attend(0, query, key, value, Scoring(0.3, window))
+    out = PackedChunks.of(LENGTHS, own).attend(0, query, key, value, AttentionParams(0.3, window))
     start = 0
     for length in LENGTHS:
         span = slice(start, start + length)
@@ -79,9 +66,9 @@ def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
     sizes: list[int] = []
     real = torch.softmax
     monkeypatch.setattr(torch, "softmax", lambda scores, dim: sizes.append(scores.numel()) or real(scores, dim))
-    monkeypatch.setenv(ATTENTION, "products")
-    monkeypatch.setattr(products, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
-    out = SideBySide.of([100], []).attend(0, query, key, value, Scoring(0.3))
+    monkeypatch.setenv(ATTENTION, "eager")
+    monkeypatch.setattr(eager, "_SCORE_BYTES", 20 * 100 * HEADS * 4)
+    out = PackedChunks.of([100], []).attend(0, query, key, value, AttentionParams(0.3))
     assert sizes == [HEADS * 20 * seen for seen in (64, 64, 64, 100, 100)]
     torch.testing.assert_close(out, by_formula(query, key, value, 0.3))
 
@@ -92,7 +79,8 @@ def test_bfloat16_scores_keep_their_differences(common: float) -> None:
     query, key, value = (random(1, 2, 64, 32, seed=i, dtype=torch.bfloat16) for i in range(3))
     query[..., 0], key[..., 0] = math.sqrt(common / 0.2), math.sqrt(common / 0.2)
     exact = by_formula(query.double(), key.double(), value.double(), 0.2)
-    found = [attend(query, key, value, Scoring(0.2)).double() for attend in ATTENTIONS[:2]]
+    rows = KeyRanges.run(range(64), None, "cpu")
+    found = [one.attend(query, key, value, AttentionParams(0.2), rows).double() for one in (eager, sdpa)]
     errors = [(one - exact).norm() / exact.norm() for one in found]
     plain = (query[0] * 0.2) @ key[0].transpose(-1, -2)
     plain = plain.masked_fill(torch.ones(64, 64, dtype=torch.bool).triu(1), -math.inf).softmax(-1) @ value[0]

@@ -1,4 +1,4 @@
-"""Attention of scattered rows on a GPU: Triton's kernel in its interpreter and compiled, and flex_attention's mask."""
+"""Attention of scattered rows on a GPU: Triton's kernel in its interpreter and compiled."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import importlib.util
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 
-from kvtool.core.errors import UsageError
-from kvtool.core.kernels.attention import cuda_rows, flex_rows, triton_rows
+from kvtool.core.kernels.attention import triton_rows
 from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring
-from kvtool.core.kernels.attention.triton_rows import Shaping, Tile, attend, splits_for, tile_for
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
+from kvtool.core.kernels.attention.triton_rows import Tile, attend, splits_for, tile_for
 from kvtool.core.model.attention import Rows
 from tests.codec.processes import needs_triton, triton_process
-from tests.pretended import pretended
 
 HALF = Tile(16, 16, 4, 2)
 
@@ -65,7 +62,7 @@ def error(out: torch.Tensor, exact: torch.Tensor) -> float:
 def attended(shape: Shape, tile: Tile | None, splits: int | None) -> torch.Tensor:
     """Runs in the interpreter's process."""
     query, key, value, at = made(shape)
-    return attend(query, key, value, 0.3, at, tile, splits)
+    return attend(query, key, value, AttentionParams(0.3), KeyRanges(at.tolist(), at), tile, splits)
 
 
 @needs_triton
@@ -93,19 +90,17 @@ def test_rows_see_the_keys_up_to_their_own(
 
 
 SHAPED = {
-    "window": Scoring(0.3, window=13),
-    "window of one": Scoring(0.3, window=1),
-    "cap": Scoring(0.3, softcap=1.5),
-    "sinks": Scoring(0.3, sinks=torch.linspace(-1, 3, 4)),
-    "all": Scoring(0.3, window=30, softcap=1.5, sinks=torch.linspace(-1, 3, 4)),
+    "window": AttentionParams(0.3, window=13),
+    "window of one": AttentionParams(0.3, window=1),
+    "cap": AttentionParams(0.3, softcap=1.5),
+    "sinks": AttentionParams(0.3, sinks=torch.linspace(-1, 3, 4)),
+    "all": AttentionParams(0.3, window=30, softcap=1.5, sinks=torch.linspace(-1, 3, 4)),
 }
 
 
 def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) -> torch.Tensor:
     query, key, value, at = made(shape)
-    scoring = SHAPED[name]
-    begins = None if scoring.window is None else (at - scoring.window + 1).clamp_min(0)
-    return attend(query, key, value, 0.3, at, tile, splits, Shaping(begins, scoring.softcap, scoring.sinks))
+    return attend(query, key, value, SHAPED[name], Rows.of(at, "cpu").seen(SHAPED[name].window), tile, splits)
 
 
 @needs_triton
@@ -145,7 +140,7 @@ def wrong(*changes: int) -> list[str]:
             5: (query, key, value, at.int()),
         }
         with pytest.raises(ValueError) as refused:
-            attend(*cases[change][:3], 0.3, cases[change][3])
+            attend(*cases[change][:3], AttentionParams(0.3), KeyRanges([], cases[change][3]))
         said.append(str(refused.value))
     return said
 
@@ -170,8 +165,8 @@ def compiled(
     from triton.compiler import ASTSource
 
     kernel, tile = triton_rows.kernel(), tile_for(rows, head_dim, dtype, memory)
-    more = triton_rows.Shaping(torch.zeros(1), 50.0, torch.zeros(1)) if shaped else None
-    constants = triton_rows.constants(4, head_dim, tile, 4, dtype, more=more)
+    params = AttentionParams(1.0, 30, 50.0, torch.zeros(1)) if shaped else AttentionParams(1.0)
+    constants = triton_rows.constants(4, head_dim, tile, 4, dtype, params, windowed=shaped)
     of = {torch.float32: "*fp32", torch.bfloat16: "*bf16"}[dtype]
     known = {"query": of, "key": of, "value": of, "out": "*fp32", "sums": "*fp32", "at": "*i64"}
     known |= {"begins": "*i64", "sinks": of, "cap": "fp32"}
@@ -201,54 +196,3 @@ def test_it_compiles_for_the_gpus_it_is_meant_for(tmp_path: Path) -> None:
     assert "mma.sync" in few[0]
     assert few[1] < 100 * 1024
     assert max(shared for _, shared in (many, few, wide, shaped)) < 227 * 1024
-
-
-@pytest.mark.parametrize(("keys", "rows"), [(50, 7), (128, 128), (300, 300), (700, 129), (513, 1)])
-def test_flex_attention_looks_at_the_blocks_that_rows_see(keys: int, rows: int) -> None:
-    at = torch.randperm(keys, generator=torch.Generator().manual_seed(rows))[:rows].sort().values
-    mask = flex_rows.block_mask(at, keys)
-    assert flex_rows.block_mask(at, keys) is mask
-    seen = torch.arange(keys) <= at[:, None]
-    padded = torch.zeros(-(-rows // 128) * 128, -(-keys // 128) * 128, dtype=torch.bool)
-    padded[:rows, :keys] = seen
-    blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
-    assert torch.equal(mask.to_dense()[0, 0].bool() | _whole(mask), blocks.any(3).any(1))
-    real = torch.zeros_like(padded)
-    real[:rows, :keys] = True
-    hidden = (~padded & real).unflatten(0, (-1, 128)).unflatten(2, (-1, 128)).any(3).any(1)
-    assert not (_whole(mask) & hidden).any()
-
-
-def _whole(mask: object) -> torch.Tensor:
-    """Blocks that need no mask."""
-    counts, indices = mask.full_kv_num_blocks[0, 0], mask.full_kv_indices[0, 0]  # type: ignore[attr-defined]
-    dense = torch.zeros(indices.shape, dtype=torch.bool)
-    for row, count in enumerate(counts.tolist()):
-        dense[row, indices[row, :count].long()] = True
-    return dense
-
-
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_sees_what_rows_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uncompiled, as its own reference has it."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    monkeypatch.setattr(flex_rows, "_compiled", lambda: flex_attention)
-    query, key, value, at = made(Shape(4, 2, 16, 300, 140))
-    exact = by_formula(query, key, value, at)
-    assert error(flex_rows.attend(query, key, value, 0.3, at), exact) < 1e-6
-
-
-def test_the_environment_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    for name in ("", "fused", "triton", "flex"):
-        monkeypatch.setenv(cuda_rows.CHOICE, name)
-        found.append(cuda_rows.cuda_kernel())
-    assert found == [triton_rows.attend, None, triton_rows.attend, flex_rows.attend]
-    monkeypatch.setenv(cuda_rows.CHOICE, "")
-    with pretended():  # where there is no Triton
-        assert cuda_rows.cuda_kernel() is None
-    assert all(one is not other for one, other in pairwise(found[1:]))
-    monkeypatch.setenv(cuda_rows.CHOICE, "products")
-    with pytest.raises(UsageError):
-        cuda_rows.cuda_kernel()

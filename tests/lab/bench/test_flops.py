@@ -8,10 +8,10 @@ from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.shapes import SHAPES, build_shape, parameter_count, shape_config
 from kvtool.lab.bench.flops import Architecture, LayerWork, flops, full_work, keys_seen
 from kvtool.lab.bench.limits import Machine, limit_of
 from kvtool.lab.bench.memory import own_pages, peak_memory
+from kvtool.lab.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
 from tests.fusion.making import decoder_of
 from tests.model.gguf_models import IN_GGUF
 

@@ -7,8 +7,8 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from kvtool.core.errors import UsageError
-from kvtool.core.model.shapes import shape_config
 from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
+from kvtool.lab.bench.shapes import shape_config
 from kvtool.lab.bench.stream import ADAPTIVE, ALL, LINK, TEXT, StreamBench, StreamOptions, bench_stream
 from kvtool.lab.bench.stream_context import Context, shape_context
 from kvtool.lab.bench.stream_data import DEFAULT_LEVELS

@@ -39,6 +39,16 @@ def test_a_person_reads_a_line_each(store: Path) -> None:
     assert "FAILED" not in done.out
 
 
+def test_the_attention_backend_is_explained(store: Path) -> None:
+    reason = "not triton: it runs on CUDA"
+    assert reason in kvtool("doctor", "--store", store, "-v").fine().out
+    said = kvtool("doctor", "--store", store).fine().out
+    assert "ok       attention " in said
+    assert reason not in said
+    rows = kvtool("doctor", "--store", store, "--json").fine().json["findings"]
+    assert reason in next(row for row in rows if row["subject"] == "attention")["details"]
+
+
 def test_chunks_are_counted_as_the_glance_counts_them(store: Path) -> None:
     said = kvtool("inspect", "--store", store).fine().out
     count = said.split("content  ")[1].split(" document")[1].split(", ")[1].split(";")[0]

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.lab.measure.reused import Chosen, ReusedPrompt
 from kvtool.lab.measure.sparsity import CLASSES, MASS, Classes, Tally, keys_needed, overlap, sparsity_report
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, swapped, tokens
@@ -115,7 +115,7 @@ def test_rows_are_tallied_in_blocks_as_one(most: int, monkeypatch: pytest.Monkey
     query, key = (torch.randn(1, heads, plan.length, 8, generator=dice) for _ in range(2))
     rows = torch.arange(plan.length - count, plan.length)
     tally = Tally(Classes.of(plan, START), rows)
-    tally(0, query, key, Scoring(8**-0.5))
+    tally(0, query, key, AttentionParams(8**-0.5))
     scores = (query[0, :, -count:].double() @ key[0].double().transpose(1, 2)) * 8**-0.5
     scores.masked_fill_(torch.arange(plan.length) > rows[:, None], -torch.inf)
     weights = scores.softmax(-1).numpy()

@@ -28,12 +28,11 @@ _PLUGINS = found("selectors", own=(*_OWN, "auto"))
 MODES = (*_OWN, *_PLUGINS)
 REFERENCE = "full"  # what all modes are measured against
 EXACTLY = ("prefix", "full")  # what there is of a model that keeps states; the first is what a query takes
-APART = ("reuse", "epic")  # of it besides, asked for by name: neither needs the state in the middle of a chunk
 AUTO = "auto"  # no mode of its own: the controller weighs one that recomputes a share against those that lose nothing
 WEIGHED = "union"  # that one
 FUSIONS = (*MODES, AUTO)  # what `--fusion` takes
 
-__all__ = ["APART", "AUTO", "EXACTLY", "FUSIONS", "MODES", "REFERENCE", "SELECTORS", "WEIGHED", "selector_for"]
+__all__ = ["AUTO", "EXACTLY", "FUSIONS", "MODES", "REFERENCE", "SELECTORS", "WEIGHED", "selector_for"]
 
 
 def __getattr__(name: str) -> Any:

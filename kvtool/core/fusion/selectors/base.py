@@ -48,6 +48,10 @@ class Selector(ABC):
         """What it reads and computes for a prompt, as far as that can be told beforehand."""
         raise NotImplementedError(f"{self.name} does not say what it costs")
 
+    def expected_seconds(self, prompt: PromptRows) -> float:
+        """Return the seconds from the laid-out prompt to the first token that the mode is expected to take."""
+        return prompt.seconds(self.cost(prompt), self.name)
+
     @property
     def amount(self) -> float:
         """How much is recomputed, by the field that `knob` names."""

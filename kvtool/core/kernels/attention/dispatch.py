@@ -1,184 +1,149 @@
-"""Attention of rows that see the keys up to their own: which kernel is the fast one where."""
+"""Attention is computed by the first backend in `BACKENDS` that accepts a call.
+
+A backend is a module with the names of `AttentionBackend`. It declines a call with a reason; `explain` collects them.
+"""
 
 from __future__ import annotations
 
-import functools
-import threading
-import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
-import torch.nn.functional as F
 
-from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.common.switches import ATTENTION, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.kernels.attention.cuda_rows import attend_on_cuda
-from kvtool.core.kernels.attention.eager import attend_by_weights
-from kvtool.core.kernels.attention.flash.kernel import Kernel, Spans, kernel, takes
-from kvtool.core.kernels.attention.flash.tiling import Tiling
-from kvtool.core.kernels.attention.params import Scoring, Seen
-from kvtool.core.kernels.attention.products import attend_by_products
-from kvtool.core.native.compiling import runnable
-from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, Isa
+from kvtool.core.kernels.attention import eager, flash_cpu, sdpa, triton_rows
+from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 
-OWN, PRODUCTS, FUSED = KERNELS = ("own", "products", "fused")
-# Rows are attended in blocks: one needs a mask of [BLOCK, keys up to its last row] only, and skips every later key.
-BLOCK = 256
-_GROUPED = 32  # rows; so few fill torch's kernel on the CPU only with the heads of a group below each other
-_STORED = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+KV = tuple[torch.Tensor, torch.Tensor]
 
 
-def kernel_here(dtype: torch.dtype) -> str:
-    """Name the kernel that is the fast one on this CPU, one of KERNELS; by its features, never by the clock.
+class AttentionBackend(Protocol):
+    """One way to compute attention.
 
-    Measured on one core of an AMD EPYC (`samples/attention.py`), 15 % of 4,096 rows over 4,096 keys, heads of
-    Qwen2.5-0.5B, GFLOP/s: bfloat16 with AVX-512 BF16 350 of the plain product's 460 (products 173, fused 55); float32
-    with AVX2 102 of 104 (products 63, fused 54). Where AMX multiplies bfloat16, torch's fused kernel does it with that:
-    it took half of the products' time on an Intel Xeon.
-
-    Raises
-    ------
-    UsageError : the environment asks for a kernel that there is not.
+    Attributes
+    ----------
+    name : as `KVTOOL_ATTENTION` and explanations have it.
     """
-    wanted = asked(ATTENTION)
-    if wanted not in ("", *KERNELS):
-        raise UsageError(f"{ATTENTION}={wanted!r} is no kernel on a CPU", ", ".join(KERNELS))
-    if wanted == OWN and tiling_here(dtype) is None:
-        raise UsageError(f"{ATTENTION}={OWN}: there is none for this CPU", "products or fused")
-    if wanted:
-        return wanted
-    if dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return FUSED
-    if tiling_here(dtype) is not None:
-        return OWN
-    return PRODUCTS
+
+    name: str
+
+    def declines(self, call: AttentionCall) -> str:
+        """Return why it does not serve a call, or an empty string. Only `call.asked` overrules a preference."""
+        ...
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
+    ) -> torch.Tensor:
+        """Attend with query `[1, heads, rows, key_dim]` over key and value `[1, kv_heads, keys, …]`, of which row i
+        sees those in `ranges`: `[1, heads, rows, value_dim]`, best laid out with rows before heads."""
+        ...
 
 
-def tiling_here(dtype: torch.dtype) -> Tiling | None:
-    """What our own attention kernels are made for here; None: they are for x86 CPUs with AVX2."""
-    stored, isa = _STORED.get(dtype), isa_here()
-    if stored is None or isa is None:
-        return None
-    if isa is AVX512 and stored == "bfloat16" and "avx512bf16" in cpu_features():
-        return Tiling(AVX512_BF16, stored, pairs=True)
-    return Tiling(isa, stored)
+# In this order; the last one declines nothing.
+BACKENDS = cast("tuple[AttentionBackend, ...]", (triton_rows, flash_cpu, sdpa, eager))
 
 
-def isa_here() -> Isa | None:
-    """The instruction set that the model's own machine code is made for here; None: there is none.
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The backend that serves a call, and those before it with their reasons to decline."""
 
-    What holds torch's kernels to less than the CPU has (`ATEN_CPU_CAPABILITY`) holds these too.
-    """
-    able, there = torch.backends.cpu.get_cpu_capability(), runnable()
-    if able == "AVX512" and "avx512" in there:
-        return AVX512
-    return AVX2 if able.startswith("AVX") and "avx2" in there else None
+    serves: AttentionBackend
+    declined: tuple[tuple[str, str], ...]
 
+    def __str__(self) -> str:
+        return "; ".join([self.serves.name, *self.reasons])
 
-def own_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> Kernel | None:
-    """Our own kernel, where it is the one to take for these tensors, each `[1, heads, rows, head_dim]`."""
-    if query.device.type != "cpu" or len(query) != 1 or query.requires_grad or scale <= 0:
-        return None
-    tiling = tiling_here(query.dtype)
-    if tiling is None or kernel_here(query.dtype) != OWN or not takes(query[0], key[0], value[0]):
-        return None
-    return _compiled(tiling)
+    @property
+    def reasons(self) -> list[str]:
+        """A line for each backend that declined."""
+        return [f"not {name}: {reason}" for name, reason in self.declined]
 
 
-@functools.cache
-def _compiled(tiling: Tiling) -> Kernel | None:
-    try:
-        return kernel(tiling)
-    except RuntimeError as error:
-        warnings.warn(f"attention runs in torch's kernels: {error}", RuntimeWarning, stacklevel=2)
-        return None
-
-
-def compile_ahead(dtype: torch.dtype) -> None:
-    """Compile what attends to numbers of this format here, in a thread, before anybody waits for it."""
-    tiling = tiling_here(dtype)
-    if tiling is not None and asked(ATTENTION) in ("", OWN):
-        threading.Thread(target=_compiled, args=(tiling,), name="kvtool-attention").start()
-
-
-def attend_rows(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring, seen: Seen
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
-    """Attend with rows of which each sees keys of its own, in the kernel that is fast here.
+    """Attend with rows of which each sees keys of its own, in the first backend that accepts: see its `attend`."""
+    return _backend(AttentionCall.of(query, key, value, params, ranges)).attend(query, key, value, params, ranges)
+
+
+def attend_packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    params: AttentionParams,
+    spans: Spans,
+    lead_in: KV | None = None,
+) -> torch.Tensor:
+    """Attend with chunks side by side, each of which sees itself and the lead-in only: by `flash` in one call, by other
+    backends one after the other.
 
     Parameters
     ----------
-    query : `[1, heads, rows, head_dim]`.
-    key, value : `[1, kv_heads, keys, head_dim]`.
-
-    Returns
-    -------
-    `[1, heads, rows, head_dim]`.
+    query, key, value : see `AttentionBackend.attend`; the chunks' own rows.
+    spans : the chunks, whose window is that of `params`.
+    lead_in : keys and values `[1, kv_heads, lead-in tokens, …]` that every row sees before its own; None: none.
     """
-    scale = scoring.scale
-    on_cuda = attend_on_cuda(query, key, value, scoring, seen.at, seen.begins)
-    if on_cuda is not None:
-        return on_cuda
-    if len(seen.last) == 1 and scoring.is_unshaped:
-        span = slice(seen.begin(0), seen.last[0] + 1)
-        return attend_one(query, key[:, :, span], value[:, :, span], scale)
-    own = own_kernel(query, key, value, scale)
-    if own is not None:
-        rows = Spans([(0, len(seen.last), 0)], seen.at, seen.begins)
-        return own(query[0], key[0], value[0], scoring, rows)[None]
-    if not scoring.is_unshaped:
-        return attend_by_weights(query, key, value, scoring, seen)
-    if scoring.window is None and query.device.type == "cpu" and kernel_here(query.dtype) != FUSED:
-        return attend_by_products(query, key, value, scale, seen.last, seen.at)
-    return attend_in_blocks(query, key, value, scale, seen)
-
-
-def attend_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend with one row that sees all keys.
-
-    The query heads of a group stand as rows, so that each key is read once and nothing is masked.
-    """
-    kv_heads, head_dim = key.shape[1], query.shape[3]
-    out = _sdpa(query.reshape(1, kv_heads, -1, head_dim), key, value, None, scale)
-    return out.reshape(1, query.shape[1], 1, value.shape[3])
-
-
-def attend_in_blocks(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, seen: Seen
-) -> torch.Tensor:
-    """Do what :func:`attend_rows` does in the device's own fused kernel, block by block."""
-    # Rows before heads: the model wants them so, and its own transposition then copies nothing.
+    if _backend(AttentionCall.of(query, key, value, params)) is flash_cpu:
+        return flash_cpu.attend_packed(query, key, value, params, spans, lead_in)
     out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
-    for begin in range(0, len(seen.last), BLOCK):
-        rows = slice(begin, min(begin + BLOCK, len(seen.last)))
-        keys = slice(seen.begin(begin), seen.last[rows.stop - 1] + 1)
-        mask = _mask(seen.hidden(rows, keys.start, keys.stop), query.dtype)
-        out[:, :, rows] = _block(query[:, :, rows], key[:, :, keys], value[:, :, keys], mask, scale)
+    for first, count, start in spans.spans:
+        own = [side[:, :, start : start + count] for side in (key, value)]
+        keys, values = own if lead_in is None else (torch.cat(pair, 2) for pair in zip(lead_in, own, strict=True))
+        rows, places = slice(first, first + count), range(keys.shape[2] - count, keys.shape[2])
+        ranges = KeyRanges.run(places, params.window, query.device)
+        out[:, :, rows] = attend(query[:, :, rows], keys, values, params, ranges)
     return out
 
 
-def _block(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    heads, rows, head_dim = query.shape[1:]
-    if query.device.type == "cpu" and rows > _GROUPED:
-        return _sdpa(query, key, value, mask[None, None], scale)
-    # Query heads that share a key stand below each other as rows: with a mask CUDA's fused kernels take no grouped
-    # heads, and keys repeated for every head would be copied for every block.
-    kv_heads, groups = key.shape[1], heads // key.shape[1]
-    part = query.reshape(1, kv_heads, groups * rows, head_dim)
-    return _sdpa(part, key, value, mask.repeat(groups, 1), scale).reshape(1, heads, rows, value.shape[3])
+def explain(call: AttentionCall) -> Explanation:
+    """Return the backend that serves a call, and why each one before it does not.
+
+    Raises
+    ------
+    UsageError : the environment asks for a backend that serves nothing of the kind on this machine.
+    """
+    declined: list[tuple[str, str]] = []
+    for backend, reason in _considered(call):
+        if not reason:
+            return Explanation(backend, tuple(declined))
+        declined.append((backend.name, reason))
+    raise AssertionError("the last backend declines nothing")
 
 
-def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask `[rows, keys]`: truths, or on the CPU numbers, of which its kernel would make some anew for every head."""
-    if hidden.device.type != "cpu":
-        return ~hidden
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
+def _backend(call: AttentionCall) -> AttentionBackend:
+    return next(backend for backend, reason in _considered(call) if not reason)
 
 
-def _sdpa(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
-) -> torch.Tensor:
-    groups = query.shape[1] // key.shape[1]
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=groups > 1)
+def _considered(call: AttentionCall) -> Iterator[tuple[AttentionBackend, str]]:
+    """Yield each backend with its reason to decline, in order; those before the one that is asked for all decline."""
+    wanted, found = asked(ATTENTION), False
+    for backend in BACKENDS:
+        if not wanted or found:
+            yield backend, backend.declines(call)
+        elif backend.name != wanted:
+            yield backend, f"{ATTENTION}={wanted}"
+        else:
+            found = True
+            if unable := backend.declines(AttentionCall(call.device, call.dtype, asked=True)):
+                raise UsageError(f"{ATTENTION}={wanted}: {unable}", _others(wanted))
+            yield backend, backend.declines(call._replace(asked=True))
+
+
+def _others(wanted: str) -> str:
+    return f"unset {ATTENTION}, or take one of {', '.join(one.name for one in BACKENDS if one.name != wanted)}"
+
+
+def prepare(dtype: torch.dtype, device: str) -> None:
+    """Begin to compile what will serve a prompt's rows here, beside whatever comes next."""
+    if device == "cpu" and asked(ATTENTION) in ("", flash_cpu.name):
+        flash_cpu.compile_ahead(dtype)
+
+
+def first_read(first: int, device: str) -> int:
+    """Return the first key whose numbers may be read where no row sees one before `first`.
+
+    What is read is multiplied by a weight of 0, so it has to be a number.
+    """
+    return flash_cpu.first_read(first) if device == "cpu" else 0

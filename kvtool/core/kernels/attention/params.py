@@ -1,15 +1,16 @@
-"""What of a layer's attention stands beside its queries, keys and values: scale, window, softcap, sinks."""
+"""Parameters of attention: what a layer asks for, which keys each row sees, and one call as a backend judges it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scoring:
+class AttentionParams:
     """How the scores of a layer are made, and how far back a row sees.
 
     Attributes
@@ -38,7 +39,7 @@ class Scoring:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Seen:
+class KeyRanges:
     """The keys that each of some rows sees: `first` … `last`, both ascending.
 
     Attributes
@@ -47,32 +48,167 @@ class Seen:
     at : the same as an int64 tensor on the model's device.
     first : the first one's place; None: 0 for all.
     begins : the same as an int64 tensor on the model's device.
+    dense : row i is at place i, so that a plain causal attention serves where there are no further keys.
+    on_device : only the device knows `at` and `begins`, as in a captured graph; `last` is an upper bound, `first` None.
     """
 
     last: Sequence[int]
     at: torch.Tensor
     first: Sequence[int] | None = None
     begins: torch.Tensor | None = None
+    dense: bool = False
+    on_device: bool = False
+    _masks: dict[torch.dtype, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def run(cls, positions: range, window: int | None, device: torch.device | str) -> Seen:
-        """What rows at adjacent positions see of keys that stand at theirs."""
-        at = torch.arange(positions.start, positions.stop, device=device)
+    def run(cls, positions: range, window: int | None, device: torch.device | str) -> KeyRanges:
+        """Return what rows at adjacent positions see of keys that stand at theirs."""
+        at, dense = torch.arange(positions.start, positions.stop, device=device), not positions.start
         if window is None:
-            return cls(positions, at)
+            return cls(positions, at, dense=dense)
         first = [max(0, position - window + 1) for position in positions]
-        return cls(positions, at, first, torch.tensor(first, device=device))
+        return cls(positions, at, first, torch.tensor(first, device=device), dense)
 
-    def __getitem__(self, rows: slice) -> Seen:
+    def __getitem__(self, rows: slice) -> KeyRanges:
         first = None if self.first is None else self.first[rows]
-        return Seen(self.last[rows], self.at[rows], first, None if self.begins is None else self.begins[rows])
+        return KeyRanges(self.last[rows], self.at[rows], first, None if self.begins is None else self.begins[rows])
 
     def begin(self, row: int) -> int:
-        """The first key that a row sees, and so none of the rows behind it an earlier one."""
+        """Return the first key that a row sees, and so none of the rows after it an earlier one."""
         return 0 if self.first is None else self.first[row]
 
-    def hidden(self, rows: slice, first: int, behind: int) -> torch.Tensor:
-        """Bool `[rows, behind - first]`: which of the keys from `first` on some rows do not see."""
-        keys = torch.arange(first, behind, device=self.at.device)
+    def are_causal(self, rows: int, keys: int, params: AttentionParams) -> bool:
+        """Return whether so many rows are those of all keys, each sees the keys up to its own, and nothing shapes the
+        scores."""
+        return self.dense and rows == keys > 1 and params.is_plain
+
+    def hidden(self, rows: slice, first: int, stop: int) -> torch.Tensor:
+        """Return bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
+        keys = torch.arange(first, stop, device=self.at.device)
         hidden = keys > self.at[rows, None]
         return hidden if self.begins is None else hidden | (keys < self.begins[rows, None])
+
+    def device_mask(self, keys: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the mask `[rows, keys]` of positions that only the device knows, made once for all layers of a kind:
+        numbers, of which a kernel would make some for every layer."""
+        if dtype not in self._masks:
+            hidden = self.hidden(slice(None), 0, keys)
+            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[dtype] = zeros.masked_fill_(hidden, -torch.inf)
+        return self._masks[dtype]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spans:
+    """Runs of query rows, each over keys of its own.
+
+    Attributes
+    ----------
+    spans : first row, number of rows and first own key of each, in the order of the rows; it sees keys from there on.
+    limits : int64 `[rows]` on the CPU: the last key that a row sees, counted from its span's first and with the lead-in
+        in front; ascending within a span.
+    begins : int64 `[rows]`, the first key that a row sees, counted as those, ascending within a span; None: 0.
+    furthest : the last key that any row sees, counted from the first of all and with the lead-in in front.
+    """
+
+    spans: Sequence[tuple[int, int, int]]
+    limits: torch.Tensor
+    begins: torch.Tensor | None = None
+    furthest: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Machine code knows no bounds, so they are checked here, once for all layers."""
+        done, furthest, limits = 0, -1, self.limits
+        begins = torch.zeros_like(limits) if self.begins is None else self.begins
+        if not (_are_whole(limits) and _are_whole(begins) and limits.shape == begins.shape):
+            raise ValueError("limits and begins are int64 numbers in a row")
+        if self.begins is not None and not bool(((begins >= 0) & (begins <= limits)).all()):
+            raise ValueError("a row sees nothing")
+        object.__setattr__(self, "begins", begins)
+        for first, count, start in self.spans:
+            if first != done or count < 1 or start < 0 or first + count > len(limits):
+                raise ValueError(f"rows {first} to {first + count} are no span behind row {done}")
+            done += count
+            furthest = max(furthest, start + int(limits[done - 1]))
+        if not done or done != len(limits) or int(limits.min()) < 0:
+            raise ValueError("spans do not cover the rows, or a row sees nothing")
+        object.__setattr__(self, "furthest", furthest)
+
+
+def _are_whole(numbers: torch.Tensor) -> bool:
+    return numbers.dtype == torch.int64 and numbers.is_contiguous() and numbers.device.type == "cpu"
+
+
+class AttentionCall(NamedTuple):
+    """One call of attention without its numbers: a backend accepts or declines it by this.
+
+    Attributes
+    ----------
+    device : "cpu", "cuda", "mps".
+    dtype : of queries; `mixed`: keys or values have another.
+    key_dim, value_dim : numbers of a head's key and value.
+    window : as in `AttentionParams`; softcap, sinks : whether there are any.
+    causal : the rows are those of all keys, each of which sees the keys up to its own, and nothing shapes the scores.
+    packed : the rows are chunks side by side, each of which sees itself and a lead-in only.
+    on_device : see `KeyRanges`.
+    gradient : queries require one.
+    asked : the environment asks for the backend that is asked: no preference for another counts.
+    """
+
+    device: str
+    dtype: torch.dtype
+    heads: int = 8
+    kv_heads: int = 2
+    key_dim: int = 64
+    value_dim: int = 64
+    rows: int = 64
+    keys: int = 1024
+    batch: int = 1
+    scale: float = 0.125
+    window: int | None = None
+    softcap: bool = False
+    sinks: bool = False
+    causal: bool = False
+    packed: bool = False
+    on_device: bool = False
+    gradient: bool = False
+    mixed: bool = False
+    asked: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        params: AttentionParams,
+        ranges: KeyRanges | None = None,
+    ) -> AttentionCall:
+        """Describe tensors `[batch, heads, rows, head_dim]`; `ranges` None: they are packed."""
+        batch, heads, rows, _ = query.shape
+        _, kv_heads, keys, key_dim = key.shape
+        return cls(
+            device=query.device.type,
+            dtype=query.dtype,
+            heads=heads,
+            kv_heads=kv_heads,
+            key_dim=key_dim,
+            value_dim=value.shape[3],
+            rows=rows,
+            keys=keys,
+            batch=batch,
+            scale=params.scale,
+            window=params.window,
+            softcap=params.softcap is not None,
+            sinks=params.sinks is not None,
+            causal=ranges is not None and ranges.are_causal(rows, keys, params),
+            packed=ranges is None,
+            on_device=ranges is not None and ranges.on_device,
+            gradient=query.requires_grad,
+            mixed=not query.dtype == key.dtype == value.dtype,
+        )
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether scores are more than scaled products."""
+        return self.softcap or self.sinks

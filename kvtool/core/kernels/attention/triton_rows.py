@@ -1,10 +1,11 @@
-"""Attention of scattered rows on a GPU, in one Triton kernel: each block of rows reads keys up to its last position.
+"""The `triton` backend: attention of scattered rows on a GPU, in one kernel.
 
-Rows are sorted by position, so that a block's rows see nearly the same keys and only the last of them need a mask. The
-heads of a group stand beside each other as rows and share the reading of their keys. Where there are too few blocks to
-fill the GPU (a question's rows, or the one row of decoding) the keys are split between several programs, whose parts
-are joined by their log-sum-exp. Softmax in one pass over the keys is Milakov and Gimelshein's (arXiv 1805.02867), its
-tiling FlashAttention's (arXiv 2205.14135), the splitting of keys Flash-Decoding's.
+Each block of rows reads keys up to its last position. Rows are sorted by position, so that a block's rows see nearly
+the same keys and only the last of them need a mask. The heads of a group are adjacent rows and share the reading of
+their keys. Where there are too few blocks to fill the GPU (a question's rows, or the one row of decoding) the keys are
+split between several programs, whose parts are joined by their log-sum-exp. Softmax in one pass over the keys is
+Milakov and Gimelshein's (arXiv 1805.02867), its tiling FlashAttention's (arXiv 2205.14135), the splitting of keys
+Flash-Decoding's.
 
 No position is read on the host: how far a row sees stands in memory of the device, so that a captured graph may be
 replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on the CPU.
@@ -13,16 +14,22 @@ replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on th
 from __future__ import annotations
 
 import functools
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from kvtool.core.common.installing import install_line
+from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows_kernel import joining, kernel
 
 _LOG2_E = 1.4426950408889634
 _LEAST = 16  # rows and numbers of a product on tensor cores
 _MOST_SPLITS = 32
+
+name = "triton"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +47,6 @@ class Tile:
     keys: int
     warps: int
     stages: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shaping:
-    """What a layer's attention has beside the scale of its scores (scoring.py).
-
-    Attributes
-    ----------
-    begins : int64 `[rows]` on the device, ascending: the first key that a row sees, of those it would see.
-    softcap : of the scores.
-    sinks : float `[heads]` on the device.
-    """
-
-    begins: torch.Tensor | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
-
-    def check(self, query: torch.Tensor, at: torch.Tensor) -> None:
-        """Everything that the kernel relies upon to stay inside its arrays."""
-        for name, given, like in (("begins", self.begins, at), ("sinks", self.sinks, query[0, :, 0, 0])):
-            if given is not None and (given.shape != like.shape or given.device != at.device or given.stride() != (1,)):
-                raise ValueError(f"{name} do not fit {tuple(like.shape)}")
-        if self.begins is not None and self.begins.dtype != torch.int64:
-            raise ValueError("begins are int64 numbers")
 
 
 _LARGE_MEMORY = 160 * 1024
@@ -95,34 +78,49 @@ def splits_for(blocks: int, keys: int, tile: Tile, multiprocessors: int) -> int:
     return max(1, min(wanted, most, _MOST_SPLITS))
 
 
+def declines(call: AttentionCall) -> str:
+    """Return why this backend does not serve a call, or an empty string."""
+    if call.device != "cuda":
+        return "it runs on CUDA"
+    if not has_triton():
+        return f"Triton is not installed ({install_line('triton')})"
+    return "" if call.key_dim == call.value_dim else "keys are latents, wider than their values"
+
+
+def has_triton() -> bool:
+    """Return whether there is Triton; asked for at every layer, so looked for once."""
+    return _found(importlib.util.find_spec)
+
+
+@functools.cache
+def _found(find: Callable[[str], Any]) -> bool:
+    return find("triton") is not None
+
+
 def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
-    at: torch.Tensor,
+    params: AttentionParams,
+    ranges: KeyRanges,
     tile: Tile | None = None,
     splits: int | None = None,
-    more: Shaping | None = None,
 ) -> torch.Tensor:
-    """Attend with rows of which row i sees the keys 0 … at[i], or those of them that its window leaves.
+    """Attend: see `AttentionBackend`. No position is read on the host.
 
     Parameters
     ----------
-    query : `[1, heads, rows, head_dim]`; float32, bfloat16 or float16.
-    key, value : `[1, kv_heads, keys, head_dim]`, of the same dtype.
-    at : int64 `[rows]` on the device, ascending, each less than `keys`: that is the caller's to know, the kernel does
-        not look. No key behind the last row's is read.
+    query : float32, bfloat16 or float16.
+    key, value : of the same dtype. No key after the last row's is read.
+    ranges : `at` and `begins` are contiguous, and each less than `keys`: that is the caller's to know, the kernel does
+        not look.
     splits : None: as many as fill the GPU.
-    more : None: weights are the softmax of scaled products over all these keys.
 
     Returns
     -------
     `[1, heads, rows, head_dim]`, laid out with rows before heads.
     """
-    _check(query, key, value, at)
-    more = more or Shaping()
-    more.check(query, at)
+    _check(query, key, value, params, ranges)
     _, heads, rows, head_dim = query.shape
     kv_heads = key.shape[1]
     if tile is None:
@@ -134,17 +132,20 @@ def attend(
     if not rows:
         return out
     if splits == 1:
-        _launch(query, key, value, scale, at, out[None], None, tile, splits, more)
+        _launch(query, key, value, params, ranges, out[None], None, tile, splits)
         return out
     parts = query.new_empty((splits, 1, rows, heads, head_dim), dtype=torch.float32).transpose(2, 3)
     sums = query.new_empty((splits, heads, rows), dtype=torch.float32)
-    _launch(query, key, value, scale, at, parts, sums, tile, splits, more)
+    _launch(query, key, value, params, ranges, parts, sums, tile, splits)
     _join(parts, sums, out)
     return out
 
 
-def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> None:
-    """Everything that the kernel relies upon to stay inside its arrays, but the positions' own size."""
+def _check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
+) -> None:
+    """Check everything that the kernel relies upon to stay inside its arrays, but the positions' own size."""
+    at = ranges.at
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4 or len(query) != 1 or len(key) != 1:
         raise ValueError("queries, keys and values are [1, heads, rows, head_dim], those of one length")
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
@@ -157,6 +158,11 @@ def _check(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torc
         raise ValueError("queries, keys, values and positions on different devices")
     if any(side.stride(3) != 1 for side in (query, key, value)):
         raise ValueError("a head's numbers are adjacent")
+    for name, given, like in (("begins", ranges.begins, at), ("sinks", params.sinks, query[0, :, 0, 0])):
+        if given is not None and (given.shape != like.shape or given.device != at.device or given.stride() != (1,)):
+            raise ValueError(f"{name} do not fit {tuple(like.shape)}")
+    if ranges.begins is not None and ranges.begins.dtype != torch.int64:
+        raise ValueError("begins are int64 numbers")
 
 
 def _join(parts: torch.Tensor, sums: torch.Tensor, out: torch.Tensor) -> None:
@@ -173,25 +179,27 @@ def _launch(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    scale: float,
-    at: torch.Tensor,
+    params: AttentionParams,
+    ranges: KeyRanges,
     out: torch.Tensor,
     sums: torch.Tensor | None,
     tile: Tile,
     splits: int,
-    more: Shaping,
 ) -> None:
     """Run the kernel over `out` `[splits, 1, heads, rows, head_dim]`."""
     _, heads, rows, head_dim = query.shape
-    kv_heads = key.shape[1]
+    kv_heads, at = key.shape[1], ranges.at
     blocks = -(-rows * (heads // kv_heads) // tile.rows)
     kernel()[(blocks, kv_heads, splits)](
         query, key, value, out, out if sums is None else sums, at,
-        at if more.begins is None else more.begins, at if more.sinks is None else more.sinks,
-        scale * _LOG2_E, (more.softcap or 1.0) * _LOG2_E, rows,
+        at if ranges.begins is None else ranges.begins, at if params.sinks is None else params.sinks,
+        params.scale * _LOG2_E, (params.softcap or 1.0) * _LOG2_E, rows,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         out.stride(0), out.stride(2), out.stride(3),
-        **constants(heads // kv_heads, head_dim, tile, splits, query.dtype, not query.is_cuda, more),
+        **constants(
+            heads // kv_heads, head_dim, tile, splits, query.dtype, params,
+            windowed=ranges.begins is not None, interpreted=not query.is_cuda,
+        ),
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
 
@@ -202,15 +210,16 @@ def constants(
     tile: Tile,
     splits: int,
     dtype: torch.dtype,
+    params: AttentionParams,
+    *,
+    windowed: bool = False,
     interpreted: bool = False,
-    more: Shaping | None = None,
 ) -> dict[str, Any]:
-    """What a kernel is compiled for."""
-    more = more or Shaping()
+    """Return what a kernel is compiled for."""
     return {
-        "WINDOWED": more.begins is not None,
-        "CAPPED": more.softcap is not None,
-        "SUNK": more.sinks is not None,
+        "WINDOWED": windowed,
+        "CAPPED": params.softcap is not None,
+        "SUNK": params.sinks is not None,
         "GROUPS": groups,
         "DIM": head_dim,
         "WIDTH": max(_LEAST, _power(head_dim)),

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.dispatch import isa_here
+from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.onednn_few_rows_ir import JOB, OUTPUTS, ROWS, module
 from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import AVX512, AVX512_BF16

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.lean.heads import Heads
 from kvtool.core.model.lean.reading import Layer, read_layer, read_norm
@@ -96,7 +96,7 @@ class LeanPass:
     def _attended(
         self, number: int, layer: Layer, queries: torch.Tensor, hidden: torch.Tensor, rows: Placing, cache: PromptCache
     ) -> torch.Tensor:
-        scoring = Scoring(layer.scale, self._windows[number])
+        scoring = AttentionParams(layer.scale, self._windows[number])
         mixed = rows.attend(number, queries, *cache.buffers[number].view(), scoring)
         mixed = mixed.transpose(1, 2).reshape(len(hidden), -1)
         return layer.behind(mixed, hidden)

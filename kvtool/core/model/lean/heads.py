@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.attention.cuda_rows import has_triton
+from kvtool.core.kernels.attention.triton_rows import has_triton
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.model.lean.reading import HeadNorm
 from kvtool.core.model.stepping.family import plain_shape

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.kernels.attention.dispatch import isa_here
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import LaidOut
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
@@ -65,7 +65,7 @@ class QuickLayer:
     after: tuple[Norm, Norm] | None
     head_norms: tuple[Norm, Norm] | None
     rotates: bool
-    scoring: Scoring
+    scoring: AttentionParams
     _inside: tuple[torch.nn.Module, ...]  # but its products, which are asked at each call
     _normed: tuple[Any, ...]
     _weighed: tuple[tuple[int, int], ...]
@@ -260,7 +260,7 @@ def _quick(layer: Any, code: Code, rotary: int, window: int | None) -> QuickLaye
         module for module in layer.modules() if module is not layer and not isinstance(module, torch.nn.Linear)
     )
     normed = tuple(module for module in inside if getattr(module, "weight", None) is not None)
-    scoring = Scoring(float(layer.self_attn.scaling), window)
+    scoring = AttentionParams(float(layer.self_attn.scaling), window)
     return QuickLayer(
         layer,
         code,

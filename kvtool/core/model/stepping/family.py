@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.linear.qtensor import Matrix
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.stepping.kept import KeptWeights, Unfit
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 class Linear:
     """Rows `first` … of a matrix, and a bias float32 `[rows]`."""
 
-    matrix: Matrix
+    matrix: QuantizedTensor
     first: int
     rows: int
     bias: torch.Tensor | None

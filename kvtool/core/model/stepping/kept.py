@@ -9,7 +9,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.qtensor import Matrix, dense
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.model.files import tensor_table, weight_files
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class KeptWeights:
     def __init__(self, decoder: Decoder) -> None:
         self._mapped = _Mapped(decoder)
 
-    def matrix(self, module: Any) -> Matrix:
+    def matrix(self, module: Any) -> QuantizedTensor:
         """The weight of a linear layer.
 
         Raises

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtool.core.kernels.linear.qtensor import Matrix
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.stepping.family import Family, family_of
 from kvtool.core.model.stepping.ir_play import Code, module, products
 from kvtool.core.model.stepping.ir_rows import multiply_name
@@ -104,7 +104,7 @@ class Engine:
         return sum(matrix.nbytes for matrix in self._matrices)
 
     @property
-    def _matrices(self) -> list[Matrix]:
+    def _matrices(self) -> list[QuantizedTensor]:
         linears = [self._family.head, *(linear for layer in self._family.layers for linear in layer.linears)]
         return list({id(linear.matrix): linear.matrix for linear in linears}.values())
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from kvtool.core.kernels.attention.cuda_rows import attend_on_cuda, cuda_kernel
-from kvtool.core.kernels.attention.eager import attention_weights
-from kvtool.core.kernels.attention.params import Scoring, Seen
+from kvtool.core.kernels.attention.dispatch import attend
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -33,7 +31,7 @@ class StaticStep:
         self._token = torch.zeros((1, 1), dtype=torch.int64, device=decoder.device)
         self._place = torch.zeros(1, dtype=torch.int64, device=decoder.device)
         self._position = torch.zeros_like(self._place) if cache.dropped else self._place
-        self._row = _DeviceRow(self._place, cache.buffers[0].keys.shape[2], decoder.dtype)
+        self._row = _DeviceRow(self._place, cache.buffers[0].keys.shape[2])
         self._memory = _buffers(cache)
         length = cache.buffers[0].length
         with torch.inference_mode():
@@ -72,7 +70,7 @@ def _buffers(cache: PromptCache) -> list[torch.Tensor]:
 
 
 class _DeviceRow:
-    """One row whose position only the device knows; stands in for `Rows` in a cache and in attention.
+    """One row whose position only the device knows; replaces `Rows` in a cache and in attention.
 
     Attributes
     ----------
@@ -80,48 +78,23 @@ class _DeviceRow:
     capacity : keys that attention goes over.
     """
 
-    def __init__(self, positions: torch.Tensor, capacity: int, dtype: torch.dtype) -> None:
-        self.positions, self.capacity, self._dtype = positions, capacity, dtype
-        self._mask = torch.empty(0, dtype=torch.float32)
+    def __init__(self, positions: torch.Tensor, capacity: int) -> None:
+        self.positions, self.capacity = positions, capacity
+        self._seen: dict[int | None, KeyRanges] = {}
 
     def look(self) -> None:
-        """Make the mask of the position as it is now: numbers, of which a kernel would make some for every layer.
-
-        Triton's kernel reads the position itself.
-        """
-        if self.positions.is_cuda and cuda_kernel("triton") is not None:
-            return
-        seen = torch.arange(self.capacity, device=self.positions.device) <= self.positions
-        self._mask = torch.zeros(seen.shape, dtype=self._dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+        """Forget the masks of the position as it was."""
+        self._seen = {}
 
     def last(self, count: int) -> _DeviceRow:
-        """Itself: it is one."""
+        """Return itself: it is one."""
         return self
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
         """Attend with the row: `[1, heads, 1, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
-        begins = None if scoring.window is None else (self.positions - scoring.window + 1).clamp_min_(0)
-        on_cuda = attend_on_cuda(query, key, value, scoring, self.positions, begins, "triton")
-        if on_cuda is not None:
-            return on_cuda
-        if not scoring.is_plain or key.shape[3] != value.shape[3]:
-            return self._weighed(query, key, value, scoring, begins)
-        _, heads, _, head_dim = query.shape
-        rows = query.reshape(1, key.shape[1], -1, head_dim)  # the heads of a group: each key is read once
-        mask = self._mask.expand(1, 1, rows.shape[2], -1)
-        out = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scoring.scale)
-        return out.reshape(1, heads, 1, value.shape[3])
-
-    def _weighed(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        begins: torch.Tensor | None,
-    ) -> torch.Tensor:
-        weights = attention_weights(query[0], key[0], Seen([self.capacity - 1], self.positions, None, begins), scoring)
-        mixed = torch.bmm(weights.to(value.dtype).view(key.shape[1], -1, self.capacity), value[0])
-        return mixed.view(1, query.shape[1], 1, -1)
+        if (window := params.window) not in self._seen:
+            begins = None if window is None else (self.positions - window + 1).clamp_min_(0)
+            self._seen[window] = KeyRanges([self.capacity - 1], self.positions, None, begins, on_device=True)
+        return attend(query, key, value, params, self._seen[window])

@@ -9,8 +9,8 @@ from itertools import product as product_of
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.ir_matvec import product
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, Matrix, dense, numbers
+from kvtool.core.kernels.linear.gemv_ir import product
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize
 from kvtool.core.native.builder import module
 from kvtool.core.native.compiling import compiled, runnable
 from kvtool.core.native.isa import ISAS
@@ -28,7 +28,7 @@ def native(isa: str, kind: str, height: int = 1) -> Product:
     )
 
 
-def run(call: Product, matrix: Matrix, x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> None:
+def run(call: Product, matrix: QuantizedTensor, x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> None:
     pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.mins, x, y)]
     call(*pointers, first, last, matrix.columns)
 
@@ -46,7 +46,7 @@ def test_it_is_the_product_of_the_numbers(isa: str, kind: str) -> None:
         matrix, x = random_matrix(kind, rows, columns), torch.randn(columns)
         y = torch.full((rows + 1,), 7.0)
         run(call, matrix, x, y, 0, rows)
-        weights = numbers(matrix).double()
+        weights = dequantize(matrix).double()
         bound = 1e-6 * (weights.abs() @ x.double().abs())
         assert ((y[:-1] - weights @ x.double()).abs() <= bound).all(), (rows, columns)
         assert y[-1] == 7.0
@@ -86,16 +86,16 @@ def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:
 def test_codes_stand_where_a_gguf_file_has_them() -> None:
     data = torch.arange(16, dtype=torch.uint8)[None] | (15 - torch.arange(16, dtype=torch.uint8)[None]) << 4
     one = torch.ones(1, 1).half()
-    weights = numbers(Matrix("q4_1", 1, 32, data, 2 * one, -one))[0]
+    weights = dequantize(QuantizedTensor("q4_1", 1, 32, data, 2 * one, -one))[0]
     assert weights.tolist() == [2.0 * code - 1 for code in [*range(16), *range(15, -1, -1)]]
-    weights = numbers(Matrix("q4_0", 1, 32, data, 2 * one, one[:0, 0]))[0]
+    weights = dequantize(QuantizedTensor("q4_0", 1, 32, data, 2 * one, one[:0, 0]))[0]
     assert weights.tolist() == [2.0 * (code - 8) for code in [*range(16), *range(15, -1, -1)]]
 
 
 def test_a_dense_weight_is_not_copied() -> None:
     weight = torch.randn(4, 8)
     assert dense(weight).data.data_ptr() == weight.data_ptr()
-    assert torch.equal(numbers(dense(weight.bfloat16())), weight.bfloat16().float())
+    assert torch.equal(dequantize(dense(weight.bfloat16())), weight.bfloat16().float())
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -115,4 +115,4 @@ def test_what_does_not_fit_is_refused(kind: str) -> None:
     fields = {name: getattr(good, name) for name in ("kind", "rows", "columns", "data", "scales", "mins")}
     for change in wrong:
         with pytest.raises(ValueError, match=r"matrix|data|scales|mins"):
-            Matrix(**{**fields, **change})
+            QuantizedTensor(**{**fields, **change})

@@ -1,4 +1,4 @@
-"""Models of well-known sizes with random weights: how long a computation takes does not depend on what they are."""
+"""Build models of well-known sizes with random weights: speed does not depend on the values of weights."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ import ctypes
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.ir_unpack import unpack
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, none, numbers, packed_codes, take_rows, unpacked_codes
+from kvtool.core.kernels.linear.gemv_ir import unpack
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize, none, packed_codes, take_rows, unpacked_codes
 from kvtool.core.native.builder import module
 from kvtool.core.native.compiling import compiled, runnable
 from kvtool.core.native.isa import ISAS
@@ -29,7 +29,7 @@ def test_native_code_unpacks_to_the_same_bits(isa: str, kind: str, to: str) -> N
         pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.mins, out)]
         call(*pointers, 1, rows - 1, columns)
         call(*pointers, 2, 2, columns)
-        wanted = numbers(matrix).bfloat16()[1 : rows - 1].to(out.dtype)
+        wanted = dequantize(matrix).bfloat16()[1 : rows - 1].to(out.dtype)
         assert torch.equal(out[1 : rows - 1], wanted)
         assert (out[[0, rows - 1]] == 7.0).all()
 
@@ -46,5 +46,5 @@ def test_rows_can_be_taken() -> None:
     for kind in LAYOUTS:
         matrix = random_matrix(kind, 6, 512)
         order = torch.tensor([4, 0, 0, 5])
-        assert torch.equal(numbers(take_rows(matrix, order)), numbers(matrix)[order])
+        assert torch.equal(dequantize(take_rows(matrix, order)), dequantize(matrix)[order])
     assert none().numel() == 0

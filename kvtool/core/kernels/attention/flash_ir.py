@@ -7,15 +7,20 @@ rows beside it, nor on the thread.
 
 from __future__ import annotations
 
-from kvtool.core.kernels.attention.flash.ir_moves import (
+from kvtool.core.kernels.attention.flash_tile_ir import (
+    KEYS,
+    Scratch,
+    Tiling,
+    cap_function,
+    mask_function,
     pairs_function,
     queries_function,
     results_function,
     rows_function,
+    scores_function,
+    sum_function,
+    weights_function,
 )
-from kvtool.core.kernels.attention.flash.ir_products import scores_function, sum_function
-from kvtool.core.kernels.attention.flash.ir_softmax import cap_function, mask_function, weights_function
-from kvtool.core.kernels.attention.flash.tiling import KEYS, Scratch, Tiling
 from kvtool.core.native.builder import FunctionBuilder, Value, WorkQueue, module
 from kvtool.core.native.job import Job
 

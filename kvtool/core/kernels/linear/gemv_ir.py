@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.kernels.linear.ir_codes import PackedRows, codes
 from kvtool.core.kernels.linear.qtensor import CHUNK, LAYOUTS, SPAN, Layout
-from kvtool.core.native.builder import FunctionBuilder, Value
+from kvtool.core.native.builder import FunctionBuilder, Value, WorkQueue
+from kvtool.core.native.formats import rounded
 from kvtool.core.native.isa import Isa
+from kvtool.core.native.job import Job
 from kvtool.core.native.simd import fma, total
 
 _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each
@@ -28,7 +29,8 @@ def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
     """The function `void product_KIND(ptr data, ptr scales, ptr mins, ptr x, ptr y, i64 first, i64 last, i64 columns)`.
 
     It sets y[r] = Σ w[r, c] · x[c] for rows r from `first` to before `last`, which is not less; x and y float32, y
-    counted from row 0; data, scales and mins those of a `Matrix`. Calls for different rows may run side by side.
+    counted from row 0; data, scales and mins those of a `QuantizedTensor`. Calls for different rows may run side by
+    side.
 
     Parameters
     ----------
@@ -231,3 +233,157 @@ class _Packed:
                 value = fma(parts[at], loaded[at], value)
             sums.append(value)
         return sums
+
+
+def codes(layout: Layout, data: Value, span: Value) -> list[Value]:
+    """The codes of 32 columns as float32 vectors of a register's lanes, in the order of the columns.
+
+    Parameters
+    ----------
+    data : address of the row's first byte.
+    span : which 32 columns.
+    """
+    k = data.k
+    first = data.at(span * (4 * layout.bits))
+    parts: list[Value] = []
+    at = done = 0
+    for width in layout.planes:
+        fields = _FIELDS[width](k, first.at(at))
+        parts = [low | (high << done) for low, high in zip(parts, fields, strict=True)] if parts else fields
+        at, done = at + 4 * width, done + width
+    return [part.to("float", signed=True) for part in parts]
+
+
+def _eights(k: FunctionBuilder, data: Value) -> list[Value]:
+    return [data.load(start, k.width).to("i32", signed=True) for start in range(0, SPAN, k.width)]
+
+
+def _fours(k: FunctionBuilder, data: Value) -> list[Value]:
+    pairs = [data.load(start, k.width).to("i32") for start in range(0, SPAN // 2, k.width)]
+    return [pair & 15 for pair in pairs] + [pair >> 4 for pair in pairs]
+
+
+def _twos(k: FunctionBuilder, data: Value) -> list[Value]:
+    """Eight bytes, which hold four columns each: with 16 lanes every byte stands in two of them."""
+    each = range(k.width)
+    wide = data.load(lanes=8).shuffle([lane % 8 for lane in each]).to("i32")
+    shifts = [k.lanes("i32", (2 * ((first + lane) // 8) for lane in each)) for first in range(0, SPAN, k.width)]
+    return [(wide >> shift) & 3 for shift in shifts]
+
+
+def _ones(k: FunctionBuilder, data: Value) -> list[Value]:
+    """A bit for every column."""
+    wide = data.of("i32").load(align=1).splat(k.width)
+    shifts = [k.lanes("i32", range(first, first + k.width)) for first in range(0, SPAN, k.width)]
+    return [(wide >> shift) & 1 for shift in shifts]
+
+
+_FIELDS = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
+
+
+class PackedRows:
+    """Rows of a matrix that a function has as its arguments data, scales, mins and columns."""
+
+    def __init__(self, k: FunctionBuilder, layout: Layout) -> None:
+        self._k, self.layout = k, layout
+        self.shifted = layout.mins or layout.centre != 0
+        columns = k.args.columns
+        if layout.blocks:
+            self._scales_of_row = columns // (SPAN * CHUNK) * layout.block_bytes
+        else:
+            self._scales_of_row = columns // layout.group
+        spans = columns // SPAN
+        self.chunks, self.rest = spans // CHUNK, spans % CHUNK
+        self._row_bytes = spans * (4 * layout.bits)
+
+    def row(self, row: Value) -> tuple[Value, Value, Value]:
+        """Addresses of a row's codes, scales and mins."""
+        args, first = self._k.args, row * self._scales_of_row
+        scales = args.scales.of("i8" if self.layout.blocks else "float16")
+        data = args.data.of("i8").at(row * self._row_bytes)
+        return data, scales.at(first), args.mins.of("float16").at(first)
+
+    def factors(self, row: tuple[Value, Value, Value], span: Value, spans: int) -> tuple[Value, Value | None, int]:
+        """Scales of some spans, what is added to scale · code (a min, or what the centre comes to), and how many."""
+        _, scales, mins = row
+        if self.layout.blocks:
+            return self._block(scales, span)
+        found = scales.load(span, spans)
+        if self.layout.mins:
+            return found, mins.load(span, spans), spans
+        return found, found * -float(self.layout.centre) if self.shifted else None, spans
+
+    def _block(self, scales: Value, span: Value) -> tuple[Value, Value, int]:
+        layout = self.layout
+        block = scales.at(span // CHUNK * layout.block_bytes)
+        count, kinds = SPAN * CHUNK // layout.group, 1 + layout.mins
+        products = []
+        for kind in range(kinds):  # a float16 times an int8 for each group
+            factor = block.at(2 * kind).of("float16").load(lanes=1, align=1).shuffle([0] * count)
+            numbers = block.load(2 * kinds + kind * count, count)
+            products.append(factor * numbers.to("float", signed=True))
+        found, *mins = products
+        return found, -mins[0] if mins else found * -float(layout.centre), count
+
+
+_UNPACKING = "ptr data, ptr scales, ptr mins, ptr out, i64 first, i64 last, i64 columns"
+
+
+def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
+    """The function `void unpack_KIND_TO(ptr data, ptr scales, ptr mins, ptr out, i64 first, i64 last, i64 columns)`.
+
+    It writes the numbers of the rows from `first` to before `last`, which is not less, row r to `out` + r · columns.
+    Each is rounded to the nearest bfloat16, and written as `to` says: "float32" or "bfloat16". The kind is none of
+    plain numbers.
+    """
+    k = FunctionBuilder(f"unpack_{kind}_{to}", isa, _UNPACKING)
+    args, rows = k.args, PackedRows(k, LAYOUTS[kind])
+    with k.loop(args.last - args.first, may_be_empty=True) as index:
+        number = args.first + index
+        row = rows.row(number)
+        out = args.out.of(to).at(number * args.columns)
+        with k.loop(rows.chunks, may_be_empty=True) as chunk:
+            _unpack_spans(rows, row, chunk * CHUNK, CHUNK, out)
+        if not LAYOUTS[kind].blocks:
+            with k.loop(rows.rest, may_be_empty=True) as behind:
+                _unpack_spans(rows, row, rows.chunks * CHUNK + behind, 1, out)
+    return k
+
+
+def _unpack_spans(rows: PackedRows, row: tuple[Value, Value, Value], span: Value, spans: int, out: Value) -> None:
+    width, group = out.k.width, rows.layout.group
+    scales, shifts, _ = rows.factors(row, span, spans)
+    for index in range(spans):
+        own = span + index
+        place = out.at(own * SPAN)
+        for part, code in enumerate(codes(rows.layout, row[0], own)):
+            lanes = [index * SPAN // group + part // (group // width)] * width
+            scale = scales.shuffle(lanes)
+            weight = code * scale if shifts is None else fma(code, scale, shifts.shuffle(lanes))
+            _store(weight, place, part * width)
+
+
+def _store(weights: Value, place: Value, at: int) -> None:
+    k = weights.k
+    if place.target == "bfloat16" and "avx512bf16" in k.isa.features:  # one instruction
+        short = k.call("llvm.x86.avx512bf16.cvtneps2bf16.512", "<16 x bfloat>", weights)
+        place.of("i16").store(short.bitcast("i16"), at)
+    else:
+        place.store(rounded(weights, "bfloat16") if place.target == "float32" else weights, at)
+
+
+# `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
+JOB = Job(
+    **{"next": "i64", "share": "i64", "last": "i64", "columns": "i64"},
+    **dict.fromkeys(("data", "scales", "mins", "x", "out"), "ptr"),
+)
+
+
+def share(function: FunctionBuilder) -> FunctionBuilder:
+    """The function `void share_FUNCTION(ptr job)`: any number of threads may run it with the same job."""
+    k = FunctionBuilder(f"share_{function.name}", function.isa, "ptr job")
+    job = JOB.load(k, k.args.job)
+    with WorkQueue(k, k.args.job, job.share, job.last) as queue:
+        own = {"first": queue.first, "last": queue.last}
+        k.do(function.name, *(own[name] if name in own else job[name] for name in function.args.names))
+    return k

@@ -6,14 +6,14 @@ import ctypes
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from kvtool.core.kernels.attention.flash.ir import JOB, attention_module
-from kvtool.core.kernels.attention.flash.tiling import Scratch, Tiling
-from kvtool.core.kernels.attention.params import Scoring
+from kvtool.core.kernels.attention.flash_ir import JOB, attention_module
+from kvtool.core.kernels.attention.flash_tile_ir import Scratch, Tiling
+from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
@@ -25,47 +25,6 @@ _SHARES = 4  # pieces of work for each thread that even out what a block costs
 
 KV = tuple[torch.Tensor, torch.Tensor]
 _compiling = threading.Lock()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Spans:
-    """Runs of query rows, each over keys of its own.
-
-    Attributes
-    ----------
-    spans : first row, number of rows and first own key of each, in the order of the rows; it sees keys from there on.
-    limits : int64 `[rows]` on the CPU: the last key that a row sees, counted from its span's first and with the lead-in
-        in front; ascending within a span.
-    begins : int64 `[rows]`, the first key that a row sees, counted as those, ascending within a span; None: 0.
-    furthest : the last key that any row sees, counted from the first of all and with the lead-in in front.
-    """
-
-    spans: Sequence[tuple[int, int, int]]
-    limits: torch.Tensor
-    begins: torch.Tensor | None = None
-    furthest: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        """Machine code knows no bounds, so they are checked here, once for all layers."""
-        done, furthest, limits = 0, -1, self.limits
-        begins = torch.zeros_like(limits) if self.begins is None else self.begins
-        if not (_are_whole(limits) and _are_whole(begins) and limits.shape == begins.shape):
-            raise ValueError("limits and begins are int64 numbers in a row")
-        if self.begins is not None and not bool(((begins >= 0) & (begins <= limits)).all()):
-            raise ValueError("a row sees nothing")
-        object.__setattr__(self, "begins", begins)
-        for first, count, start in self.spans:
-            if first != done or count < 1 or start < 0 or first + count > len(limits):
-                raise ValueError(f"rows {first} to {first + count} are no span behind row {done}")
-            done += count
-            furthest = max(furthest, start + int(limits[done - 1]))
-        if not done or done != len(limits) or int(limits.min()) < 0:
-            raise ValueError("spans do not cover the rows, or a row sees nothing")
-        object.__setattr__(self, "furthest", furthest)
-
-
-def _are_whole(numbers: torch.Tensor) -> bool:
-    return numbers.dtype == torch.int64 and numbers.is_contiguous() and numbers.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +39,7 @@ class Kernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scoring: Scoring,
+        scoring: AttentionParams,
         rows: Spans,
         lead_in: KV | None = None,
     ) -> torch.Tensor:
@@ -128,9 +87,9 @@ class Kernel:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Spans, leads: KV | None
     ) -> None:
         given = 0 if leads is None else leads[0].shape[1]
-        if not takes(query, key, value) or key.shape[:2] != value.shape[:2]:
+        if _refused(query, key, value) or key.shape[:2] != value.shape[:2]:
             raise ValueError(f"no kernel for {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
-        if leads is not None and not (takes(query, *leads) and _alike(leads[0], key) and _alike(leads[1], value)):
+        if leads is not None and (_refused(query, *leads) or not (_alike(leads[0], key) and _alike(leads[1], value))):
             raise ValueError(f"no kernel for a lead-in {tuple(leads[0].shape)}")
         if self.tiling.stored != str(query.dtype).removeprefix("torch."):
             raise ValueError(f"this is no kernel for {query.dtype}")
@@ -175,7 +134,7 @@ def _laid_out(
     }
 
 
-def _scored(scoring: Scoring) -> dict[str, float]:
+def _scored(scoring: AttentionParams) -> dict[str, float]:
     """What makes a weight of a product: factors for powers of two, and the cap."""
     cap = scoring.softcap
     return {
@@ -185,7 +144,7 @@ def _scored(scoring: Scoring) -> dict[str, float]:
     }
 
 
-def _rests(scoring: Scoring, heads: int) -> torch.Tensor:
+def _rests(scoring: AttentionParams, heads: int) -> torch.Tensor:
     """The largest score of each head before any key: its sink, or none; as what comes out of products, float32."""
     if scoring.sinks is None:
         return torch.full((heads,), _NONE, dtype=torch.float32)
@@ -206,15 +165,15 @@ def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
     return size
 
 
-def takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether there is a kernel for tensors of these shapes, each `[heads, rows, head_dim]`."""
-    return (
-        query.shape[2] == key.shape[2]
-        and query.shape[0] % key.shape[0] == 0
-        and query.shape[0] // key.shape[0] <= MOST_GROUPED
-        and query.shape[2] % COLUMNS == value.shape[2] % COLUMNS == 0
-        and query.dtype == key.dtype == value.dtype
-    )
+def takes(call: AttentionCall) -> str:
+    """Return why there is no kernel for a call's shapes, or an empty string."""
+    if call.mixed:
+        return "queries, keys and values have different number formats"
+    if call.heads % call.kv_heads or call.heads // call.kv_heads > MOST_GROUPED:
+        return f"{call.heads} query heads over {call.kv_heads} of keys are no groups of at most {MOST_GROUPED}"
+    if call.key_dim % COLUMNS or call.value_dim % COLUMNS:
+        return f"a head's {call.key_dim} and {call.value_dim} numbers are no multiples of {COLUMNS}"
+    return ""
 
 
 def kernel(tiling: Tiling) -> Kernel:
@@ -231,6 +190,12 @@ def kernel(tiling: Tiling) -> Kernel:
 @cache
 def _kernel(tiling: Tiling) -> Kernel:
     return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
+
+
+def _refused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether machine code, which knows no bounds, does not fit tensors `[heads, rows, head_dim]`."""
+    call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
+    return query.shape[2] != key.shape[2] or bool(takes(call))
 
 
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:

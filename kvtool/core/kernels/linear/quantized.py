@@ -10,12 +10,10 @@ from itertools import pairwise
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.linear import ir_few, ir_share
-from kvtool.core.kernels.linear.ir_few import OUTPUTS, few, inputs
-from kvtool.core.kernels.linear.ir_matvec import product
-from kvtool.core.kernels.linear.ir_share import share
-from kvtool.core.kernels.linear.ir_unpack import unpack
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, Matrix
+from kvtool.core.kernels.linear import gemv_ir, small_gemm_ir
+from kvtool.core.kernels.linear.gemv_ir import product, share, unpack
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
+from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
 from kvtool.core.native.builder import module
 from kvtool.core.native.compiling import Function, compiled, runnable
 from kvtool.core.native.isa import AVX512_BF16, ISAS
@@ -36,7 +34,7 @@ def best_isa() -> str | None:
     return next((name for name in runnable() if name in allowed), None)
 
 
-def multiply(matrix: Matrix, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
+def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
     """W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
 
     Parameters
@@ -54,8 +52,8 @@ def multiply(matrix: Matrix, x: torch.Tensor, isa: str | None = None) -> torch.T
     return y
 
 
-def multiply_few(
-    matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None, isa: str | None = None
+def small_batch_gemm(
+    matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None, isa: str | None = None
 ) -> torch.Tensor:
     """X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
 
@@ -67,12 +65,12 @@ def multiply_few(
 
     Raises
     ------
-    ValueError : x or the bias does not fit, or x has fewer rows than `least_few`.
+    ValueError : x or the bias does not fit, or x has fewer rows than `least_rows`.
     """
     name = isa or best_isa()
     if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"x is {tuple(x.shape)}, not [rows, {matrix.columns}]")
-    count, least = x.shape[0], least_few(matrix, x.dtype, name)
+    count, least = x.shape[0], least_rows(matrix, x.dtype, name)
     if least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
         raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
     added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
@@ -84,13 +82,15 @@ def multiply_few(
     return out
 
 
-def _multiply_block(function: Function, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+def _multiply_block(
+    function: Function, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor
+) -> None:
     """As many rows of X as stay in a core's own cache."""
     threads = torch.get_num_threads()
     share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
     size = -(-share * matrix.columns * x.itemsize // LINE) * LINE
     unpacked = scratch("unpacked", threads * size, "uint8")
-    job = ir_few.JOB.pack(
+    job = small_gemm_ir.JOB.pack(
         **{"next": 0, "thread": 0, "share": share, "last": matrix.rows, "columns": matrix.columns},
         **_parts(matrix),
         **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
@@ -99,12 +99,12 @@ def _multiply_block(function: Function, matrix: Matrix, x: torch.Tensor, out: to
     launch(function, ctypes.addressof(job), threads)
 
 
-def _parts(matrix: Matrix) -> dict[str, int]:
+def _parts(matrix: QuantizedTensor) -> dict[str, int]:
     return {"data": matrix.data.data_ptr(), "scales": matrix.scales.data_ptr(), "mins": matrix.mins.data_ptr()}
 
 
-def least_few(matrix: Matrix, dtype: torch.dtype, isa: str | None = None) -> int | None:
-    """The least rows of a format that `multiply_few` multiplies with a matrix, on this CPU; None: there is no code."""
+def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = None) -> int | None:
+    """The least rows of a format that `small_batch_gemm` multiplies with a matrix, here; None: there is no code."""
     name = isa or best_isa()
     if name is None or dtype not in _ELEMENTS or matrix.rows % OUTPUTS:
         return None
@@ -125,7 +125,9 @@ def _few(kind: str, element: str, name: str) -> Function:
         return compiled(module(*functions), isa, functions[0].name)[0]
 
 
-def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: str | None = None) -> torch.Tensor:
+def dequantize_rows(
+    matrix: QuantizedTensor, first: int, last: int, out: torch.Tensor, isa: str | None = None
+) -> torch.Tensor:
     """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
 
     Plain numbers are not rounded further.
@@ -151,11 +153,11 @@ def unpack_rows(matrix: Matrix, first: int, last: int, out: torch.Tensor, isa: s
     return rows
 
 
-def _run(function: Function, matrix: Matrix, x: int, out: int, first: int, last: int) -> None:
+def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: int, last: int) -> None:
     threads = torch.get_num_threads()
     share = max(1, -(-(last - first) // (_SHARES * threads)))
     taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
-    job = ir_share.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
+    job = gemv_ir.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
     launch(function, ctypes.addressof(job), threads)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.kernels.linear import native
+from kvtool.core.kernels.linear import quantized as native
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.native import least_few, multiply_few
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, Matrix, numbers
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
+from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
 from kvtool.core.native.compiling import runnable
 from tests.kernels.linear.matrices import random_matrix
 
@@ -24,20 +24,20 @@ def cases() -> list[tuple[str, str, torch.dtype]]:
         for isa in runnable()
         for kind in LAYOUTS
         for dtype in ROUNDING
-        if least_few(random_matrix(kind, 4, 256), dtype, isa) is not None
+        if least_rows(random_matrix(kind, 4, 256), dtype, isa) is not None
     ]
 
 
-def weights(matrix: Matrix) -> torch.Tensor:
+def weights(matrix: QuantizedTensor) -> torch.Tensor:
     """As they are multiplied: rounded to bfloat16 as in a converted folder."""
-    return (numbers(matrix) if matrix.layout.dense else numbers(matrix).bfloat16()).double()
+    return (dequantize(matrix) if matrix.layout.dense else dequantize(matrix).bfloat16()).double()
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def close(found: torch.Tensor, x: torch.Tensor, matrix: Matrix, bias: torch.Tensor | None = None) -> None:
+def close(found: torch.Tensor, x: torch.Tensor, matrix: QuantizedTensor, bias: torch.Tensor | None = None) -> None:
     wanted, size = x.double() @ weights(matrix).T, x.double().abs() @ weights(matrix).abs().T
     if bias is not None:
         wanted, size = wanted + bias.double(), size + bias.double().abs()
@@ -50,8 +50,8 @@ def test_it_is_the_product_of_the_numbers(isa: str, kind: str, dtype: torch.dtyp
         if columns % LAYOUTS[kind].multiple == 0:
             matrix, x = random_matrix(kind, outputs, columns), random(rows, columns, dtype=dtype)
             bias = random(outputs, dtype=dtype, seed=1)
-            close(multiply_few(matrix, x, isa=isa), x, matrix)
-            close(multiply_few(matrix, x, bias, isa), x, matrix, bias)
+            close(small_batch_gemm(matrix, x, isa=isa), x, matrix)
+            close(small_batch_gemm(matrix, x, bias, isa), x, matrix, bias)
 
 
 @pytest.mark.parametrize(("isa", "dtype"), sorted({(isa, dtype) for isa, _, dtype in cases()}, key=str))
@@ -60,19 +60,19 @@ def test_a_row_is_the_same_whatever_stands_beside_it(
 ) -> None:
     """And whatever the number of threads; more rows than fit the cache are multiplied a block at a time."""
     matrix, x = random_matrix("q4_1", 40, 576), random(23, 576, dtype=dtype)
-    whole = multiply_few(matrix, x, isa=isa)
-    assert torch.equal(multiply_few(matrix, x[5:12].contiguous(), isa=isa), whole[5:12])
+    whole = small_batch_gemm(matrix, x, isa=isa)
+    assert torch.equal(small_batch_gemm(matrix, x[5:12].contiguous(), isa=isa), whole[5:12])
     blocks: list[int] = []
     run = native._multiply_block
 
-    def counted(function: int, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+    def counted(function: int, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
         blocks.append(len(x))
         run(function, matrix, x, out, bias)
 
     monkeypatch.setattr(native, "_multiply_block", counted)
     monkeypatch.setattr(native, "_FEW", 9)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(multiply_few(matrix, x, isa=isa), whole)
+    assert torch.equal(small_batch_gemm(matrix, x, isa=isa), whole)
     assert blocks == [7, 8, 8]
 
 
@@ -82,13 +82,13 @@ def test_a_linear_layer_takes_it_for_as_many_rows_as_it_pays(
 ) -> None:
     matrix, bias = random_matrix("q4_k", 12, 256), random(12, dtype=dtype)
     layer, taken = PackedLinear(matrix, bias, dtype), []
-    few = multiply_few
+    few = small_batch_gemm
 
-    def counted(matrix: Matrix, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def counted(matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         taken.append(len(x))
         return few(matrix, x, bias)
 
-    monkeypatch.setattr("kvtool.core.kernels.linear.modules.multiply_few", counted)
+    monkeypatch.setattr("kvtool.core.kernels.linear.modules.small_batch_gemm", counted)
     for rows in (1, 8, 257):
         x = random(1, rows, 256, dtype=dtype)
         found = layer.rows_product(x)
@@ -97,7 +97,7 @@ def test_a_linear_layer_takes_it_for_as_many_rows_as_it_pays(
         if rows > 1:  # one row is multiplied with weights that are not rounded
             close(found[0], x[0], matrix, bias)
     expected = [8] if dtype == torch.bfloat16 else [8, 257]
-    assert taken == (expected if least_few(matrix, dtype) is not None else [])
+    assert taken == (expected if least_rows(matrix, dtype) is not None else [])
 
 
 def test_machine_code_sees_no_wrong_sizes() -> None:
@@ -114,7 +114,7 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
         (random_matrix("float32", 8, 60), torch.randn(8, 60)),
     ):
         with pytest.raises(ValueError, match=r"x is|no product"):
-            multiply_few(*wrong, isa=isa)
+            small_batch_gemm(*wrong, isa=isa)
 
 
 @pytest.mark.parametrize("count", [9, 57, 65, 73])
@@ -122,16 +122,16 @@ def test_no_block_has_fewer_rows_than_the_code_takes(monkeypatch: pytest.MonkeyP
     """Blocks of as many rows as fit would leave one row behind them, and the code reads whole tiles."""
     monkeypatch.setattr(native, "_FEW", 8)
     matrix, x = random_matrix("q8_0", 40, 576), random(count, 576, dtype=torch.float32)
-    least, sizes = least_few(matrix, x.dtype), []
+    least, sizes = least_rows(matrix, x.dtype), []
     if least is None:
         pytest.skip("no code here")
     run = native._multiply_block
 
-    def noted(function: int, matrix: Matrix, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
+    def noted(function: int, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor) -> None:
         sizes.append(len(x))
         assert len(x) >= least
         run(function, matrix, x, out, bias)
 
     monkeypatch.setattr(native, "_multiply_block", noted)
-    close(multiply_few(matrix, x), x, matrix)
+    close(small_batch_gemm(matrix, x), x, matrix)
     assert sum(sizes) == count

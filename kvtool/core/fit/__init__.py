@@ -1,1 +1,0 @@
-"""What is learned from a store's own chunks."""
