@@ -5,15 +5,21 @@ from __future__ import annotations
 import torch
 
 from kvtool.core.native.compiling import runnable
-from kvtool.core.native.isa import AVX2, AVX512, Isa
+from kvtool.core.native.isa import ISAS, SCALAR, Isa
+
+_HELD = {"DEFAULT": ("scalar",), "AVX2": ("avx2", "scalar")}
+
+
+def best_isa() -> str | None:
+    """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`); None:
+    there is no machine code here."""
+    there = runnable()
+    allowed = _HELD.get(torch.backends.cpu.get_cpu_capability(), there)
+    return next((name for name in there if name in allowed), None)
 
 
 def isa_here() -> Isa | None:
-    """Return the instruction set that kernels beside torch's are made for; None: there is none.
-
-    What holds torch's kernels to less than the CPU has (`ATEN_CPU_CAPABILITY`) holds these too.
-    """
-    able, there = torch.backends.cpu.get_cpu_capability(), runnable()
-    if able == "AVX512" and "avx512" in there:
-        return AVX512
-    return AVX2 if able.startswith("AVX") and "avx2" in there else None
+    """Return the best instruction set with vectors, for kernels that without them would be slower than torch's; None:
+    there is none."""
+    isa = ISAS.get(best_isa() or "")
+    return None if isa is SCALAR else isa

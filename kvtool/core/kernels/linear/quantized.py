@@ -10,12 +10,13 @@ from itertools import pairwise
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.kernels.isa import best_isa
 from kvtool.core.kernels.linear import gemv_ir, small_gemm_ir
 from kvtool.core.kernels.linear.gemv_ir import product, share, unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import Function, compiled, runnable
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import AVX512_BF16, ISAS
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
@@ -25,13 +26,6 @@ _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are mult
 _FEW = 256  # rows of X at a time: both stay in a core's own cache
 _compiling = threading.Lock()
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
-_HELD = {"DEFAULT": ("scalar",), "AVX2": ("avx2", "scalar")}
-
-
-def best_isa() -> str | None:
-    """The best of `runnable()`, no better than what torch's kernels are held to (ATEN_CPU_CAPABILITY); None: none."""
-    allowed = _HELD.get(torch.backends.cpu.get_cpu_capability(), runnable())
-    return next((name for name in runnable() if name in allowed), None)
 
 
 def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
