@@ -140,9 +140,10 @@ def _rows() -> Kernels:
 
 
 def _threads() -> Kernels:
-    from kvtool.core.native import crew
+    from kvtool.core.native.isa import SCALAR
+    from kvtool.core.native.threads import pool_module
 
-    yield "threads", crew._module
+    yield "threads", lambda: pool_module(SCALAR)
 
 
 # ---- the normal form ---------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.rowwise import layer as layer_module
 from kvtool.core.model.rowwise.layer import QuickLayer, quicken
-from kvtool.core.native.crew import gathered
+from kvtool.core.native.threads import use_pool
 from tests.fusion.making import NAMES, new_case
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
@@ -185,9 +185,9 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counting(threads: int) -> AbstractContextManager[None]:
         asked.append(threads)
-        return gathered(threads)
+        return use_pool(threads)
 
-    monkeypatch.setattr(decoder_module, "gathered", counting)
+    monkeypatch.setattr(decoder_module, "use_pool", counting)
     return asked
 
 

@@ -14,9 +14,9 @@ import torch
 from kvtool.core.kernels.attention.flash_ir import JOB, attention_module
 from kvtool.core.kernels.attention.flash_tile_ir import Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
-from kvtool.core.native.compiling import compiled
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.job import LINE, scratch
-from kvtool.core.native.team import run_in_team
+from kvtool.core.native.threads import launch
 
 COLUMNS = 16  # head dimensions are a multiple of it
 MOST_GROUPED = 120  # query heads of one key's: the least number of lanes that a block has
@@ -32,7 +32,7 @@ class Kernel:
     """Machine code of one tiling."""
 
     tiling: Tiling
-    address: int
+    function: Function
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class Kernel:
             scratch=scratch("attention", size * threads, "uint8").ctypes.data,
             scratch_bytes=size,
         )
-        run_in_team(self.address, ctypes.addressof(job), threads)
+        launch(self.function, ctypes.addressof(job), threads)
         return out
 
     def _check(

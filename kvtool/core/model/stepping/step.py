@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.model.stepping.family import Family
+    from kvtool.core.native.compiling import Function
 
 I64 = npt.NDArray[np.int64]
 _POSITIONS = 64  # whose cos and sin are computed together
@@ -27,7 +28,7 @@ class Step:
 
     Parameters
     ----------
-    codes : the address of each compiled function.
+    functions : each compiled function by its name.
     height : how many sequences a row of weights is multiplied with at a time.
     threads : there are at most.
 
@@ -37,10 +38,12 @@ class Step:
         sequence by sequence within a layer.
     """
 
-    def __init__(self, family: Family, codes: Mapping[str, int], height: int, threads: int, sequences: int) -> None:
+    def __init__(
+        self, family: Family, functions: Mapping[str, Function], height: int, threads: int, sequences: int
+    ) -> None:
         self.buffers = Buffers(family, threads, sequences)
         operations = lay_out(family, self.buffers, height)
-        self.tape = encode(operations, codes)
+        self.tape = encode(operations, functions)
         kinds = sorted({one.kind for one in operations})
         self.uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
         self._family = family
