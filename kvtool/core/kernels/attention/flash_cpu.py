@@ -125,7 +125,7 @@ class Kernel:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        scoring: AttentionParams,
+        params: AttentionParams,
         rows: Spans,
         lead_in: KV | None = None,
     ) -> torch.Tensor:
@@ -135,7 +135,7 @@ class Kernel:
         ----------
         query : `[heads, rows, head_dim]`.
         key, value : `[kv_heads, keys, head_dim]` and `[kv_heads, keys, value_dim]`.
-        scoring : whose window is that of `rows`.
+        params : whose window is that of `rows`.
         lead_in : keys and values, laid out as those, that every row sees before its own.
 
         Returns
@@ -152,11 +152,11 @@ class Kernel:
         size = Scratch.of(self.tiling).bytes(self.tiling, query.shape[2], value.shape[2])
         size = -(-size // LINE) * LINE
         counters = torch.zeros(2, dtype=torch.int64)
-        begins, rests = rows.begins, _rests(scoring, query.shape[0])
+        begins, rests = rows.begins, _rests(params, query.shape[0])
         assert begins is not None
         job = JOB.pack(
             **_laid_out(query, key, value, out, leads),
-            **_scored(scoring),
+            **_scored(params),
             limits=rows.limits.data_ptr(),
             begins=begins.data_ptr(),
             rests=rests.data_ptr(),
@@ -220,24 +220,24 @@ def _laid_out(
     }
 
 
-def _scored(scoring: AttentionParams) -> dict[str, float]:
+def _scored(params: AttentionParams) -> dict[str, float]:
     """What makes a weight of a product: factors for powers of two, and the cap."""
-    cap = scoring.softcap
+    cap = params.softcap
     return {
-        "bend": 0 if cap is None else -2 * math.log2(math.e) * scoring.scale / cap,
+        "bend": 0 if cap is None else -2 * math.log2(math.e) * params.scale / cap,
         "top": cap or 0.0,
-        "scale": (scoring.scale if cap is None else 1.0) * math.log2(math.e),
+        "scale": (params.scale if cap is None else 1.0) * math.log2(math.e),
     }
 
 
-def _rests(scoring: AttentionParams, heads: int) -> torch.Tensor:
+def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
     """The largest score of each head before any key: its sink, or none; as what comes out of products, float32."""
-    if scoring.sinks is None:
+    if params.sinks is None:
         return torch.full((heads,), _NONE, dtype=torch.float32)
-    if scoring.sinks.shape != (heads,):
-        raise ValueError(f"{tuple(scoring.sinks.shape)} are no sinks of {heads} heads")
-    rests = scoring.sinks.detach().to("cpu", torch.float32)
-    return (rests / scoring.scale if scoring.softcap is None else rests).contiguous()
+    if params.sinks.shape != (heads,):
+        raise ValueError(f"{tuple(params.sinks.shape)} are no sinks of {heads} heads")
+    rests = params.sinks.detach().to("cpu", torch.float32)
+    return (rests / params.scale if params.softcap is None else rests).contiguous()
 
 
 def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
