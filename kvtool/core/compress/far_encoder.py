@@ -12,7 +12,7 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.encoding import Made, Task, make
-from kvtool.core.records.threads import working
+from kvtool.core.records.encode import encoder_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class FarEncoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._profile = Profile.from_bytes(recipe.profile) if recipe.profile else None
-        self._predictor, self._pool = recipe.predictor, working()
+        self._predictor, self._pool = recipe.predictor, encoder_threads()
 
     def facts(self) -> Facts:
         """What this process is."""

@@ -15,7 +15,7 @@ from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
 from kvtool.core.kernels.attention.flash_tile_ir import Tiling
 from kvtool.core.kernels.attention.params import AttentionCall
 from kvtool.core.kernels.attention.sdpa import LONG_PREFILL
-from kvtool.core.kernels.attention.triton_rows import has_triton
+from kvtool.core.kernels.machine import has_triton
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -32,7 +32,7 @@ def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AV
     there = ("avx512", "avx2") if able == "AVX512" else ("avx2",)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: able)
-    monkeypatch.setattr("kvtool.core.kernels.isa.runnable", lambda: there)
+    monkeypatch.setattr("kvtool.core.kernels.machine.runnable", lambda: there)
     monkeypatch.setattr(flash_cpu, "_compiled", lambda tiling: tiling)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", f"avx2 fma {features}")
 

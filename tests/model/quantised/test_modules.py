@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from kvtool.core.kernels.isa import best_isa
 from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import PACKED, ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint

@@ -13,7 +13,7 @@ from kvtool.core.kernels.attention.flash_kernel import KV, Kernel, kernel, takes
 from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
-from kvtool.core.kernels.isa import isa_here
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.native.isa import AVX512, AVX512_BF16
 
 _STORED = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}

@@ -10,8 +10,8 @@ from functools import cache
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.onednn_few_rows_ir import JOB, OUTPUTS, ROWS, module
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import AVX512, AVX512_BF16
 from kvtool.core.native.threads import launch

@@ -10,11 +10,11 @@ from itertools import pairwise
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.isa import best_isa
 from kvtool.core.kernels.linear import gemv_ir, small_gemm_ir
 from kvtool.core.kernels.linear.gemv_ir import product, share, unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.native.builder import module
 from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import AVX512_BF16, ISAS

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.isa import best_isa
 from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dequantize, take_rows, tensor_of_blocks
 from kvtool.core.kernels.linear.quantized import dequantize_rows
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.files import PACKED, weight_files
 from kvtool.core.model.gguf_header import GgufHeader, TensorInfo
 

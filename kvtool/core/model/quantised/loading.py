@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from kvtool.core.kernels.isa import best_isa
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.attention import plain_attention
 from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.quantised.folder import read_packed

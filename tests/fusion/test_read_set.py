@@ -43,15 +43,15 @@ def test_records_are_read_that_a_computed_row_sees(name: str, selector: Selector
     for layer in range(len(one.decoder.layers)):
         wanted = seen_from(one, plan, computed, layer) & whole
         assert asked.get(layer, set()) == wanted
-        assert {segment.start for segment in fused.reach.spared[layer]} == whole - wanted
-    told = fused.reach.to_json()
+        assert {segment.start for segment in fused.read_set.skipped[layer]} == whole - wanted
+    told = fused.read_set.to_json()
     assert told["records_read"] + told["records_spared"] == len(whole) * len(one.decoder.layers)
 
 
 def test_reuse_reads_a_fraction() -> None:
     """Three of four layers see 16 tokens: of nine records each reads one, or two."""
     one = case("gpt-oss")
-    told = one.fuse(one.plan(MANY, lead_in=BOS), Reuse()).reach.to_json()
+    told = one.fuse(one.plan(MANY, lead_in=BOS), Reuse()).read_set.to_json()
     assert told == {"records_read": 9 + 3 * 1, "records_spared": 3 * 8}
 
 
@@ -60,7 +60,7 @@ def test_a_mode_that_chooses_on_the_way_reads_what_it_may_choose(name: str) -> N
     one, selector = case("gemma2"), SELECTORS[name]()
     plan = one.plan(MANY, lead_in=BOS)
     if selector.asked(plan, 4) or selector.narrowing(plan, 4):
-        assert all(len(read) >= len(plan.chunks) for read in one.fuse(plan, selector).reach.read)
+        assert all(len(read) >= len(plan.chunks) for read in one.fuse(plan, selector).read_set.read)
 
 
 @pytest.mark.parametrize("kernel", ["", "eager", "sdpa"])

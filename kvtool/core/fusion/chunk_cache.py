@@ -1,4 +1,4 @@
-"""Chunks that several questions use are read and decoded once: a bounded memory of what was loaded."""
+"""Cache decoded chunks in memory, so that what several questions use is read once; least recently used goes first."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Key = tuple[bytes, str]  # chunk id, level
 Mark = Callable[[bytes, str, int], bytes | None]  # chunk id, level, layer
 
 
-class HotSource:
+class ChunkCache:
     """Keeps decoded, un-rotated layers of the chunks used last, as the model's own numbers.
 
     Records were verified when they were read; whether they still stand on disk is asked by :meth:`recheck`. Threads
@@ -148,10 +148,10 @@ class HotSource:
             self._drop(next(iter(self._held)))
 
 
-class HotChunks:
+class RecentChunks:
     """Which chunks a memory of `limit` bytes holds after the questions so far: those used last.
 
-    Counted a question at a time, so that it does not depend on which loader thread was faster, as what `HotSource`
+    Counted a question at a time, so that it does not depend on which loader thread was faster, as what `ChunkCache`
     holds at its limit does; results may depend on this.
     """
 

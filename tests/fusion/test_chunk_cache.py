@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.fusion.hot import HotChunks, HotSource
+from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from tests.fusion.making import BOS, CHUNKS, PREFIX, Case, SpySource, case, same_bits, tokens
@@ -19,7 +19,7 @@ def llama() -> Case:
 
 def test_a_chunk_is_read_once(llama: Case) -> None:
     spy = SpySource(llama.source)
-    hot = HotSource(spy, 2**30)
+    hot = ChunkCache(spy, 2**30)
     plan, other = llama.plan(lead_in=BOS), llama.plan(CHUNKS[:2], lead_in=BOS, question=tokens(9, 70))
     cold = llama.fuse(plan, Reuse())
     assert same_bits(llama.fuse(plan, Reuse(), hot), cold)
@@ -32,7 +32,7 @@ def test_a_chunk_is_read_once(llama: Case) -> None:
 
 def test_only_what_is_missing_is_read(llama: Case) -> None:
     spy = SpySource(llama.source)
-    hot = HotSource(spy, 2**30)
+    hot = ChunkCache(spy, 2**30)
     llama.fuse(llama.plan(CHUNKS[:1], lead_in=BOS), Reuse(), hot)
     spy.reads.clear()
     plan = llama.plan(lead_in=BOS)
@@ -45,7 +45,7 @@ def test_only_what_is_missing_is_read(llama: Case) -> None:
 def test_memory_is_bounded_and_answers_stay(llama: Case, share: float) -> None:
     plan = llama.plan(lead_in=BOS)
     limit = int(share * llama.decoder.kv_bytes(plan.length))
-    hot = HotSource(llama.source, limit)
+    hot = ChunkCache(llama.source, limit)
     for _ in range(3):
         assert same_bits(llama.fuse(plan, Reuse(), hot), llama.fuse(plan, Reuse()))
         assert hot.held_bytes <= limit
@@ -54,7 +54,7 @@ def test_memory_is_bounded_and_answers_stay(llama: Case, share: float) -> None:
 def test_the_chunk_used_last_stays(llama: Case) -> None:
     spy = SpySource(llama.source)
     one, two, three = CHUNKS[0], CHUNKS[1], CHUNKS[3]
-    hot = HotSource(spy, llama.decoder.kv_bytes(len(PREFIX) + len(one) + max(len(two), len(three))))
+    hot = ChunkCache(spy, llama.decoder.kv_bytes(len(PREFIX) + len(one) + max(len(two), len(three))))
     for chunk in (two, one, three):  # the third pushes the first out
         llama.fuse(llama.plan([chunk], lead_in=BOS), Reuse(), hot)
     spy.reads.clear()
@@ -65,7 +65,7 @@ def test_the_chunk_used_last_stays(llama: Case) -> None:
 
 
 def test_warm_are_the_chunks_used_last_that_fit() -> None:
-    warm = HotChunks(100)
+    warm = RecentChunks(100)
     for name, size in ((b"a", 40), (b"b", 40), (b"a", 40), (b"c", 50)):
         warm.use(name, size)
     assert [name in warm for name in (b"a", b"b", b"c", b"d")] == [True, False, True, False]
@@ -75,7 +75,7 @@ def test_warm_are_the_chunks_used_last_that_fit() -> None:
 
 def test_what_is_forgotten_is_read_again(llama: Case) -> None:
     spy = SpySource(llama.source)
-    hot = HotSource(spy, 2**30)
+    hot = ChunkCache(spy, 2**30)
     plan = llama.plan(lead_in=BOS)
     llama.fuse(plan, Reuse(), hot)
     spy.reads.clear()

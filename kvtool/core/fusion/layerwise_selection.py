@@ -1,10 +1,15 @@
-"""Rows that change between layers: rank the candidates by what they would become, keep the highest."""
+"""Select the rows that are recomputed, layer by layer: by what they would become, or by the question's attention.
+
+`LayerwiseSelection` ranks the candidates before some layers and keeps the highest; `question_attention` runs the
+question's rows over the reused cache once and sums up how much they look at each cached token.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,20 +18,24 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.selectors.base import Pooling, Selector
 from kvtool.core.fusion.shift import Shift
+from kvtool.core.kernels.attention.eager import mean_weights
+from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.between import for_this_pass
 from kvtool.core.model.modules import CACHES
-from kvtool.core.model.probe import LayerProbe
+from kvtool.core.model.probe import ForwardEnded, LayerProbe
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tail import of_rows, tables_of_rows
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
 
+_BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
 
-class Narrowing:
+
+class LayerwiseSelection:
     """Watches one pass: waits for each layer's records, and drops rows before the layers a selector names.
 
     A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
@@ -166,3 +175,67 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
     probe.run(module.forward, hidden, **(kwargs | {name: probe.cache for name in CACHES if name in kwargs}))
     assert probe.kv is not None, "the layer did not write to its cache"
     return probe.kv
+
+
+# ---- the question's attention -------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one asked."""
+
+    def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
+        self._rows, self._count = rows, count
+        self._layers, self._pooling, self._ends = layers, pooling, ends
+        self._total = torch.zeros(length, device=rows.positions.device, dtype=torch.float32)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Over the layers, float32 `[length]`."""
+        return self._total / len(self._layers)
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
+        """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
+        if layer not in self._layers:
+            return
+        count = 1 if self._pooling == "last" else self._count
+        seen, last = self._rows.seen(scoring.window)[slice(len(self._rows) - count, None)], self._total
+        squares = torch.zeros_like(self._total)
+        for first in range(0, count, _BLOCK):
+            some = slice(first, min(first + _BLOCK, count))
+            part = query[0, :, query.shape[2] - count :][:, some]
+            weights = mean_weights(part, key[0], seen[some], scoring)
+            squares += weights.square().sum(0)
+            last = weights[-1]
+        pooled = squares.sqrt_()
+        self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
+        if self._ends and layer == self._layers[-1]:
+            raise ForwardEnded
+
+
+def question_attention(
+    decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range, pooling: Pooling = "rows"
+) -> torch.Tensor:
+    """Attention of the question over all that is there, cached rows as they are reused, at their true positions.
+
+    Question and holes are computed, these at every layer; their rows in the cache are those of this pass.
+
+    Parameters
+    ----------
+    layers : whose attention counts; the mean is taken over them.
+    pooling : what a layer's rows become: the L2 norm over all of them (`rows`, InfoFlow KV), the `last` row, which the
+        answer begins at, or the geometric mean of the two (`both`).
+
+    Returns
+    -------
+    float32 `[plan.length]`.
+    """
+    rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.turned_to)
+    ends = not bool(plan.mask("miss").any())
+    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
+    cache.before_update = lambda layer, count: loader.wait(layer)
+    ids = plan.ids
+    with suppress(ForwardEnded):
+        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+        decoder.walk([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
+    cache.before_update = None
+    return watch.mean.cpu()

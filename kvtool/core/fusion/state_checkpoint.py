@@ -1,4 +1,4 @@
-"""Stretches of a prompt of a model that keeps states: what is stored of it, how it is taken, and what is new of it.
+"""Save and restore checkpoints of a model's recurrent states, with the rows of the layers that attend (*stretches*).
 
 A stretch is the same one on machines of different arithmetic. Rows stand in the store's format and are rounded to what
 is computed in here; a state is brought to what the layer's own forward makes of it here.
@@ -6,27 +6,32 @@ is computed in here; a state is brought to what the layer's own forward makes of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
+from kvtool.core.codec.raw import DTYPES, NAMES
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateCache, StateLayer, States
-from kvtool.core.records.parts import decode_part, encode_part
-from kvtool.core.records.within import check_within
+from kvtool.core.records.encode import check_float16_range
 
 ReadPart = Callable[[bytes, Place], memoryview]  # a stretch's id and a place -> its payload; raises DamagedError
 Parts = dict[Place, dict[str, torch.Tensor]]
 KEYS, VALUES = "keys", "values"
+_ALIGN = 64
+_LENGTH = 4
+_MOST_SIZES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredPrefix:
     """What is stored of a prompt's segments, question excluded.
 
     Attributes
@@ -52,17 +57,19 @@ class Found:
         info = self.infos[number]
         return info is not None and (bool(info.states) or not with_states)
 
-    def of(self, numbers: Sequence[int]) -> Found:
+    def of(self, numbers: Sequence[int]) -> StoredPrefix:
         """What is stored of these segments."""
-        return Found(tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers))
+        return StoredPrefix(
+            tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers)
+        )
 
-    def without(self, number: int) -> Found:
+    def without(self, number: int) -> StoredPrefix:
         """The same, had a segment's stretch not been stored."""
         return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
-class NewStretch:
+class NewCheckpoint:
     """A segment that was computed, as it can be stored: tensors by place, as they were
     computed; those of rows are views of the cache. `info.size` is of what is kept of them."""
 
@@ -93,18 +100,18 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
     """
     for place, tensors in parts.items():
         stored = {name: one.to(kept) for name, one in tensors.items()} if place[0] == "rows" else tensors
-        check_within(stored.values())
+        check_float16_range(stored.values())
         yield place, encode_part(stored)
 
 
-class Loading:
+class CheckpointLoader:
     """Takes stored stretches into a cache."""
 
     def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
         self._decoder, self._cache, self._read = decoder, cache, read
         self.bytes_read = 0
 
-    def take(self, plan: Plan, found: Found) -> int | None:
+    def take(self, plan: Plan, found: StoredPrefix) -> int | None:
         """Take all that is usable; returns the number of a segment of which something is damaged."""
         usable = found.usable
         for number in range(usable):
@@ -166,3 +173,53 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int)
             raise DamagedError("a state whose numbers are not finite")
         states[key] = tensors[name].to(decoder.device, kind)
     return states
+
+
+# ---- bytes of a part ---------------------------------------------------------------------------------------------
+#
+# 4 bytes     length of the line, little-endian
+# line        JSON: [[name, dtype, [sizes]], …], padded with spaces to a multiple of 64 less 4 bytes
+# numbers     of each tensor in C order, each padded to a multiple of 64 bytes
+
+
+def encode_part(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Make the payload of a part."""
+    line = json.dumps([[name, NAMES[one.dtype], list(one.shape)] for name, one in tensors.items()]).encode()
+    line += b" " * (-(len(line) + _LENGTH) % _ALIGN)
+    return b"".join([len(line).to_bytes(_LENGTH, "little"), line, *(_numbers(one) for one in tensors.values())])
+
+
+def _numbers(tensor: torch.Tensor) -> bytes:
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return data + b"\0" * (-len(data) % _ALIGN)
+
+
+def decode_part(payload: memoryview) -> dict[str, torch.Tensor]:
+    """Make the tensors of a payload: views into its memory.
+
+    Raises
+    ------
+    DamagedError : it holds something else than it says.
+    """
+    try:
+        stop = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
+        return dict(_tensors(json.loads(bytes(payload[_LENGTH:stop])), payload, stop))
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        raise DamagedError(f"a part of a stretch cannot be read: {type(error).__name__}") from error
+
+
+def _tensors(
+    rows: Sequence[tuple[str, str, list[int]]], payload: memoryview, start: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, kind, sizes in rows:
+        dtype = DTYPES[kind]
+        if len(sizes) > _MOST_SIZES or not all(type(size) is int and size >= 0 for size in sizes):
+            raise ValueError("no sizes")
+        stop = start + math.prod(sizes) * dtype.itemsize
+        if stop > payload.nbytes:
+            raise ValueError("truncated")
+        flat = torch.frombuffer(payload[start:stop], dtype=dtype) if stop > start else torch.empty(0, dtype=dtype)
+        yield str(name), flat.view(sizes)
+        start = stop + -stop % _ALIGN
+    if start != payload.nbytes:
+        raise ValueError("another length than it says")

@@ -1,4 +1,4 @@
-"""Which records a pass can need at each layer: through a window no row sees what stands further back."""
+"""Find the set of records that a pass can need at each layer: through a window no row sees what is further back."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from kvtool.core.model.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class ReadSet:
     """The segments that are read, layer by layer.
 
     Attributes
     ----------
     read : of each layer.
-    spared : of each layer, those that a model without windows would have read.
-    blank : of each layer, spans of rows that nothing is put into and attention may still pass over.
+    skipped : of each layer, those that a model without windows would have read.
+    unwritten : of each layer, spans of rows that nothing is put into and attention may still pass over.
     """
 
     read: tuple[tuple[Segment, ...], ...]
-    spared: tuple[tuple[Segment, ...], ...]
-    blank: tuple[tuple[slice, ...], ...]
+    skipped: tuple[tuple[Segment, ...], ...]
+    unwritten: tuple[tuple[slice, ...], ...]
 
     @classmethod
-    def of(cls, plan: Plan, selector: Selector, windows: Sequence[int | None], device: str = "cpu") -> Reach:
+    def of(cls, plan: Plan, selector: Selector, windows: Sequence[int | None], device: str = "cpu") -> ReadSet:
         """What a selector's pass over a plan needs, whichever rows it comes to choose on the way.
 
         Parameters
@@ -43,49 +43,49 @@ class Reach:
         sizes = () if selector.looked_into else {*windows}
         seen = {size: _Seen.through(size, plan, selector, layers) for size in sizes if size is not None}
         read: list[tuple[Segment, ...]] = []
-        spared: list[tuple[Segment, ...]] = []
-        blank: list[tuple[slice, ...]] = []
+        skipped: list[tuple[Segment, ...]] = []
+        unwritten: list[tuple[slice, ...]] = []
         for window in windows:
             through = None if window is None else seen.get(window)
             if through is None:
                 read.append(needed)
-                spared.append(())
-                blank.append(())
+                skipped.append(())
+                unwritten.append(())
                 continue
             shown = {one.start for one in needed if through.shows(one)}
             read.append(tuple(one for one in needed if one.start in shown))
-            spared.append(tuple(one for one in needed if one.start not in shown))
-            blank.append(tuple(through.passed(one, device) for one in spared[-1]))
-        return cls(tuple(read), tuple(spared), tuple(blank))
+            skipped.append(tuple(one for one in needed if one.start not in shown))
+            unwritten.append(tuple(through.passed(one, device) for one in skipped[-1]))
+        return cls(tuple(read), tuple(skipped), tuple(unwritten))
 
     @classmethod
-    def whole(cls, plan: Plan, layers: int) -> Reach:
+    def whole(cls, plan: Plan, layers: int) -> ReadSet:
         """All that is cached, at every layer."""
         return cls((tuple(plan.cached),) * layers, ((),) * layers, ((),) * layers)
 
-    def __add__(self, later: Reach) -> Reach:
+    def __add__(self, later: ReadSet) -> ReadSet:
         """Both, of two rounds over one prompt."""
-        sides = (self.read, later.read), (self.spared, later.spared), (self.blank, later.blank)
-        read, spared, blank = (tuple(a + b for a, b in zip(*side, strict=True)) for side in sides)
-        return Reach(read, spared, blank)
+        sides = (self.read, later.read), (self.skipped, later.skipped), (self.unwritten, later.unwritten)
+        read, skipped, unwritten = (tuple(a + b for a, b in zip(*side, strict=True)) for side in sides)
+        return ReadSet(read, skipped, unwritten)
 
     def to_json(self) -> dict[str, int]:
         """How many records were read, and how many no computed row could see."""
-        return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.spared))}
+        return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.skipped))}
 
-    def bytes_spared(self, sizes: Callable[[Segment], Sequence[int]]) -> int:
+    def bytes_skipped(self, sizes: Callable[[Segment], Sequence[int]]) -> int:
         """What the records would have taken that no computed row could see.
 
         Parameters
         ----------
         sizes : bytes of a segment's records, by layer; empty: they would have taken nothing.
         """
-        spared: dict[int, tuple[Segment, list[int]]] = {}
-        for layer, segments in enumerate(self.spared):
+        skipped: dict[int, tuple[Segment, list[int]]] = {}
+        for layer, segments in enumerate(self.skipped):
             for segment in segments:
-                spared.setdefault(segment.start, (segment, []))[1].append(layer)
+                skipped.setdefault(segment.start, (segment, []))[1].append(layer)
         total = 0
-        for segment, layers in spared.values():
+        for segment, layers in skipped.values():
             of_segment = sizes(segment)
             total += sum(of_segment[layer] for layer in layers if layer < len(of_segment))
         return total
@@ -96,8 +96,8 @@ class Reach:
         return [sum(segment.start in read for read in starts) / len(starts) for segment in plan.segments]
 
     def clear(self, cache: PromptCache) -> None:
-        """Make numbers of what nothing is put into: weighed with nothing, what memory held might still not be one."""
-        for buffer, spans in zip(cache.buffers, self.blank, strict=True):
+        """Zero the rows that are never loaded: 0 × NaN would poison masked attention."""
+        for buffer, spans in zip(cache.buffers, self.unwritten, strict=True):
             for span in spans:
                 buffer.keys[:, :, span].zero_()
                 buffer.values[:, :, span].zero_()

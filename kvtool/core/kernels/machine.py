@@ -1,6 +1,11 @@
-"""The instruction set that kernels are compiled for here."""
+"""Machine: what kernels can be compiled for here, an instruction set or Triton."""
 
 from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -23,3 +28,13 @@ def isa_here() -> Isa | None:
     there is none."""
     isa = ISAS.get(best_isa() or "")
     return None if isa is SCALAR else isa
+
+
+def has_triton() -> bool:
+    """Return whether there is Triton; asked for at every layer, so looked for once."""
+    return _found(importlib.util.find_spec)
+
+
+@functools.cache
+def _found(find: Callable[[str], Any]) -> bool:
+    return find("triton") is not None
