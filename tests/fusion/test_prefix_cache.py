@@ -12,10 +12,10 @@ import torch
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import Chained, fuse_chain, kept_ends
+from kvtool.core.fusion.prefix_cache import PrefixFused, checkpoint_ends, fuse_prefix
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.state_checkpoint import Found, encode_part
+from kvtool.core.fusion.state_checkpoint import StoredPrefix, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer
@@ -60,30 +60,30 @@ class Shelf:
     parts: dict[tuple[bytes, Place], bytes] = field(default_factory=dict)
     read_of: list[tuple[bytes, Place]] = field(default_factory=list)
 
-    def found(self, plan: Plan) -> Found:
+    def found(self, plan: Plan) -> StoredPrefix:
         before: tuple[int, ...] = ()
         names = []
         for segment in plan.segments[:-1]:
             before += segment.ids
             names.append(repr(before).encode())
-        return Found(tuple(names), tuple(self.infos.get(name) for name in names))
+        return StoredPrefix(tuple(names), tuple(self.infos.get(name) for name in names))
 
     def read(self, stretch: bytes, place: Place) -> memoryview:
         self.read_of.append((stretch, place))
         return memoryview(bytearray(self.parts[stretch, place]))
 
-    def answer(self, model: str, plan: Plan, read: Callable[[bytes, Place], memoryview] | None = None) -> Chained:
-        done = fuse_chain(decoder(model), plan, Prefix(), self.found(plan), read or self.read, reserve=40)
+    def answer(self, model: str, plan: Plan, read: Callable[[bytes, Place], memoryview] | None = None) -> PrefixFused:
+        done = fuse_prefix(decoder(model), plan, Prefix(), self.found(plan), read or self.read, reserve=40)
         self.keep(done)
         return done
 
-    def keep(self, done: Chained) -> None:
+    def keep(self, done: PrefixFused) -> None:
         for one in done.new:
             self.infos[one.id] = one.info
             self.parts |= {(one.id, place): encode_part(tensors) for place, tensors in one.parts.items()}
 
 
-def off(chained: Chained, name: str) -> float:
+def off(chained: PrefixFused, name: str) -> float:
     plan = chained.fused.plan
     return float((chained.fused.logits - plain_logits(name, "float32", tuple(plan.ids), "sdpa")).abs().max())
 
@@ -91,7 +91,7 @@ def off(chained: Chained, name: str) -> float:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_full_is_what_transformers_gives(name: str) -> None:
     plan = plan_of()
-    made = fuse_chain(decoder(name), plan, Full(), Found((), ()), Shelf().read, reserve=40)
+    made = fuse_prefix(decoder(name), plan, Full(), StoredPrefix((), ()), Shelf().read, reserve=40)
     assert off(made, name) <= EXACT
     assert not made.new
     assert made.fused.tokens.fresh == plan.length
@@ -228,11 +228,11 @@ def test_a_stretch_of_another_model_is_not_taken(change: Callable[[StretchInfo],
 
 
 def test_states_are_kept_at_few_ends() -> None:
-    assert kept_ends(1) == {0}
-    assert kept_ends(5) == {0, 2, 3, 4}
-    assert kept_ends(100) == {0, 35, 67, 83, 91, 95, 97, 98, 99}
+    assert checkpoint_ends(1) == {0}
+    assert checkpoint_ends(5) == {0, 2, 3, 4}
+    assert checkpoint_ends(100) == {0, 35, 67, 83, 91, 95, 97, 98, 99}
     for segments in range(1, 200):
-        ends = sorted(kept_ends(segments))
+        ends = sorted(checkpoint_ends(segments))
         for same in range(1, segments):  # a prompt that is the same in so many segments
             begun = max(end + 1 for end in ends if end < same)
             assert segments - begun <= 2 * (segments - same)
@@ -257,10 +257,10 @@ def test_in_bfloat16_it_is_as_far_off_as_transformers(name: str) -> None:
     with torch.inference_mode(False):
         rounded = Case(name, "bfloat16", decoder_of(tiny_model(name, "bfloat16")))
     shelf, plan = Shelf(), plan_of()
-    made = fuse_chain(rounded.decoder, plan, Full(), Found((), ()), shelf.read)
+    made = fuse_prefix(rounded.decoder, plan, Full(), StoredPrefix((), ()), shelf.read)
     assert_full(rounded, plan.ids, made.fused.logits)
     for reused in (0, plan.length - len(QUESTION))[: 2 * (name in GOES_ON)]:
-        done = fuse_chain(rounded.decoder, plan, Prefix(), shelf.found(plan), shelf.read)
+        done = fuse_prefix(rounded.decoder, plan, Prefix(), shelf.found(plan), shelf.read)
         shelf.keep(done)
         assert_full(rounded, plan.ids, done.fused.logits)
         assert done.fused.tokens.reused == reused

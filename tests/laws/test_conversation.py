@@ -13,12 +13,12 @@ import torch
 
 from kvtool.core.fusion.engine import Fused, fuse, fuse_after
 from kvtool.core.fusion.plan import Candidate, build_plan, plan_after, standing
-from kvtool.core.fusion.prefix_cache import fuse_chain, fuse_chain_behind
+from kvtool.core.fusion.prefix_cache import extend_prefix, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.fusion.state_checkpoint import Found
+from kvtool.core.fusion.state_checkpoint import StoredPrefix
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.states import StateCache
@@ -99,7 +99,7 @@ def goes_on(decoder: Decoder, fused: Fused) -> Ids:
 def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
     """Also where a question was begun behind the states, and given up."""
     one = decoder(family)
-    fused = fuse_chain(one, plan_of(), Full(), Found((), ()), Shelf().read, reserve=20).fused
+    fused = fuse_prefix(one, plan_of(), Full(), StoredPrefix((), ()), Shelf().read, reserve=20).fused
     said, cache = generate(one, fused.cache, first_token(fused.logits, Sampling(SAID)), Sampling(SAID)).ids, fused.cache
     assert isinstance(cache, StateCache)
     computed = cache.buffers[0].length - fused.plan.length
@@ -109,7 +109,7 @@ def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
     for question in (QUESTION, TURNS[-1][1]):
         cache.set_length(len(stands.ids))
         plan = plan_after(stands, [Candidate(CHUNKS[0], reason="not stored")], question)
-        later = fuse_chain_behind(one, cache, plan, Full(), reserve=20).fused
+        later = extend_prefix(one, cache, plan, Full(), reserve=20).fused
         assert later.tokens.standing == len(stands.ids)
         assert later.tokens.fresh == len(CHUNKS[0]) + len(question)
         expected = plain_logits(family, "float32", tuple(plan.text_ids), "sdpa")

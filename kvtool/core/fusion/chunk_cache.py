@@ -1,4 +1,4 @@
-"""Chunks that several questions use are read and decoded once: a bounded memory of what was loaded."""
+"""Cache decoded chunks in memory, so that what several questions use is read once; least recently used goes first."""
 
 from __future__ import annotations
 

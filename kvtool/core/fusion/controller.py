@@ -1,4 +1,4 @@
-"""The controller (CacheBlend, arXiv 2405.16444, section 5.1): which mode, which ratio, which level for this prompt.
+"""Choose mode, recompute ratio and codec level for a prompt (the controller of CacheBlend, arXiv 2405.16444, 5.1).
 
 Decisions only, from measured speeds; nothing here needs torch. What differs from the paper:
 

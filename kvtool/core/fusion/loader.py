@@ -1,4 +1,4 @@
-"""Layers ahead are read, decoded and rotated into the prompt's buffers while one computes.
+"""Load layers ahead: read, decode and rotate them into the prompt's buffers while one computes.
 
 On the CPU they are placed at once, on a GPU through pinned memory by a stream of its own.
 """

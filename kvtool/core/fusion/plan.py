@@ -1,4 +1,4 @@
-"""The prompt as segments with absolute positions, and what of it is cached."""
+"""Lay out a prompt as segments with absolute positions, and say what of it is cached."""
 
 from __future__ import annotations
 

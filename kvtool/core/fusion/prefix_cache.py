@@ -1,4 +1,4 @@
-"""Exact reuse for a model that keeps states: a prompt's beginning as it was answered before; what follows is computed.
+"""Reuse the longest stored prefix of a prompt for a model that keeps states, exactly, and compute what follows.
 
 A state is made of every token before it, so nothing but the very same beginning can be reused. What is kept of an
 answered prompt is a chain of stretches, one a segment: keys and values of the layers that have some, as they stand in
@@ -21,7 +21,16 @@ from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shifted
-from kvtool.core.fusion.state_checkpoint import KEYS, VALUES, Found, Loading, NewStretch, Parts, ReadPart, kept_size
+from kvtool.core.fusion.state_checkpoint import (
+    KEYS,
+    VALUES,
+    CheckpointLoader,
+    NewCheckpoint,
+    Parts,
+    ReadPart,
+    StoredPrefix,
+    kept_size,
+)
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
@@ -31,7 +40,7 @@ DAMAGED = "damaged"
 
 
 @dataclass(frozen=True, slots=True)
-class Chained:
+class PrefixFused:
     """An answered prompt.
 
     Attributes
@@ -41,11 +50,11 @@ class Chained:
     """
 
     fused: Fused
-    new: tuple[NewStretch, ...]
+    new: tuple[NewCheckpoint, ...]
     used: tuple[bytes, ...]
 
 
-def kept_ends(segments: int) -> frozenset[int]:
+def checkpoint_ends(segments: int) -> frozenset[int]:
     """At the ends of which of a prompt's segments (from 0) the state is kept.
 
     At the first, which is the prompt's own beginning; at the last; and 1, 2, 4, 8, … before that. A state may be larger
@@ -57,15 +66,15 @@ def kept_ends(segments: int) -> frozenset[int]:
     return frozenset({0, *(last - steps for steps in back)} & {*range(segments)})
 
 
-def fuse_chain(
+def fuse_prefix(
     decoder: Decoder,
     plan: Plan,
     selector: Selector,
-    found: Found,
+    found: StoredPrefix,
     read: ReadPart,
     reserve: int = 0,
     timeline: Timeline | None = None,
-) -> Chained:
+) -> PrefixFused:
     """Compute what follows the longest stored beginning of a prompt.
 
     A part that turns out damaged gives its stretch up: the beginning is shorter then.
@@ -78,7 +87,7 @@ def fuse_chain(
     while True:
         cache = decoder.new_cache(plan.length + reserve)
         assert isinstance(cache, StateCache)
-        loading = Loading(decoder, cache, read)
+        loading = CheckpointLoader(decoder, cache, read)
         started = time.perf_counter()
         damaged = loading.take(plan, found)
         if damaged is None:
@@ -92,17 +101,17 @@ def fuse_chain(
     cache.mark()
     took = add_span(timeline, "compute", started) * 1e3
     fused = _fused(decoder, plan, selector, cache, logits, loading.bytes_read, (read_ms, took))
-    return Chained(fused, tuple(new), found.ids[: found.usable])
+    return PrefixFused(fused, tuple(new), found.ids[: found.usable])
 
 
-def fuse_chain_behind(
+def extend_prefix(
     decoder: Decoder,
     cache: StateCache,
     plan: Plan,
     selector: Selector,
     reserve: int = 0,
     timeline: Timeline | None = None,
-) -> Chained:
+) -> PrefixFused:
     """Compute what a plan has behind the tokens that the states of `cache` are behind; nothing of it is worth storing.
 
     Parameters
@@ -114,10 +123,12 @@ def fuse_chain_behind(
     cache.reserve(plan.length + reserve)
     logits = pass_of(decoder, plan.ids[stands:], stands, cache)
     took = add_span(timeline, "compute", started) * 1e3
-    return Chained(_fused(decoder, plan, selector, cache, logits, 0, (0.0, took)), (), ())
+    return PrefixFused(_fused(decoder, plan, selector, cache, logits, 0, (0.0, took)), (), ())
 
 
-def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> tuple[torch.Tensor, list[NewStretch]]:
+def _compute(
+    decoder: Decoder, plan: Plan, cache: StateCache, found: StoredPrefix
+) -> tuple[torch.Tensor, list[NewCheckpoint]]:
     """Compute all segments that are not reused; the state is looked at where it is kept.
 
     Returns
@@ -125,7 +136,7 @@ def _compute(decoder: Decoder, plan: Plan, cache: StateCache, found: Found) -> t
     The last token's logits, float32 `[vocabulary]`, and the stretches that were computed.
     """
     context = plan.segments[:-1]
-    ends = kept_ends(len(context)) if found.ids else frozenset()
+    ends = checkpoint_ends(len(context)) if found.ids else frozenset()
     states: dict[int, dict[int, States]] = {}
     ids: list[int] = []
     start = context[found.usable - 1].stop if found.usable else 0
@@ -157,8 +168,8 @@ def _copied(cache: StateCache) -> dict[int, States]:
 
 
 def _new(
-    decoder: Decoder, plan: Plan, found: Found, number: int, cache: StateCache, states: dict[int, States]
-) -> NewStretch:
+    decoder: Decoder, plan: Plan, found: StoredPrefix, number: int, cache: StateCache, states: dict[int, States]
+) -> NewCheckpoint:
     segment = plan.segments[number]
     parts: Parts = dict(_rows(cache, segment))
     for layer, held in states.items():
@@ -174,7 +185,7 @@ def _new(
         size=kept_size(parts, decoder.kv_dtype),
         arithmetic=decoder.loaded.arithmetic,
     )
-    return NewStretch(found.ids[number], number, info, {place: parts[place] for place in info.places})
+    return NewCheckpoint(found.ids[number], number, info, {place: parts[place] for place in info.places})
 
 
 def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str, torch.Tensor]]]:

@@ -1,4 +1,4 @@
-"""Reused rows moved as the recomputed ones among them have moved (after AgentKVShift, arXiv 2607.21604).
+"""Shift reused KV of a chunk by the average change of its recomputed tokens (after AgentKVShift, arXiv 2607.21604).
 
 What a prompt does to a chunk's keys and values is mostly one offset for all its tokens, layer by layer; how much of it
 a token takes is what its sensitivity says, which was kept at ingest. Rows that are recomputed anyway are the probes

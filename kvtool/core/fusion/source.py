@@ -1,4 +1,4 @@
-"""Where the loader takes a prompt's KV from: the store, or memory."""
+"""Read a prompt's KV from the store or from memory, for the loader."""
 
 from __future__ import annotations
 

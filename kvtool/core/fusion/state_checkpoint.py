@@ -1,4 +1,4 @@
-"""Stretches of a prompt of a model that keeps states: what is stored of it, how it is taken, and what is new of it.
+"""Save and restore checkpoints of a model's recurrent states, with the rows of the layers that attend (*stretches*).
 
 A stretch is the same one on machines of different arithmetic. Rows stand in the store's format and are rounded to what
 is computed in here; a state is brought to what the layer's own forward makes of it here.
@@ -31,7 +31,7 @@ _MOST_SIZES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredPrefix:
     """What is stored of a prompt's segments, question excluded.
 
     Attributes
@@ -57,17 +57,19 @@ class Found:
         info = self.infos[number]
         return info is not None and (bool(info.states) or not with_states)
 
-    def of(self, numbers: Sequence[int]) -> Found:
+    def of(self, numbers: Sequence[int]) -> StoredPrefix:
         """What is stored of these segments."""
-        return Found(tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers))
+        return StoredPrefix(
+            tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers)
+        )
 
-    def without(self, number: int) -> Found:
+    def without(self, number: int) -> StoredPrefix:
         """The same, had a segment's stretch not been stored."""
         return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
-class NewStretch:
+class NewCheckpoint:
     """A segment that was computed, as it can be stored: tensors by place, as they were
     computed; those of rows are views of the cache. `info.size` is of what is kept of them."""
 
@@ -102,14 +104,14 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
         yield place, encode_part(stored)
 
 
-class Loading:
+class CheckpointLoader:
     """Takes stored stretches into a cache."""
 
     def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
         self._decoder, self._cache, self._read = decoder, cache, read
         self.bytes_read = 0
 
-    def take(self, plan: Plan, found: Found) -> int | None:
+    def take(self, plan: Plan, found: StoredPrefix) -> int | None:
         """Take all that is usable; returns the number of a segment of which something is damaged."""
         usable = found.usable
         for number in range(usable):

@@ -304,6 +304,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
             "store_dtype": session.identity.dtype,
             "model": session.identity.model,
             "stepper": said.stepper,
+            "forward": session.decoder.forward,
             "weights": session.decoder.loaded.weights,
         },
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.engine import Fused, extend_fused, fuse, fuse_after, joined
 from kvtool.core.fusion.plan import Plan, build_plan
-from kvtool.core.fusion.prefix_cache import Chained, fuse_chain_behind
+from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
 from kvtool.core.model.states import StateCache
@@ -56,7 +56,7 @@ class Outcome:
     fused: Fused
     begun: Beginning | None
     rounds: list[Round]
-    chained: Chained | None = None
+    chained: PrefixFused | None = None
 
 
 def steps(
@@ -113,7 +113,7 @@ def fuse_on(session: Session, behind: Standing, plan: Plan, selector: Selector, 
     """Fuse what a plan has behind a prompt that stands, in one pass."""
     decoder, cache, timeline = session.decoder, behind.cache, session.timeline
     if isinstance(cache, StateCache):
-        chained = fuse_chain_behind(decoder, cache, plan, selector, options.max_tokens, timeline)
+        chained = extend_prefix(decoder, cache, plan, selector, options.max_tokens, timeline)
         return Outcome(chained.fused, None, [], chained)
     fused = fuse_after(
         decoder, cache, plan, selector, session.source, options.max_tokens, timeline, options.load_timeout

@@ -1,4 +1,4 @@
-"""Which rows of a chunk are worth storing when not all are: those that are looked at when the chunk is read again.
+"""Select a chunk's heavy hitters, the rows worth storing when not all are: what attends to them reads the chunk again.
 
 A chunk is prefilled once more with its own tokens behind it, as if someone repeated it word for word; what a row is
 worth is the most that any head gives it while doing so, the mean over the layers (KVzip, arXiv 2505.23416, there for

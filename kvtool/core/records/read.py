@@ -1,4 +1,4 @@
-"""Records of a store, each with the coarser one that it refines."""
+"""Read records of a store, each with the coarser one that it refines."""
 
 from __future__ import annotations
 

@@ -27,14 +27,14 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import fuse_chain
+from kvtool.core.fusion.prefix_cache import fuse_prefix
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import MemorySource
-from kvtool.core.fusion.state_checkpoint import Found, ReadPart, encode_part
+from kvtool.core.fusion.state_checkpoint import ReadPart, StoredPrefix, encode_part
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
@@ -238,13 +238,13 @@ def _states_off(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: 
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
     full, _ = decoder.prefill(plan.ids)
     names = tuple(b"%d" % number for number in range(len(plan.segments) - 1))
-    first = fuse_chain(decoder, plan, Prefix(), Found(names, (None,) * len(names)), _nothing)
+    first = fuse_prefix(decoder, plan, Prefix(), StoredPrefix(names, (None,) * len(names)), _nothing)
     stored = {(one.id, place): encode_part(tensors) for one in first.new for place, tensors in one.parts.items()}
 
     def read(stretch: bytes, place: Place) -> memoryview:
         return memoryview(bytearray(stored[stretch, place]))
 
-    again = fuse_chain(decoder, plan, Prefix(), Found(names, tuple(one.info for one in first.new)), read)
+    again = fuse_prefix(decoder, plan, Prefix(), StoredPrefix(names, tuple(one.info for one in first.new)), read)
     return _distance(full, again.fused.logits)
 
 
@@ -271,7 +271,7 @@ def gate_records(
 
 
 def gate_beginning(
-    store: Store, decoder: Decoder, result: ConformanceResult, segments: Sequence[Ids], found: Found
+    store: Store, decoder: Decoder, result: ConformanceResult, segments: Sequence[Ids], found: StoredPrefix
 ) -> ConformanceResult:
     """Add to a result what it lacks of a prompt's stored beginning that another arithmetic has made; it is kept."""
 
@@ -341,7 +341,7 @@ def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequ
     return copy_log_probs(decoder, fused.logits, fused.cache, script)
 
 
-def _made_beginning(segments: Sequence[Ids], found: Found, made: Arithmetic) -> int:
+def _made_beginning(segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic) -> int:
     """How many segments of a stored beginning to check with: they end with a state, and this arithmetic has made some
     of them. They have `_MAX_PREFIX_TOKENS` at most, or there are no fewer; 0: it has made nothing of it."""
     infos, tokens = found.infos[: found.usable], list(accumulate(map(len, segments)))
@@ -351,7 +351,7 @@ def _made_beginning(segments: Sequence[Ids], found: Found, made: Arithmetic) -> 
 
 
 def check_beginning(
-    decoder: Decoder, segments: Sequence[Ids], found: Found, made: Arithmetic, read: ReadPart, allowed: float
+    decoder: Decoder, segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic, read: ReadPart, allowed: float
 ) -> Compared | None:
     """Hold a beginning of a prompt as it is stored against what this decoder computes of it; None: it is damaged.
 
@@ -363,7 +363,7 @@ def check_beginning(
     prefix, *chunks = segments
     first, script = copy_task([ids for ids in segments if ids])
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], (first,))
-    fused = fuse_chain(decoder, plan, Prefix(), found, read, len(script)).fused
+    fused = fuse_prefix(decoder, plan, Prefix(), found, read, len(script)).fused
     if fused.tokens.fresh > 1:
         return None
     logits, cache = decoder.prefill(plan.ids, len(script))

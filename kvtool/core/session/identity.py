@@ -1,4 +1,4 @@
-"""What a store is made with: the model, the prompt's fixed parts, the lead-in and the way documents are cut."""
+"""Identify a store by what it is made with: model, the prompt's fixed parts, lead-in, and how documents are split."""
 
 from __future__ import annotations
 

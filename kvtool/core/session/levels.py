@@ -1,4 +1,4 @@
-"""Which level of a chunk is read, and the profiles that records name."""
+"""Choose the level at which a chunk is read, and cache the profiles that records name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A store with its model: what answering, ingesting, fitting and measuring all open, and share."""
+"""Hold a store with its model: what answering, ingesting and measuring all open, and share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
-    from kvtool.core.fusion.state_checkpoint import Found
+    from kvtool.core.fusion.state_checkpoint import StoredPrefix
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
@@ -242,7 +242,7 @@ class Session:
             self._conformance = gate_records(self.store, self.decoder, self.identity, self._conformance, chunk_ids)
         self._conformance.enforce()
 
-    def check_beginning(self, segments: Sequence[Ids], found: Found) -> None:
+    def check_beginning(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
         """Hold what another arithmetic has made of a prompt's beginning against what is made here, when it is first
         used.
 

@@ -1,4 +1,4 @@
-"""What a fusion mode decides: which cached rows are computed again."""
+"""Select the cached rows that are computed again: the protocol of a fusion mode."""
 
 from __future__ import annotations
 

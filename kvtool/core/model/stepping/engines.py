@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from kvtool.core.common.switches import STEPPER, asked
-from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine
+from kvtool.core.model.trial import UnsupportedArchitecture
 from kvtool.core.native.compiling import runnable
 
 if TYPE_CHECKING:
@@ -59,5 +59,5 @@ def _made(decoder: Decoder) -> Engine | str:
         return "there is no machine code here"
     try:
         return Engine(decoder, isas[0])
-    except (Unfit, AttributeError, ValueError, RuntimeError) as error:  # a module that is not what it seems
+    except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
         return str(error)
