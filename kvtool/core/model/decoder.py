@@ -31,7 +31,7 @@ from kvtool.core.model.states import StateCache, StateForms, StateLayer
 from kvtool.core.model.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.model.tail import last_rows_only
 from kvtool.core.model.trial import UnsupportedArchitecture
-from kvtool.core.native.crew import gathered
+from kvtool.core.native.threads import use_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -293,8 +293,8 @@ class Decoder:
         # Beside torch's own threads, which wait spinning after its products, helpers would only take turns with those.
         alone = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
-            crew = gathered(torch.get_num_threads() if alone else 1)
-            with crew, attention.passing(lambda: cache.rows), giving_way(self.layers):
+            pool = use_pool(torch.get_num_threads() if alone else 1)
+            with pool, attention.passing(lambda: cache.rows), giving_way(self.layers):
                 return module(
                     input_ids=ids[None],
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],

@@ -22,8 +22,10 @@ SIZES = [(1, 32), (3, 64), (5, 256), (9, 288), (2, 576), (4, 1536)]
 
 def native(isa: str, kind: str, height: int = 1) -> Product:
     function = product(ISAS[isa], kind, height)
-    (address,) = compiled(module(function), ISAS[isa], function.name)
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * (3 if height == 1 else 6))(address)
+    (compiled_,) = compiled(module(function), ISAS[isa], function.name)
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 5, *[ctypes.c_int64] * (3 if height == 1 else 6))(
+        compiled_.address
+    )
 
 
 def run(call: Product, matrix: QuantizedTensor, x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
-from kvtool.core.kernels.linear.onednn_few_rows import Panels
+from kvtool.core.kernels.linear.onednn import Panels, can_pack, pack_weights
 from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
@@ -21,7 +20,7 @@ from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.rowwise import layer as layer_module
 from kvtool.core.model.rowwise.layer import FusedLayer, install_fused_layers
 from kvtool.core.model.swap import own_class, swapped_by
-from kvtool.core.native.crew import gathered
+from kvtool.core.native.threads import use_pool
 from tests.fusion.making import NAMES, new_case
 
 pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
@@ -192,9 +191,9 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def counting(threads: int) -> AbstractContextManager[None]:
         asked.append(threads)
-        return gathered(threads)
+        return use_pool(threads)
 
-    monkeypatch.setattr(decoder_module, "gathered", counting)
+    monkeypatch.setattr(decoder_module, "use_pool", counting)
     return asked
 
 

@@ -95,13 +95,13 @@ def test_threads_share_rows_and_change_nothing(code: Code, monkeypatch: pytest.M
     weight = torch.ones(48)
     alone = code.norm(x, weight, 1e-6, more)
     threads: list[int] = []
-    run = native.run_in_team
+    run = native.launch
 
     def counted(function: int, job: int, count: int) -> None:
         threads.append(count)
         run(function, job, count)
 
-    monkeypatch.setattr(native, "run_in_team", counted)
+    monkeypatch.setattr(native, "launch", counted)
     monkeypatch.setattr(native, "_ALONE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for ours, expected in zip(code.norm(x, weight, 1e-6, more), alone, strict=True):

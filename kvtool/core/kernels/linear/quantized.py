@@ -16,10 +16,10 @@ from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
 from kvtool.core.kernels.machine import best_isa
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import compiled
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import AVX512_BF16, ISAS
 from kvtool.core.native.job import LINE, scratch
-from kvtool.core.native.team import run_in_team
+from kvtool.core.native.threads import launch
 
 _ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
@@ -77,7 +77,7 @@ def small_batch_gemm(
 
 
 def _multiply_block(
-    function: int, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor
+    function: Function, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor
 ) -> None:
     """As many rows of X as stay in a core's own cache."""
     threads = torch.get_num_threads()
@@ -90,7 +90,7 @@ def _multiply_block(
         **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
         **{"bias": bias.data_ptr(), "scratch": unpacked.ctypes.data, "scratch_bytes": size},
     )
-    run_in_team(function, ctypes.addressof(job), threads)
+    launch(function, ctypes.addressof(job), threads)
 
 
 def _parts(matrix: QuantizedTensor) -> dict[str, int]:
@@ -109,8 +109,8 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = No
 
 
 @cache
-def _few(kind: str, element: str, name: str) -> int:
-    """The address of a kind's function, compiled at its first use."""
+def _few(kind: str, element: str, name: str) -> Function:
+    """A kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
     functions = [few(isa, kind, element)]
     if not LAYOUTS[kind].dense:
@@ -147,15 +147,15 @@ def dequantize_rows(
     return rows
 
 
-def _run(function: int, matrix: QuantizedTensor, x: int, out: int, first: int, last: int) -> None:
+def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: int, last: int) -> None:
     threads = torch.get_num_threads()
     share = max(1, -(-(last - first) // (_SHARES * threads)))
     taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
     job = gemv_ir.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
-    run_in_team(function, ctypes.addressof(job), threads)
+    launch(function, ctypes.addressof(job), threads)
 
 
-def _functions(kind: str, isa: str | None) -> dict[str, int]:
+def _functions(kind: str, isa: str | None) -> dict[str, Function]:
     name = isa or best_isa()
     if name is None:
         raise RuntimeError("there is no machine code here")
@@ -164,12 +164,12 @@ def _functions(kind: str, isa: str | None) -> dict[str, int]:
 
 
 @cache
-def _compiled(kind: str, name: str) -> dict[str, int]:
-    """Addresses of a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
+def _compiled(kind: str, name: str) -> dict[str, Function]:
+    """A kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
     isa = ISAS[name]
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)
     shares = [share(function) for function in functions.values()]
-    addresses = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
-    return dict(zip(functions, addresses, strict=True))
+    found = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
+    return dict(zip(functions, found, strict=True))

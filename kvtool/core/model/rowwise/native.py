@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from kvtool.core.model.rowwise.ir import AS_LLAMA, JOBS, Rounding, module
-from kvtool.core.native.compiling import compiled
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS
-from kvtool.core.native.team import run_in_team
+from kvtool.core.native.threads import launch
 
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ALONE = 2**16  # numbers; fewer are done before a second thread is there
@@ -23,9 +22,9 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The functions of a model's format and activation, each by its address and as one thread calls it."""
+    """The functions of a model's format and activation."""
 
-    functions: dict[str, tuple[int, Callable[[int], None]]]
+    functions: dict[str, Function]
     dtype: torch.dtype
     angles: torch.dtype  # of cos and sin
 
@@ -95,14 +94,10 @@ class Code:
         return rows
 
     def _run(self, name: str, rows: int, numbers: int, **values: int | float) -> None:
-        address, alone = self.functions[name]
         threads = torch.get_num_threads() if rows * numbers > _ALONE else 1
         share = -(-rows // (_SHARES * threads)) if threads > 1 else rows
         job = JOBS[name].pack(next=0, share=share, rows=rows, **values)
-        if threads > 1:
-            run_in_team(address, ctypes.addressof(job), threads)
-        else:
-            alone(ctypes.addressof(job))
+        launch(self.functions[name], ctypes.addressof(job), threads)
 
 
 def code_for(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> Code:
@@ -118,7 +113,6 @@ def code_for(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding =
 
 @cache
 def _code(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding) -> Code:
-    addresses = compiled(module(ISAS[isa], ELEMENTS[dtype], activation, rounding), ISAS[isa], *JOBS)
+    functions = compiled(module(ISAS[isa], ELEMENTS[dtype], activation, rounding), ISAS[isa], *JOBS)
     angles = torch.float32 if rounding.rope_in_float32 else dtype
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    return Code({name: (at, call(at)) for name, at in zip(JOBS, addresses, strict=True)}, dtype, angles)
+    return Code(dict(zip(JOBS, functions, strict=True)), dtype, angles)

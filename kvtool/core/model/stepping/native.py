@@ -12,19 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvtool.core.kernels.decode_ir import Code, module, multiply_name, products
+from kvtool.core.kernels.decode_program import CONTEXT
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.spec import ModelSpec
-from kvtool.core.model.stepping.ir_play import Code, module, products
-from kvtool.core.model.stepping.ir_rows import multiply_name
 from kvtool.core.model.stepping.kept import Linear, decoding_spec
 from kvtool.core.model.stepping.layout import code_of
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.step import Angles, Step
-from kvtool.core.model.stepping.tape import CONTEXT
 from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
-from kvtool.core.native.compiling import compiled
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS
-from kvtool.core.native.team import openmp
+from kvtool.core.native.threads import Barrier, launch_in_pool, use_pool
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -66,10 +65,9 @@ class Engine:
         self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
         codes = _compiled(isa, code_of(self._spec, _CACHES[decoder.dtype]))
         self._codes = codes
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(codes["alone"])
         self._steps = {1: self._new_step(1)}
         self._angles = Angles()
-        self._context = np.zeros(len(CONTEXT), np.int64)
+        self._barrier, self._taken = Barrier(), np.zeros(1, np.int64)
 
     def _new_step(self, sequences: int) -> Step:
         height, codes = _height(self.isa, sequences), dict(self._codes)
@@ -113,33 +111,24 @@ class Engine:
         self._play(step.tape[sorted(place for kind in kinds for place in step.uses[kind])])
 
     def _play(self, tape: np.ndarray) -> None:
-        self._set("operations", tape.ctypes.data)
-        self._set("count", len(tape))
-        threads = min(torch.get_num_threads(), self._most_threads)
-        team = openmp() if threads > 1 else None
-        if team is None:
-            self._set("barrier", self._codes["nothing"])
-            self._alone(self._context.ctypes.data)
-            return
-        self._set("barrier", team.barrier)
-        self._set("number", team.number)
-        self._set("threads", team.threads)
-        team.parallel(self._codes["team"], self._context.ctypes.data, threads, 0)
-
-    def _set(self, field: str, value: int) -> None:
-        self._context[CONTEXT.places[field]] = value
+        with use_pool(min(torch.get_num_threads(), self._most_threads)) as pool:
+            threads = 1 if pool is None else min(torch.get_num_threads(), self._most_threads, pool.helpers + 1)
+            self._taken[0] = 0
+            values = {"operations": tape.ctypes.data, "count": len(tape), "threads": threads}
+            job = CONTEXT.pack(**values, taken=self._taken.ctypes.data, barrier=self._barrier.address)
+            launch_in_pool(self._codes["run_program"], ctypes.addressof(job), threads)
 
 
 @cache
-def _compiled(isa: str, code: Code) -> dict[str, int]:
-    """The address of every function, by name; models that differ in sizes only share them."""
+def _compiled(isa: str, code: Code) -> dict[str, Function]:
+    """Every function by its name; models that differ in sizes only share them."""
     addresses = compiled(module(ISAS[isa], code), ISAS[isa], *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
 
 @cache
-def _products(isa: str, kind: str, height: int) -> int:
-    """The address of a product of several sequences."""
+def _products(isa: str, kind: str, height: int) -> Function:
+    """The product of several sequences."""
     return compiled(products(ISAS[isa], kind, height), ISAS[isa], multiply_name(kind, height))[0]
 
 

@@ -9,14 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.kernels.decode_program import BLOCK, HEADROOM, encode, word
 from kvtool.core.model.stepping.layout import Buffers, lay_out
-from kvtool.core.model.stepping.tape import BLOCK, HEADROOM, encode, word
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.model.spec import ModelSpec
     from kvtool.core.model.stepping.kept import Linear
+    from kvtool.core.native.compiling import Function
 
 I64 = npt.NDArray[np.int64]
 _POSITIONS = 64  # whose cos and sin are computed together
@@ -28,7 +29,7 @@ class Step:
 
     Parameters
     ----------
-    codes : the address of each compiled function.
+    functions : each compiled function by its name.
     height : how many sequences a row of weights is multiplied with at a time.
     threads : there are at most.
 
@@ -39,11 +40,11 @@ class Step:
     """
 
     def __init__(
-        self, spec: ModelSpec[Linear], codes: Mapping[str, int], height: int, threads: int, sequences: int
+        self, spec: ModelSpec[Linear], functions: Mapping[str, Function], height: int, threads: int, sequences: int
     ) -> None:
         self.buffers = Buffers(spec, threads, sequences)
         operations = lay_out(spec, self.buffers, height)
-        self.tape = encode(operations, codes)
+        self.tape = encode(operations, functions)
         kinds = sorted({one.kind for one in operations})
         self.uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
         self._spec = spec
