@@ -89,7 +89,10 @@ def _result(report: CompressReport) -> str:
     if report.file_without_exact is not None:
         way = ": --drop-raw" if _is_offered(report) else ""
         sizes.append(f"{shown_size(report.file_without_exact)} without the exact records{way}")
-    return f"{shown_size(report.file_after)} ({'; '.join(sizes)}); {shown_loss(report.loss, report.max_loss)}"
+    lost = shown_loss(report.loss, report.max_loss)
+    if not any(level.chunks for level in report.levels):
+        lost = f"no chunk is stored at {' or '.join(level.level for level in report.levels)}"
+    return f"{shown_size(report.file_after)} ({'; '.join(sizes)}); {lost}"
 
 
 def _is_offered(report: CompressReport) -> bool:

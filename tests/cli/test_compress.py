@@ -366,6 +366,8 @@ def test_2_what_was_not_measured_is_not_dropped_for(plain: Path, form: Any) -> N
     assert levels_in(plain) == before
     kvtool(*at, *FAST, "--yes").fine()
     kvtool(*at, *FAST).fine()  # nothing is left to drop
+    other = kvtool("compress", "--store", plain, "--level", "1", *FAST).fine()
+    assert other.out.endswith("; no chunk is stored at 1\n")
 
 
 def test_from_python_the_limit_is_the_same(plain: Path) -> None:

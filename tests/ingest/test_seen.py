@@ -102,6 +102,23 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
 
 
 @pytest.mark.usefixtures("settled")
+def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
+    """Only what it says in the same way again is known, and no matter for cron."""
+    works = tmp_path / "works"
+    script = tmp_path / "convert.sh"
+    script.write_text(
+        f"#!/bin/sh\ntest -e {works} && echo The tower has nine floors. || {{ echo down >&2; exit 1; }}\n"
+    )
+    script.chmod(0o755)
+    (folder / "a.foo").write_text("x")
+    how = ("--reader", f"foo={script} {{}}")
+    assert "down" in fresh(folder, *how).fine(3).json["failures"][0]["error"]
+    assert fresh(folder, *how).fine().json["still_failing"]
+    works.touch()
+    assert fresh(folder, *how).fine().json["documents"]["added"] == 1
+
+
+@pytest.mark.usefixtures("settled")
 def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +279,7 @@ class TestFailures:
             fresh(folder, *command).fine(code)
         script.write_text('cat "$1"\n')
         assert fresh(folder, *command).fine().json["documents"]["added"] == 1
-        assert parsed.count("notes.odd") == 2
+        assert parsed.count("notes.odd") == 3
 
 
 @pytest.mark.usefixtures("settled")

@@ -66,6 +66,9 @@ def test_text_is_taken_in_any_encoding(data: bytes) -> None:
         (b"-----BEGIN OPENSSH PRIVATE KEY-----\n" + base64.encodebytes(noise(400)), SecretFile),
         (b"A comment.\n-----BEGIN RSA PRIVATE KEY-----\n" + base64.encodebytes(noise(400)), SecretFile),
         (b"PuTTY-User-Key-File-3: ssh-ed25519\n", SecretFile),
+        (b"# created: 2024-01-02\n# public key: age1ql3z\nAGE-SECRET-KEY-1QQPQZ\n", SecretFile),
+        (b"---- BEGIN SSH2 ENCRYPTED PRIVATE KEY ----\nP2/56wAAA\n", SecretFile),
+        ("-----BEGIN OPENSSH PRIVATE KEY-----\nQUJD\n".encode("utf-16"), SecretFile),
         (b" \n\t", EmptyFile),
     ],
 )
@@ -155,6 +158,18 @@ def test_a_folder_of_such_files(folder: Path, fresh: Any, tmp_path: Path) -> Non
     assert "files skipped: 1 lock, 4 secret, 2 archives, 2 images, 3 binary\n" in told.out
     assert f"skipped {folder}/weights.dat: binary" in told.err
     assert f"skipped {folder}/deploy: holds a private key" in told.err
+
+
+def test_a_key_is_found_behind_the_first_bytes_and_a_packed_text_is_not_too_long(fresh: Any, tmp_path: Path) -> None:
+    made, key = tmp_path / "keys", b"-----BEGIN OPENSSH PRIVATE KEY-----\nQUJD\n"
+    made.mkdir()
+    (made / "late.lst").write_bytes(WORDS.encode() * 1000 + key)
+    (made / "late.gz").write_bytes(gzip.compress(WORDS.encode() * 1000 + key))
+    (made / "second.gz").write_bytes(gzip.compress(WORDS.encode()) + gzip.compress(key))
+    (made / "long.gz").write_bytes(gzip.compress(WORDS.encode() * (1 << 18)))
+    for _ in range(2):
+        skipped = fresh(made, "--dry-run").fine().json["skipped"]
+        assert {kind: count for kind, count in skipped.items() if count} == {"unsupported": 1, "secret": 3}
 
 
 def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:

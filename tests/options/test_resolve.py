@@ -245,9 +245,16 @@ def test_an_instruction_is_a_text_or_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "kvtool.toml").write_text('system = "@say.txt"')
     with pytest.raises(UsageError, match="cannot be read"):
         resolve(folder=tmp_path).get(QueryOptions)
-    (tmp_path / "say.txt").write_text(" \n")
-    with pytest.raises(UsageError, match="is empty"):
-        resolve(folder=tmp_path).get(QueryOptions)
+    for content, said in ((" \n", "say.txt' is empty"), ("word " * 20_000, "is over 64 KiB")):
+        (tmp_path / "say.txt").write_text(content)
+        with pytest.raises(UsageError, match=said):
+            resolve(folder=tmp_path).get(QueryOptions)
+    os.mkfifo(tmp_path / "pipe")
+    for name, said in (("@pipe", "not a regular file"), ("@/dev/zero", "not a regular file"), ("@ ", "names no file")):
+        with pytest.raises(UsageError, match=said):
+            resolve(folder=tmp_path, environ={"KVTOOL_SYSTEM": name.replace("pipe", f"{tmp_path}/pipe")}).get(
+                QueryOptions
+            )
     (tmp_path / "say.txt").write_text("Answer briefly.\n")
     assert resolve(folder=tmp_path).get(QueryOptions).system == "Answer briefly."
     environ = {"KVTOOL_SYSTEM": " Answer at length, and/or in rhyme. "}

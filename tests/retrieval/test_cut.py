@@ -77,3 +77,15 @@ def test_likeness_alone_cuts_nothing(likened: Store, static_model: Path) -> None
     hits, cut = Finder(likened).find("grinder grinder river", 2, Retrieval("dense", str(static_model), min_score=1.0))
     assert [hit.passage.source for hit in hits] == ["a", "b"]
     assert cut == 0
+
+
+def test_a_compound_that_most_chunks_have_tells_them_no_further_apart_than_a_word(tmp_path: Path) -> None:
+    """A chunk has several of its forms: the parts and the whole."""
+    for mail, follow in (("e-mail", "follow-up"), ("email", "followup")):
+        texts = {
+            name: f"the {mail} of {name} is written on the {follow} card number {number} of the office"
+            for number, name in enumerate(("karl", "petra", "hugo", "vera", "nils", "olga"))
+        }
+        with store_of(tmp_path / mail, texts) as store:
+            sources, _ = found(Finder(store), f"{mail} {follow} of Karl", min_score=1.0)
+        assert sources == {"karl"}

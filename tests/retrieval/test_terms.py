@@ -115,6 +115,12 @@ def test_a_word_matches_itself_whatever_the_language_of_its_document() -> None:
             assert all({term, *wholes} & {*forms} for term, forms in zip(words, asked, strict=True))
 
 
+@pytest.mark.parametrize("text", ["cafe´", "´", "a ¨ b", "a_\u0301", "x-\u0301y", "\u0301s", "¸", "ि"])
+def test_an_accent_alone_is_no_word_in_any_language(text: str) -> None:
+    for language in LANGUAGES:
+        assert len(asked_terms(text, LANGUAGES)) == len(terms(text, language)[0])
+
+
 def test_accents_of_vietnamese_make_other_words() -> None:
     assert not {*terms("má", "vietnamese")[0]} & {*terms("mà", "vietnamese")[0]}
     assert not {*terms("má")[0]} & {*terms("ma", "vietnamese")[0]}

@@ -16,7 +16,7 @@ from pathlib import Path
 from kvtool.core.common.children import started
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.commands import PATH
-from kvtool.core.corpus.readers import Document, UnreadableFile, source_of
+from kvtool.core.corpus.readers import Document, PassingFailure, source_of
 from kvtool.core.corpus.readers.document import numbered
 from kvtool.core.corpus.readers.encoding import decode
 
@@ -35,7 +35,7 @@ def read_by(command: str, path: Path, seconds: float, most: int) -> list[Documen
 
     Raises
     ------
-    UnreadableFile
+    PassingFailure
         If it cannot be started, takes or says too much, ends with another code than 0, or says nothing.
     """
     words = [word.replace(PATH, str(path)) for word in shlex.split(command)]
@@ -44,7 +44,7 @@ def read_by(command: str, path: Path, seconds: float, most: int) -> list[Documen
         if code:
             complained.seek(0)
             why = complained.read(_TOLD).decode("utf-8", "replace").strip().replace("\n", "; ")
-            raise UnreadableFile(f"{words[0]} ended with code {code}" + (f": {why}" if why else ""))
+            raise PassingFailure(f"{words[0]} ended with code {code}" + (f": {why}" if why else ""))
         said.seek(0)
         text, notes = decode(said.read())
     pages = text.split("\f")
@@ -63,22 +63,22 @@ def _lines(text: str) -> Iterator[Mark]:
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
-    """The exit code of a command. Raises UnreadableFile where it has to be killed."""
+    """The exit code of a command. Raises PassingFailure where it has to be killed."""
     try:
         child = started(words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained)
     except OSError as error:
-        raise UnreadableFile(f"{words[0]} cannot be started: {error.strerror}", "check the reader's command") from error
+        raise PassingFailure(f"{words[0]} cannot be started: {error.strerror}", "check the reader's command") from error
     end = time.monotonic() + seconds
     try:
         while True:
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK)
             if max(os.fstat(said).st_size, os.fstat(complained).st_size) > most:
-                raise UnreadableFile(f"{words[0]} says more than {most >> 20} MiB")
+                raise PassingFailure(f"{words[0]} says more than {most >> 20} MiB")
             if child.returncode is not None:
                 return child.returncode
             if time.monotonic() > end:
-                raise UnreadableFile(f"{words[0]} takes over {seconds:g} s", "`--read-timeout 10m` allows more")
+                raise PassingFailure(f"{words[0]} takes over {seconds:g} s", "`--read-timeout 10m` allows more")
     finally:
         with suppress(ProcessLookupError, PermissionError):  # also what it has left behind
             os.killpg(child.pid, signal.SIGKILL)

@@ -16,7 +16,7 @@ from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.bounded import MOST_TEXT, Bounds, Child, Ended
 from kvtool.core.corpus.by_command import read_by
-from kvtool.core.corpus.readers import Document, EmptyFile, UnreadableFile, ending_of
+from kvtool.core.corpus.readers import Document, EmptyFile, PassingFailure, UnreadableFile, ending_of
 
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
 
@@ -97,7 +97,7 @@ class Reading:
         except Ended as ended:
             self._end()
             if child.files == 1 or ended.late:
-                raise UnreadableFile(*ended.why) from ended
+                raise (UnreadableFile if ended.late else PassingFailure)(*ended.why) from ended
         except BaseException:
             self._end()
             raise

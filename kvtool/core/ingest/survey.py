@@ -11,8 +11,16 @@ from pathlib import Path
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.regular import read_regular
-from kvtool.core.corpus.readers import BinaryFile, Document, EmptyFile, MissingPackage, SecretFile, UnreadableFile
-from kvtool.core.corpus.readers.unknown import SNIFFED, check
+from kvtool.core.corpus.readers import (
+    BinaryFile,
+    Document,
+    EmptyFile,
+    MissingPackage,
+    PassingFailure,
+    SecretFile,
+    UnreadableFile,
+)
+from kvtool.core.corpus.readers.unknown import SNIFFED, check, check_text
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -107,9 +115,13 @@ def _look(
             return UnchangedFile(known)
         # as it was read: a file that grows is larger by now than when it was found
         file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
-        return ChangedFile(file, digest, settings, reading.documents(file.path, data), known)
+        documents = reading.documents(file.path, data)
+        if file.guessed:
+            check_text(documents)
+        return ChangedFile(file, digest, settings, documents, known)
     except UnreadableFile as error:
-        seen.note_failure(file.name, before, means, error)
+        if not isinstance(error, PassingFailure):
+            seen.note_failure(file.name, before, means, error)
         raise
 
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtool.core.common.regular import read_regular
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
@@ -19,6 +20,7 @@ EARLIER_SYSTEM = (
     "phrase copied from the passages, with no explanation."
 )
 _FILE_NAME = re.compile(r"[!-~]*([/\\][!-~]*|\.[A-Za-z]\w{0,4})")  # no sentence: `say.txt`, `prompts/brief`
+_MOST_BYTES = 1 << 16  # of a file with an instruction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +72,9 @@ def system_text(given: str) -> str:
     UsageError : its file cannot be read, or a file is named without `@`.
     """
     if given.startswith("@"):
-        return _file_text(Path(given[1:]).expanduser()).strip()
+        if not given[1:].strip():
+            raise UsageError("--system: @ names no file", "--system @FILE reads a file")
+        return _file_text(Path(given[1:]).expanduser())
     if _names_file(given):
         raise UsageError(
             f"--system: {given!r} is a file's name, and no instruction", f"--system @{given} reads the file"
@@ -86,9 +90,12 @@ def _names_file(text: str) -> bool:
 
 
 def _file_text(path: Path) -> str:
+    hint = "--system @FILE takes a UTF-8 text file"
     try:
-        return path.read_text(encoding="utf-8-sig")
+        data = read_regular(path, _MOST_BYTES + 1)
+        text = data.decode("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(
-            f"the instruction {str(path)!r} cannot be read: {error}", "--system @FILE takes a UTF-8 text file"
-        ) from error
+        raise UsageError(f"the instruction {str(path)!r} cannot be read: {error}", hint) from error
+    if not text or len(data) > _MOST_BYTES:
+        raise UsageError(f"the instruction {str(path)!r} {'is over 64 KiB' if text else 'is empty'}", hint)
+    return text

@@ -76,11 +76,13 @@ def rare(index: Index, words: Sequence[Forms], share: float) -> int:
 
 
 def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
-    """Count the living chunks that have each of the words; one that has several of its forms counts for each."""
-    return {
-        forms: sum(len(_living_postings(segment, form)[0]) for segment in index.segments for form in forms)
-        for forms in {*words}
-    }
+    """Count the living chunks that have each of the words, in any of its forms."""
+    return {forms: sum(_chunks_with(segment, forms) for segment in index.segments) for forms in {*words}}
+
+
+def _chunks_with(segment: IndexSegment, forms: Forms) -> int:
+    rows = [_living_postings(segment, form)[0] for form in forms]
+    return len(rows[0]) if len(rows) == 1 else len(np.unique(np.concatenate(rows)))
 
 
 def _living(index: Index) -> tuple[int, int]:

@@ -22,8 +22,9 @@ from kvtool.core.common.spelling import normalised
 STEMS = f"snowball {Stemmer.version()}"  # other versions have other stems
 ENGLISH, VIETNAMESE = "english", "vietnamese"
 _STOPWORDS = (
-    "a an and are as at be been by did do does for from had has have he her him his how i in into is it its not of on "
-    "or she that the their them they this to was we were what when where which who whom whose why will with you"
+    "a an and are as at be been by did do does for from had has have he her him his how i in into is it its many much "
+    "not of on or she that the their them they this to was we were what when where which who whom whose why will with "
+    "you"
 ).split()
 # Words that tell the language of a text in Latin script, whose stemmer is then used: English where there are none.
 _COMMON = {
@@ -161,16 +162,16 @@ def _pairs(run: str) -> list[str]:
 
 
 def _plain(word: str, language: str) -> list[str]:
-    if not word or ENGLISH in _SPEAKERS.get(word, ()):
+    folded = word.translate(_FOLDED)  # of an accent alone nothing is left, in any language
+    if not folded or ENGLISH in _SPEAKERS.get(word, ()):
         return []
     script = None if word.isascii() else _SCRIPT.search(word)
     stemmer = language if script is None else _SCRIPTS[(script.lastindex or 0) - 1][1]
     if stemmer == VIETNAMESE:  # has no endings, and its accents make other words, which no folded word may meet
         return [f"vi:{word}"]
     if stemmer == ENGLISH:  # its stemmer knows no accents, those of other languages need them
-        word = word.translate(_FOLDED)
-    stem = _stem(word, stemmer).translate(_FOLDED)
-    return [stem] if stem else []
+        word = folded
+    return [_stem(word, stemmer).translate(_FOLDED) or folded]
 
 
 class _Folded(dict[int, str]):

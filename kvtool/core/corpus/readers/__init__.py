@@ -39,6 +39,7 @@ from kvtool.core.corpus.readers.document import (
     Document,
     EmptyFile,
     MissingPackage,
+    PassingFailure,
     SecretFile,
     UnreadableFile,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "Document",
     "EmptyFile",
     "MissingPackage",
+    "PassingFailure",
     "SecretFile",
     "UnreadableFile",
     "ending_of",

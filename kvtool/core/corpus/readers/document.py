@@ -63,6 +63,10 @@ class SecretFile(UnreadableFile):
     """It holds keys or passwords."""
 
 
+class PassingFailure(UnreadableFile):
+    """What reads the file did not work; it may when it is asked again, with the file as it is."""
+
+
 class MissingPackage(UnreadableFile):
     """What reads it is not installed."""
 

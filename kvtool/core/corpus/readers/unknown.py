@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 
 from kvtool.core.corpus.readers import gzipped, roff, text
@@ -13,7 +14,7 @@ SNIFFED = 1 << 16  # bytes at the beginning of a file that tell whether it is te
 _MOST_BYTES = 1 << 24  # of such a text that nobody has named
 _FEWEST_BREAKS = 0.02  # white space in a text; base64 in lines of 64 has 0.015, prose 0.15
 _WORD = 20  # characters of a text that may be one word
-_KEY = re.compile(rb"-----BEGIN [A-Z0-9 ]*PRIVATE KEY|\A\s*(?:PuTTY-User-Key-File|AGE-SECRET-KEY-)")
+_KEY = re.compile(r"-{4,5} ?BEGIN [A-Z0-9 ]*PRIVATE KEY|^\s*(?:PuTTY-User-Key-File|AGE-SECRET-KEY-1)", re.MULTILINE)
 _NAME_IT = "name the file to have it read"
 
 
@@ -32,12 +33,27 @@ def check(beginning: bytes, size: int) -> None:
     EmptyFile : it is empty.
     """
     beginning = gzipped.beginning(beginning, SNIFFED)
-    if _KEY.search(beginning):
-        raise SecretFile("holds a private key", _NAME_IT)
     written = decode(beginning)[0].strip()
+    _refuse_keys(written)
     breaks = sum(map(str.isspace, written))
     if written.isascii() and len(written) > _WORD and breaks < _FEWEST_BREAKS * len(written):
         raise BinaryFile("text without words: hashes, base64, or code on one line", _NAME_IT)
+    _refuse_long(size)
+
+
+def check_text(documents: Collection[Document]) -> None:
+    """Refuse what was read: behind its first bytes, too, a file may hold a key, and unpacked it is longer."""
+    _refuse_long(sum(len(document.text) for document in documents))
+    for document in documents:
+        _refuse_keys(document.text)
+
+
+def _refuse_keys(text: str) -> None:
+    if _KEY.search(text):
+        raise SecretFile("holds a private key", _NAME_IT)
+
+
+def _refuse_long(size: int) -> None:
     if size > _MOST_BYTES:
         raise BinaryFile(f"over {_MOST_BYTES >> 20} MiB of text of an unknown kind", _NAME_IT)
 
