@@ -178,7 +178,7 @@ def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
     counts = np.bincount(places.reshape(-1), minlength=columns * width).reshape(columns, width)
     # float64: the sums are as good as exact, whoever adds them up. By torch: numpy's threads would wait for each other.
     costs = torch.from_numpy(_costs()[:, first + ZERO : last + ZERO + 1])
-    ids = (torch.from_numpy(counts).double() @ costs.T).argmin(1)
+    _, ids = (torch.from_numpy(counts).double() @ costs.T).min(1)
     return ids.numpy().astype(np.uint16)
 
 
@@ -220,6 +220,8 @@ def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float,
 
 def unpack(coded: Coded, shape: Shape, dtype: str) -> LayerKV:
     """Decode keys and values. Raises DamagedError: parts that do not fit the shape."""
+    if Predictor.TRANSFORM in coded.predictors:
+        raise DamagedError("a transformed record, which names no profile")
     sides = _unpacked(coded, channels_of([shape]))
     return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
 
