@@ -164,7 +164,7 @@ def test_a_profile_is_read_as_it_was() -> None:
     assert np.array_equal(read.tables.frequencies, made.tables.frequencies)
 
 
-@pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
+@pytest.mark.parametrize("name", [*TRANSFORMED, *(name for name in PLAIN if name.startswith("anchor"))])
 def test_records_are_written_as_they_were(name: str, back_end: None) -> None:
     """But for the last bit of the errors that they state: float32 sums, which not every CPU takes in the same order."""
     profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()
