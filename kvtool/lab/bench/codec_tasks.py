@@ -207,7 +207,7 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
 
 def _streams(profile: Profile, level: str, numbers: npt.NDArray[np.int16]) -> list[Stream]:
     """Streams of a level, of the finest numbers `[layers, tokens, stride]`."""
-    for step in range(NESTED.index(level)):
+    for step in range(int(level) - 1):
         numbers = wider(numbers, scratch(f"bench {step}", numbers.size, np.int16).reshape(numbers.shape))
     columns = [profile.coded(level, layer).alone for layer in range(len(numbers))]
     found = symbols_of(numbers, columns)
@@ -217,7 +217,7 @@ def _streams(profile: Profile, level: str, numbers: npt.NDArray[np.int16]) -> li
 def _decoding(profile: Profile, layer: int, items: Sequence[Encoded]) -> Decoding:
     """Streams of records of a layer straight to bfloat16, into memory that is yet to be named."""
     records = [Coded.parse(item.payload) for item in items]
-    columns, rows = profile.coded(NESTED[records[0].level - 1], layer).alone, [coded.tokens for coded in records]
+    columns, rows = profile.coded(str(records[0].level), layer).alone, [coded.tokens for coded in records]
     scaling = Scaling(np.ones(len(columns), np.float32), np.zeros(len(columns), np.float32))
     starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
     streams = [coded.streams[0] for coded in records]
