@@ -25,11 +25,14 @@ sys.path.insert(0, str(ROOT))
 from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402
+from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
 from kvtool.core.model.load import quiet  # noqa: E402
+from kvtool.core.model.stepping import stepper_for  # noqa: E402
 from kvtool.core.model.text import text_part  # noqa: E402
-from kvtool.core.session.laws import check_laws  # noqa: E402
+from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
+from kvtool.core.session.gate_checks import check_laws  # noqa: E402
 from samples.layer_bytes import kept, prompt, read  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
@@ -47,7 +50,7 @@ NAMED = {  # of the families, in README.md
     "Kimi": "kimi-k2.5",
 }
 _LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
-PROMPT, CHUNK = 4096, 512  # tokens
+PROMPT, CHUNK, QUESTION_ROWS = 4096, 512, 32  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 _HEAD = (
     "# Model families\n\n"
@@ -70,6 +73,16 @@ _HEAD = (
 _ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
 _TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+_PATHS = """## What machine code computes on a CPU
+
+Of the same tiny models in float32, where there is AVX2, and why not where it does not; the layers of the model itself and torch then serve. `kvtool query --explain` says the same of a model in use.
+
+- **Fused layers** compute a prompt's rows: everything between a layer's products and its attention in a few calls. Experts are called as the module that they are.
+- **Native decoding** computes a whole token in one call.
+- **Native attention** is that of a question's 32 rows over a prompt of 4,096 tokens.
+
+| family | fused layers | native decoding | native attention |
+| --- | --- | --- | --- |"""  # noqa: E501
 _LEFT = """## What is refused, and what it would need
 
 | what | would need |
@@ -136,20 +149,40 @@ def readme() -> str:
 def page() -> str:
     """The whole page, in Markdown."""
     with quiet():
-        return "\n".join([_HEAD, _TABLE, *rows(), "", _LEFT, *(f"| {what} | {need} |" for what, need in _REFUSED), ""])
+        layers, paths = zip(*rows(), strict=True)
+    left = (f"| {what} | {need} |" for what, need in _REFUSED)
+    return "\n".join([_HEAD, _TABLE, *layers, "", _PATHS, *paths, "", _LEFT, *left, ""])
 
 
-def rows() -> Iterator[str]:
-    """One row a family, those with kinds of layers of their own first."""
-    yield from map(row, FAMILIES)
+def rows() -> Iterator[tuple[str, str]]:
+    """A row of each table for each family, those with kinds of layers of their own first."""
+    for name in FAMILIES:
+        decoder = decoder_of(tiny_model(name))
+        yield row(name), path(name, decoder)
     for name, config in WRAPPERS.items():
-        yield _row(name, config(), decoder_of(text_model(name)), ALL, "its text model")
+        decoder = decoder_of(text_model(name))
+        yield _row(name, config(), decoder, ALL, "its text model"), path(name, decoder)
     for name, config in HYBRIDS.items():
         decoder = decoder_of(tiny_model(name))
-        yield _row(name, config(), decoder, exactly(decoder), "yes")
+        yield _row(name, config(), decoder, exactly(decoder), "yes"), path(name, decoder)
     for name, config in HYBRID_WRAPPERS.items():
         decoder = decoder_of(text_model(name))
-        yield _row(name, config(), decoder, exactly(decoder), "its text model")
+        yield _row(name, config(), decoder, exactly(decoder), "its text model"), path(name, decoder)
+
+
+def path(name: str, decoder: Decoder) -> str:
+    """What of a family machine code computes on a CPU that has AVX2, and why not the rest."""
+    _, cache = decoder.prefill(PREFIX, reserve=1)
+    stepper = stepper_for(decoder, cache)
+    stepper.step(PREFIX[0])
+    fused = decoder.unfused or "yes"
+    attended = {_attended(one) for one in backends_of(decoder, QUESTION_ROWS, PROMPT)}
+    return f"| {name} | {fused} | {stepper.why or 'yes'} | {'; '.join(sorted(attended))} |"
+
+
+def _attended(layers: LayerBackends) -> str:
+    reasons = dict(layers.chosen.declined)
+    return "yes" if layers.chosen.serves is flash_cpu else f"{reasons[flash_cpu.name]}: {layers.chosen.serves.name}"
 
 
 def exactly(decoder: Decoder) -> str:

@@ -33,7 +33,7 @@ from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memor
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.native.crew import gathered
+from kvtool.core.native.threads import use_pool
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.bench.passes import Answerer, warm_up
 from kvtool.lab.bench.prompts import BenchPrompt
@@ -100,7 +100,7 @@ def parts_of(decoder: Decoder, prompt: BenchPrompt, source: StoreSource, plan: P
 
 def by_openmp(run: Callable[[], object]) -> None:
     """As it was before threads took part that are not waited for (`core/native/crew.py`)."""
-    with patch.object(decoder_module, "gathered", lambda threads: nullcontext()):
+    with patch.object(decoder_module, "use_pool", lambda threads: nullcontext()):
         run()
 
 
@@ -123,7 +123,7 @@ def rounds(work: dict[str, Callable[[], object]], count: int) -> dict[str, list[
 @torch.inference_mode()
 def milliseconds(run: Callable[[], object], alone: bool = False) -> float:
     """Wall time of a run; `alone`: with threads that a pass would have gathered before."""
-    with gathered(torch.get_num_threads() if alone else 1):
+    with use_pool(torch.get_num_threads() if alone else 1):
         started = time.perf_counter()
         run()
         return (time.perf_counter() - started) * 1e3

@@ -21,9 +21,10 @@ import torch.nn.functional as F
 from attention import least
 
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.native import best_isa, multiply, unpack_rows
 from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, Matrix, dense, none, numbers
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize, none
+from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.native.compiling import runnable
 
 HIDDEN, INNER = 1024, 2816  # of a model of half a billion parameters
@@ -34,7 +35,7 @@ SCRATCH = torch.empty(HIDDEN * INNER)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 160, 320, 1024)
 
 
-def random_matrix(kind: str, rows: int, columns: int) -> Matrix:
+def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
     """Random codes; scales and mins of the size of a model's."""
     layout = LAYOUTS[kind]
     if layout.dense:
@@ -42,21 +43,21 @@ def random_matrix(kind: str, rows: int, columns: int) -> Matrix:
     data = torch.randint(0, 256, (rows, layout.row_bytes(columns)), dtype=torch.uint8)
     if layout.blocks:
         scales = torch.full((rows, layout.scales_of_row(columns)), 1, dtype=torch.uint8)
-        return Matrix(kind, rows, columns, data, scales, none())
+        return QuantizedTensor(kind, rows, columns, data, scales, none())
     scales, mins = (torch.randn(2, rows, layout.scales_of_row(columns)) * 0.01).half()
-    return Matrix(kind, rows, columns, data, scales, mins if layout.mins else none())
+    return QuantizedTensor(kind, rows, columns, data, scales, mins if layout.mins else none())
 
 
-def multiplied(matrices: list[Matrix], isa: str) -> None:
+def multiplied(matrices: list[QuantizedTensor], isa: str) -> None:
     """One row through all weights."""
     for matrix in matrices:
-        multiply(matrix, INPUTS[matrix.columns], isa)
+        gemv(matrix, INPUTS[matrix.columns], isa)
 
 
-def unpacked(matrices: list[Matrix], isa: str) -> None:
+def unpacked(matrices: list[QuantizedTensor], isa: str) -> None:
     """All weights unpacked, each over the one before."""
     for matrix in matrices:
-        unpack_rows(matrix, 0, matrix.rows, SCRATCH, isa)
+        dequantize_rows(matrix, 0, matrix.rows, SCRATCH, isa)
 
 
 def kinds(layers: int, rounds: int, clock: Callable[[], float]) -> None:
@@ -84,7 +85,7 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
     """A pass of several rows through all weights, by each way."""
     matrices = [random_matrix(kind, *shape) for _ in range(layers) for shape in SHAPES]
     packed = [PackedLinear(matrix, None, dtype) for matrix in matrices]
-    plain = [numbers(matrix).to(dtype) for matrix in matrices]
+    plain = [dequantize(matrix).to(dtype) for matrix in matrices]
     laid_out = _laid_out(plain) if can_pack(plain[0]) else []
     count = sum(weight.numel() for weight in plain)
     print(f"\n{kind}, {count / 1e6:.0f} million weights, {best_isa()}, {dtype}: ms of a pass")

@@ -4,8 +4,8 @@
     python samples/row_rules.py STORE [--batch samples/questions.jsonl] [--limit N] [--keep .75 .5 .25] [--text]
 
 KL in nats a token of the answer from all rows, nothing recomputed (`reuse`); a store that holds its chunks exactly.
-`repeated` is what `compress --keep` goes by (kvtool/core/records/heavy.py). `--text`: tokens are dropped from the text
-before it is prefilled, as LLMLingua (arXiv 2310.05736) does by how much they surprise a model.
+`repeated` is what `compress --keep` goes by (kvtool/core/records/heavy_hitters.py). `--text`: tokens are dropped from
+the text before it is prefilled, as LLMLingua (arXiv 2310.05736) does by how much they surprise a model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.records.heavy import heaviest, repeated
+from kvtool.core.records.heavy_hitters import heaviest, repeated
 from kvtool.core.session.session import Session
 
 ROOT = Path(__file__).parent

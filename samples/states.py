@@ -21,15 +21,14 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion.chain import Chained, fuse_chain
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.prefix_cache import PrefixFused, fuse_prefix
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.stretch import Found
+from kvtool.core.fusion.state_checkpoint import StoredPrefix, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet
-from kvtool.core.records.parts import encode_part
 
 _SPREAD = 0.02
 _VOCABULARY = 8192  # of all shapes: an LM head's time is the same in every mode
@@ -134,13 +133,13 @@ def plan(chunks: int, tokens: int, question: int) -> Plan:
     return build_plan(Candidate(tuple(ids[:_PREFIX])), cut, asked.tolist())
 
 
-def found(store: Store, prompt: Plan) -> Found:
+def found(store: Store, prompt: Plan) -> StoredPrefix:
     """What the store has of a prompt."""
     names = tuple(bytes([number + 1]) * 20 for number in range(len(prompt.segments) - 1))
-    return Found(names, tuple(store.stretch(name) for name in names))
+    return StoredPrefix(names, tuple(store.stretch(name) for name in names))
 
 
-def keep(store: Store, chained: Chained) -> float:
+def keep(store: Store, chained: PrefixFused) -> float:
     """Write what is new; milliseconds."""
     started = time.perf_counter()
     with store.writer() as writer:
@@ -149,7 +148,7 @@ def keep(store: Store, chained: Chained) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def measured(name: str, ask: Callable[[int], Chained], times: int) -> tuple[Row, Chained]:
+def measured(name: str, ask: Callable[[int], PrefixFused], times: int) -> tuple[Row, PrefixFused]:
     """A question asked so many times, with another text each time."""
     walls, cpus = [], []
     for number in range(times):
@@ -169,14 +168,14 @@ def run(shape: str, chunks: int, tokens: int, times: int) -> None:
         tempfile.TemporaryDirectory(prefix="kvtool-states-") as folder,
         Store.create_or_open(Path(folder) / "s") as store,
     ):
-        nothing = Found((), ())
+        nothing = StoredPrefix((), ())
 
-        def full(number: int) -> Chained:
-            return fuse_chain(decoder, plan(chunks, tokens, 100 + number), Full(), nothing, store.read_part)
+        def full(number: int) -> PrefixFused:
+            return fuse_prefix(decoder, plan(chunks, tokens, 100 + number), Full(), nothing, store.read_part)
 
-        def prefix(number: int) -> Chained:
+        def prefix(number: int) -> PrefixFused:
             prompt = plan(chunks, tokens, 200 + number)
-            return fuse_chain(decoder, prompt, Prefix(), found(store, prompt), store.read_part)
+            return fuse_prefix(decoder, prompt, Prefix(), found(store, prompt), store.read_part)
 
         full(0)
         rows = [measured("full", full, times)[0]]

@@ -31,6 +31,8 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     if spared := facts.get("records_spared"):
         read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
         out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
+    if forward := facts.get("resolved", {}).get("forward"):
+        out.detail(f"layers: {forward}")
     out.detail(f"{steps} more tokens in {timing['generate']:.0f} ms ({stepper})")
     _show_stream(out, facts)
 

@@ -13,7 +13,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.lab.bench.options import StreamBenchOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.fusion.speeds import PassSpeed
+    from kvtool.core.fusion.cost import PassSpeed
     from kvtool.lab.bench.stream import StreamBench
     from kvtool.lab.bench.stream_context import Context
     from kvtool.lab.bench.stream_data import LevelTable

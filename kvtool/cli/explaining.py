@@ -28,6 +28,8 @@ def show_explained(out: Out, reply: Reply) -> None:
             f"{count} reused tokens shifted by {shifted.size:.0%} of what the recomputed ones changed by, "
             f"of which their chunks have {shifted.common:.0%} in common"
         )
+    if forward := reply.resolved.get("forward"):
+        out.status(f"layers: {forward}")
     for one in reply.backends:
         window = "" if one.window is None else f" with a window of {one.window}"
         out.status(f"attention of {counted(one.layers, 'layer')}{window}: {one.chosen}")

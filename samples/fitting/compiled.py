@@ -13,7 +13,7 @@ from fitting.kinds import WRITTEN, Adapters
 from kvtool.__main__ import run
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, prefill_chunks
-from kvtool.core.records import making, sensitivity
+from kvtool.core.records import encode
 
 Prefill = Callable[..., list[ChunkKV]]
 
@@ -23,7 +23,7 @@ def ingest(kept: Path, arguments: list[str]) -> None:
     chunks for the model's own: it serves to measure, and nothing else."""
     parameters: list[torch.Tensor] = torch.load(kept, weights_only=True)
     own = _moved(*parameters) if len(parameters) == 2 else _written(parameters)
-    making.prefill_chunks = sensitivity.prefill_chunks = own  # type: ignore[attr-defined]
+    encode.prefill_chunks = own  # type: ignore[attr-defined]
     sys.argv = ["kvtool", "ingest", *arguments]
     run()
 

@@ -11,7 +11,7 @@ from kvtool.core.codec.levels import WHOLE, level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.records.making import encode_layers
+from kvtool.core.records.encode import encode_layers
 from kvtool.lab.bench.scratch import Sizes, fit_to, random_text
 from samples.gpu_day import shapes
 from samples.gpu_day.day import Day

@@ -14,13 +14,13 @@ from unittest import mock
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion import loader
+from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.hot import HotSource, held_on
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import measure_machine, synchronize
 from kvtool.lab.bench.passes import PLAIN, Answerer, warm_up
@@ -90,8 +90,8 @@ def _by_workers(day: Day) -> dict[str, Any]:
     decoder = shapes.decoder(day, shapes.shapes(day)[0])
     found: dict[str, Any] = {"in one launch": decoder.rotary.by_kernel}
     with shapes.stored(day, decoder, shapes.contexts(day)[0], "raw") as (store, prompt, _):
-        on_disk = StoreSource(store, decoder, ProfileShelf(store))
-        held = HotSource(on_disk, sys.maxsize, device=held_on(decoder))
+        on_disk = StoreSource(store, decoder, ProfileCache(store))
+        held = ChunkCache(on_disk, sys.maxsize, device=held_on(decoder))
         for name, source in (("warm", on_disk), ("held", held)):
             for workers in WORKERS:
                 with mock.patch.object(loader, "default_workers", lambda workers=workers: workers):
@@ -105,7 +105,7 @@ def _by_workers(day: Day) -> dict[str, Any]:
 
 def _held(decoder: Decoder, store: Store, prompt: BenchPrompt, mode: str, repeat: int) -> float:
     """With all chunks on the device already: what is left is rotation and compute."""
-    source = HotSource(StoreSource(store, decoder, ProfileShelf(store)), sys.maxsize, device=held_on(decoder))
+    source = ChunkCache(StoreSource(store, decoder, ProfileCache(store)), sys.maxsize, device=held_on(decoder))
     _seconds(decoder, store, prompt, mode, source)
     return statistics.median(_seconds(decoder, store, prompt, mode, source) for _ in range(repeat)) * 1e3
 
@@ -117,7 +117,7 @@ def _cold(decoder: Decoder, path: Path, prompt: BenchPrompt, mode: str, repeat: 
         if not all(dropped(file) for file in path.rglob("*") if file.is_file()):
             return None
         with Store.open(path) as store:
-            profiles = ProfileShelf(store)
+            profiles = ProfileCache(store)
             times.append(_seconds(decoder, store, prompt, mode, StoreSource(store, decoder, profiles)))
     return statistics.median(times) * 1e3
 

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.native import unpack_rows
+from kvtool.core.kernels.linear.quantized import dequantize_rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.modules import cache_name
 from kvtool.core.model.prompt_cache import PromptCache
@@ -79,7 +79,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, slope: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
         module: PackedLinear = ctx.module
         size = module.out_features * module.in_features
-        weight = unpack_rows(module.matrix, 0, module.out_features, torch.empty(size, dtype=slope.dtype))
+        weight = dequantize_rows(module.matrix, 0, module.out_features, torch.empty(size, dtype=slope.dtype))
         return slope @ weight.view(module.out_features, module.in_features), None
 
 

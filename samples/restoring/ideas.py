@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
+from kvtool.core.fusion.layerwise_selection import question_attention
 from kvtool.core.fusion.loader import Loader
-from kvtool.core.fusion.question import question_attention
 from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union

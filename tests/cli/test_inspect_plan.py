@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
+from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
 from kvtool.core.model import load
 from kvtool.core.session import speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads

@@ -22,10 +22,10 @@ from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.records.making import sealed
-from kvtool.core.records.reading import read_chunk
+from kvtool.core.records.encode import sealed
+from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
+from kvtool.core.session.levels import MeasuredLosses, ProfileCache
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
 
 __all__ = ["LAYERS", "damages"]
@@ -90,7 +90,7 @@ def losses_of(path: Path, chunk: str) -> dict[str, float]:
 def decoded(path: Path, chunk: str, level: str) -> ChunkKV:
     """A chunk as it comes back from a level."""
     with Store.open(path) as store:
-        return read_chunk(store, bytes.fromhex(chunk), level, LAYERS, ProfileShelf(store))
+        return read_chunk(store, bytes.fromhex(chunk), level, LAYERS, ProfileCache(store))
 
 
 def error_of(path: Path, chunk: str, level: str) -> float:

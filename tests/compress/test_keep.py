@@ -25,7 +25,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.pack.give import export
 from kvtool.core.pack.take import take
-from kvtool.core.records.heavy import SINKS, heaviest, repeated
+from kvtool.core.records.heavy_hitters import SINKS, heaviest, repeated
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import is_own
 from kvtool.core.remote.pull import pull

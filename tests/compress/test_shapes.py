@@ -16,8 +16,8 @@ from kvtool.core.codec.layout import channels_of, wide_sides
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.records.reading import read_chunk
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.records.read import read_chunk
+from kvtool.core.session.levels import ProfileCache
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, write_corpus
 from tests.compress.making import chunks_in, coded_in, damages, rows, run
 from tests.families import KINDS, save_tiny
@@ -63,7 +63,7 @@ def read(path: Path, chunk: str, level: str) -> ChunkKV:
     with Store.open(path) as store:
         info = store.chunk_info(bytes.fromhex(chunk))
         assert info is not None
-        return read_chunk(store, bytes.fromhex(chunk), level, info.layers, ProfileShelf(store))
+        return read_chunk(store, bytes.fromhex(chunk), level, info.layers, ProfileCache(store))
 
 
 def assert_within(path: Path, chunk: str, level: str) -> None:

@@ -19,7 +19,7 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.raw import NAMES, Raw
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.staging import Staging
+from kvtool.core.fusion.cuda_placing import PinnedBuffer
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rotary import Rotary
 from tests.fusion.making import Case
@@ -44,14 +44,14 @@ class Kernel:
     def instead(cls, patch: pytest.MonkeyPatch) -> Kernel:
         """In place of the one that needs a GPU."""
         kernel = cls()
-        targets = Staging.targets
+        targets = PinnedBuffer.targets
 
-        def remembered(self: Staging, device: torch.device) -> list[torch.Tensor]:
+        def remembered(self: PinnedBuffer, device: torch.device) -> list[torch.Tensor]:
             made = targets(self, device)
             kernel.kept.extend(made)
             return made
 
-        patch.setattr(Staging, "targets", remembered)
+        patch.setattr(PinnedBuffer, "targets", remembered)
         patch.setattr(triton_place, "place", kernel.place)
         patch.setattr(Rotary, "by_kernel", True)
         return kernel

@@ -318,7 +318,7 @@ def rms(values: torch.Tensor) -> float:
 def both_there(a: Fused, b: Fused, layer: int) -> torch.Tensor:
     """Bool `[length]`: rows of a layer that neither pass left out as no computed row could see them."""
     there = torch.ones(a.cache.buffers[layer].length, dtype=torch.bool)
-    for segment in (*a.reach.spared[layer], *b.reach.spared[layer]):
+    for segment in (*a.read_set.skipped[layer], *b.read_set.skipped[layer]):
         there[segment.start : segment.stop] = False
     return there
 

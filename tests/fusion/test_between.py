@@ -16,7 +16,7 @@ from kvtool.core.model.generate import Generated, Sampling, Writing, first_token
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.together import Together
 from tests.fusion.making import CHUNKS, NAMES, PREFIX, Case, Ids, case, new_case, same_bits, tokens
-from tests.fusion.test_chain import Shelf, decoder, plan_of
+from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
 
 OTHERS: tuple[Ids, ...] = (tokens(40, 90), tokens(9, 91))
 SEVERAL = ("bamba", "falcon-h1", "lfm2", "qwen3.5")

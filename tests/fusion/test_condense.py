@@ -9,18 +9,15 @@ import pytest
 import torch
 
 from kvtool.core.evaluate.reference import forced_logits
-from kvtool.core.fusion.condense import condensed
-from kvtool.core.fusion.cost import PromptRows, Span
-from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds
+from kvtool.core.fusion.engine import Fused, condensed, extend_fused, joined
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
-from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import Rows
@@ -227,7 +224,7 @@ def test_rounds_are_one_pass(llama: Case, first: int) -> None:
     prefix, *chunks, question = plan.segments
     sources, kv = [segment.source for segment in chunks], SomeRows(llama.source)
     begun = llama.fuse(build_plan(prefix.source, sources[:first], question.ids), Reuse(), kv, reserve=200)
-    now = fuse_further(llama.decoder, begun, sources[first:], Reuse(), kv)
+    now = extend_fused(llama.decoder, begun, sources[first:], Reuse(), kv)
     whole, once = joined(begun, now), fuse(llama, Reuse())
     assert distance(whole.logits, once.logits) <= 1e-5
     assert whole.plan.positions.tolist() == once.plan.positions.tolist()

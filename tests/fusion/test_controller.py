@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 
 from kvtool.core.fusion.controller import NOISE, Decision, decide, hidden_ratio
-from kvtool.core.fusion.cost import PromptRows, Span
+from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
 
 LAYERS, CHUNK = 30, 256
 PASS = PassSpeed(fixed=0.02, row=1e-3, key=1e-7)

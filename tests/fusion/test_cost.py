@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.fusion.cost import Cost, PromptRows, Span
+from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.reach import Reach
+from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds
 from tests.fusion.making import BOS, PREFIX, SpySource, case, idle, lossless
 
 LAYERS = 4
@@ -65,9 +64,9 @@ def test_what_windows_hide_is_not_counted(name: str) -> None:
     """Records are read layer by layer; a token that half of the layers read costs half of one that all do."""
     windowed, selector = case("gemma2"), SELECTORS[name]()
     plan = windowed.plan(lead_in=PREFIX)
-    shares = Reach.of(plan, selector, windowed.decoder.windows).shares(plan)
+    shares = ReadSet.of(plan, selector, windowed.decoder.windows).shares(plan)
     spans = [Span.of(one, shares={name: share}) for one, share in zip(plan.segments, shares, strict=True)]
-    read = windowed.fuse(plan, selector).reach.read
+    read = windowed.fuse(plan, selector).read_set.read
     rows = sum(segment.stop - segment.start for layer in read for segment in layer)
     prompt = PromptRows(spans, SPEEDS)
     assert prompt.load(*selector.cost(prompt).reads, mode=name).seconds == pytest.approx(rows / LAYERS)

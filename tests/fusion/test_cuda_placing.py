@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtool.core.fusion import loader, staging
-from kvtool.core.fusion.cuda_placing import CudaPlacing
-from kvtool.core.fusion.hot import HotSource, held_on
+from kvtool.core.fusion import cuda_placing, loader
+from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
+from kvtool.core.fusion.cuda_placing import CudaPlacing, PinnedBuffer
 from kvtool.core.fusion.placing import Turning
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
-from kvtool.core.fusion.staging import Staging
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
@@ -81,7 +80,7 @@ def test_records_held_are_read_from_where_they_are(
         Kernel.instead(monkeypatch)
     own = on_gpu("llama")
     spy = SpySource(StoreSource(Records(own), own.decoder))
-    hot = HotSource(spy, limit, device=held_on(own.decoder) if there else None)
+    hot = ChunkCache(spy, limit, device=held_on(own.decoder) if there else None)
     for chunks in (CHUNKS[:2], CHUNKS, CHUNKS[::-1]):
         wanted = on_cpu("llama").fuse(on_cpu("llama").plan(chunks, lead_in=BOS), Reuse()).logits
         assert distance(own.fuse(own.plan(chunks, lead_in=BOS), Reuse(), hot).logits, wanted) <= 1e-4
@@ -93,15 +92,15 @@ def test_records_held_are_read_from_where_they_are(
 
 def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     crossed: list[int] = []
-    cross = Staging.cross
+    cross = PinnedBuffer.upload
 
-    def counted(self: Staging, targets: list[torch.Tensor]) -> None:
+    def counted(self: PinnedBuffer, targets: list[torch.Tensor]) -> None:
         crossed.append(sum(map(len, targets)))
         cross(self, targets)
 
-    monkeypatch.setattr(Staging, "cross", counted)
+    monkeypatch.setattr(PinnedBuffer, "upload", counted)
     own = on_gpu("llama")
-    hot = HotSource(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
+    hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
     plan = own.plan(lead_in=BOS)
     for _ in range(2):  # the first question brings the records to where they are held
         own.fuse(plan, Reuse(), hot)
@@ -114,7 +113,7 @@ def test_what_is_held_is_placed_before_the_pass_by_no_thread(
 ) -> None:
     own = on_gpu("qwen3")
     wanted = on_cpu("qwen3").fuse(on_cpu("qwen3").plan(lead_in=BOS), selector()).logits
-    hot = HotSource(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
+    hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
     plan = own.plan(lead_in=BOS)
     own.fuse(plan, Reuse(), hot)
     kernel.launches.clear()
@@ -185,7 +184,7 @@ def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel
 
 
 def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
-    memory = Staging(1000)
+    memory = PinnedBuffer(1000)
 
     def pieces() -> list[memoryview]:
         return [memory.room(size) for size in (100, 1, 700, 3000, 10)]
@@ -199,7 +198,7 @@ def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
     assert memory.find(torch.zeros(3).data_ptr()) is None
     assert not any(address % 64 for address in addresses)
     targets = memory.targets(torch.device("cpu"))
-    memory.cross(targets)
+    memory.upload(targets)
     assert [len(target) for target in targets] == [896, 3000, 64]
     assert targets[1].unique().tolist() == [3]
     assert targets[0][192:892].unique().tolist() == [2]
@@ -213,8 +212,8 @@ def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
 
 
 def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_MOST", 5000)
-    monkeypatch.setattr(staging, "_LEAST", 64)
+    monkeypatch.setattr(cuda_placing, "_MOST", 5000)
+    monkeypatch.setattr(cuda_placing, "_LEAST", 64)
     own = on_gpu("llama")
     wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
     fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))

@@ -9,9 +9,9 @@ import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion import loader
+from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.engine import fuse
-from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS
@@ -76,7 +76,7 @@ def test_sides_of_other_shapes(gpu: Log, family: str) -> None:
 def test_records_held_on_the_device(gpu: Log) -> None:
     """The second question reads, from another stream, what the first one kept."""
     own = on_gpu("llama")
-    hot = HotSource(own.source, 10**9)
+    hot = ChunkCache(own.source, 10**9)
     wanted = logits_of(on_cpu("llama"), Epic())
     assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4
     assert distance(logits_of(own, Epic(), hot), wanted) <= 1e-4

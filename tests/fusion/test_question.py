@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from kvtool.core.fusion.layerwise_selection import question_attention
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.question import question_attention
 from kvtool.core.fusion.selectors.base import Pooling
 from kvtool.core.fusion.selectors.infoflow import Infoflow
 from kvtool.core.fusion.selectors.reuse import Reuse
@@ -58,7 +58,7 @@ def eager(one: Case, plan: Plan, layers: range, pooling: Pooling = "rows") -> to
     past = DynamicCache()
     for layer, buffer in enumerate(fused.cache.buffers):
         sides = [side[:, :, :start].clone() for side in (buffer.keys, buffer.values)]
-        for far in fused.reach.spared[layer]:  # never seen, and so never read
+        for far in fused.read_set.skipped[layer]:  # never seen, and so never read
             for side in sides:
                 side[:, :, far.start : far.stop] = 0
         past.update(*swapped(one.decoder.model, *sides), layer)

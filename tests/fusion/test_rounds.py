@@ -8,9 +8,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvtool.core.fusion.engine import Fused
+from kvtool.core.fusion.engine import Fused, extend_fused, joined
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
@@ -67,7 +66,7 @@ def in_rounds(
         if said:
             generate(one.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
         wanted = [Candidate(ids, reason="lost") if ids in holes else one.candidate(ids, BOS) for ids in chunks]
-        now = fuse_further(one.decoder, fused, wanted, selector, source, patience=patience)
+        now = extend_fused(one.decoder, fused, wanted, selector, source, patience=patience)
         counts = now.tokens
         assert counts.prompt == counts.standing + counts.reused + counts.recomputed + counts.fresh
         assert counts.standing == fused.plan.segments[-1].start
@@ -139,7 +138,7 @@ def test_standing_rows_stay(llama: Case, name: str) -> None:
     first = llama.fuse(llama.plan(FIRST, lead_in=BOS), selector, reserve=200)
     stand = first.plan.segments[-1].start
     before = [side[:, :, :stand].clone() for layer in first.cache.buffers for side in layer.view()]
-    fused = fuse_further(
+    fused = extend_fused(
         llama.decoder, first, [llama.candidate(ids, BOS) for ids in CHUNKS[1:]], selector, llama.source
     )
     assert fused.cache is first.cache
@@ -201,7 +200,7 @@ def test_a_slow_record_of_a_later_round_writes_nothing_into_the_prompt() -> None
 def test_the_prefix_may_be_lost(llama: Case) -> None:
     plan = llama.plan(FIRST, lead_in=BOS)
     fused = llama.fuse(plan.without(plan.segments[0], "lost"), Reuse(), reserve=100)
-    now = fuse_further(llama.decoder, fused, [llama.candidate(CHUNKS[1], BOS)], Reuse(), llama.source)
+    now = extend_fused(llama.decoder, fused, [llama.candidate(CHUNKS[1], BOS)], Reuse(), llama.source)
     counts = joined(fused, now).tokens
     assert counts.fresh == len(PREFIX) + len(QUESTION)
     assert counts.prompt == counts.reused + counts.fresh

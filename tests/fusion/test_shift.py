@@ -13,11 +13,11 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.fusion import shift
+from kvtool.core.fusion.engine import extend_fused, joined
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.rounds import fuse_further, joined
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.kernels.isa import isa_here
+from kvtool.core.kernels.machine import isa_here
 from tests.fusion.making import BOS, CHUNKS, NAMES, Fixed, case, new_case, plain_model, same_bits, swapped
 from tests.fusion.test_against_transformers import masks_of, reused
 from tests.fusion.test_condense import fuse as fuse_condensed
@@ -224,7 +224,7 @@ def test_rounds_shift_what_is_new_and_add_up() -> None:
     further = own.plan(CHUNKS, lead_in=BOS)
     chunks = [segment.source for segment in further.chunks[2:]]
     before = [buffer.keys[0, :, : first.plan.segments[-1].start].clone() for buffer in first.cache.buffers]
-    now = fuse_further(own.decoder, first, chunks, Epic(5), own.source)
+    now = extend_fused(own.decoder, first, chunks, Epic(5), own.source)
     both = joined(first, now)
     start = first.plan.segments[-1].start
     for buffer, rows in zip(now.cache.buffers, before, strict=True):

@@ -23,9 +23,9 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.model.prompt import chunk_tokens
 from kvtool.core.query.reply import Reply
-from kvtool.core.records.reading import read_layer, stored_rows
+from kvtool.core.records.read import read_layer, stored_rows
 from kvtool.core.session.identity import StoreIdentity, store_identity
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from tests.fusion.making import MOE, distance, rms
 from tests.fuzzing.reference import Reference
 from tests.fuzzing.runs import WrongError
@@ -115,7 +115,7 @@ class Checks:
         with Store.open(path) as store:
             prefix = store_identity(store).prefix_id
             names = sorted(name for name in store.chunk_ids() if store.levels(name) and name != prefix)
-            shelf = ProfileShelf(store)
+            shelf = ProfileCache(store)
             for name in dice.sample(names, min(most, len(names))):
                 info = store.chunk_info(name)
                 if info is None or info.lead_in not in self.lead_ins:
@@ -123,7 +123,7 @@ class Checks:
                 for level in known(store.levels(name)):
                     self._record(store, name, info, level, shelf)
 
-    def _record(self, store: Store, name: bytes, info: ChunkInfo, level: str, shelf: ProfileShelf) -> None:
+    def _record(self, store: Store, name: bytes, info: ChunkInfo, level: str, shelf: ProfileCache) -> None:
         fresh = self.reference.kv(info.token_ids, self.lead_ins[info.lead_in])
         for layer in range(info.layers):
             (item,) = read_layer(store, [name], level, layer)

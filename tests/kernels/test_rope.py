@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.onednn import pack_weights
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.kernels.rope import Angles, Move, move_all, rotate_halves
 from kvtool.core.model import rotary
 from kvtool.core.model.decoder import Decoder

@@ -11,8 +11,8 @@ import torch
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.kernels.shift import Mover, Runs
 from kvtool.core.native.compiling import runnable
-from kvtool.core.native.crew import gathered
 from kvtool.core.native.isa import ISAS
+from kvtool.core.native.threads import use_pool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # One number of another rounding, of numbers below 8: sums over probes are added in another order.
@@ -120,7 +120,7 @@ def test_helpers_give_the_same_bits() -> None:
     runs, isa = runs_of(128), NATIVE[0]
     alone, helped = ([random(16, COUNT, 128, seed=side) for side in range(2)] for _ in range(2))
     sums = moved_by_code(runs, alone, isa)
-    with gathered(2):
+    with use_pool(2):
         for _ in range(20):
             again = [random(16, COUNT, 128, seed=side) for side in range(2)]
             assert torch.equal(moved_by_code(runs, again, isa), sums)

@@ -12,16 +12,15 @@ import pytest
 import torch
 
 from kvtool.core.cache.stretches import Place
-from kvtool.core.fusion.chain import fuse_chain
+from kvtool.core.fusion.prefix_cache import fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.stretch import Found, NewStretch, encoded
+from kvtool.core.fusion.state_checkpoint import NewCheckpoint, StoredPrefix, encoded
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.laws import check_laws
-from kvtool.core.session.stretch_law import check_beginning
+from kvtool.core.session.gate_checks import check_beginning, check_laws
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
-from tests.fusion.test_chain import GOES_ON, plan_of
+from tests.fusion.test_prefix_cache import GOES_ON, plan_of
 from tests.session.test_gate import LONG
 
 FAMILIES = ["llama", "qwen3", "gemma3", "deepseek-v2", "gpt-oss"]
@@ -89,10 +88,10 @@ BEGINNING = (PREFIX, *CHUNKS[:2])
 class Shelf:
     """Stretches as a machine stores them, rows in bfloat16."""
 
-    def __init__(self, stretches: Sequence[NewStretch]) -> None:
+    def __init__(self, stretches: Sequence[NewCheckpoint]) -> None:
         kept = ((one.id, *part) for one in stretches for part in encoded(one.parts, torch.bfloat16))
         self.parts = {(stretch, place): payload for stretch, place, payload in kept}
-        self.found = Found(tuple(one.id for one in stretches), tuple(one.info for one in stretches))
+        self.found = StoredPrefix(tuple(one.id for one in stretches), tuple(one.info for one in stretches))
 
     def read(self, stretch: bytes, place: Place) -> memoryview:
         return memoryview(bytearray(self.parts[stretch, place]))
@@ -102,14 +101,14 @@ class Shelf:
 def test_a_beginning_that_another_has_answered_is_gone_on_from(name: str) -> None:
     decoders = {arithmetic: machine(name, arithmetic, "bfloat16").decoder for arithmetic in MACHINES}
     ids, plan = tuple(b"%d" % number for number in range(len(BEGINNING))), plan_of(CHUNKS[:2])
-    nothing = Found(ids, (None,) * len(ids))
+    nothing = StoredPrefix(ids, (None,) * len(ids))
     made = {
-        arithmetic: Shelf(fuse_chain(decoder, plan, Prefix(), nothing, _nothing).new)
+        arithmetic: Shelf(fuse_prefix(decoder, plan, Prefix(), nothing, _nothing).new)
         for arithmetic, decoder in decoders.items()
     }
     for here, there in (MACHINES, MACHINES[::-1]):
         decoder, shelf = decoders[here], made[there]
-        chained = fuse_chain(decoder, plan, Prefix(), shelf.found, shelf.read)
+        chained = fuse_prefix(decoder, plan, Prefix(), shelf.found, shelf.read)
         assert chained.fused.tokens.fresh == len(QUESTION)
         assert rms(chained.fused.logits - decoder.prefill(plan.ids)[0]) <= NOISE
         formats = {  # each state is in what the layer itself computes it in here: none is converted on the way

@@ -11,15 +11,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.fusion.chain import fuse_chain, fuse_chain_behind
-from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.plan import Candidate, build_plan, plan_behind, standing
-from kvtool.core.fusion.rounds import fuse_behind
+from kvtool.core.fusion.engine import Fused, fuse, fuse_after
+from kvtool.core.fusion.plan import Candidate, build_plan, plan_after, standing
+from kvtool.core.fusion.prefix_cache import extend_prefix, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.fusion.stretch import Found
+from kvtool.core.fusion.state_checkpoint import StoredPrefix
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.states import StateCache
@@ -42,7 +41,7 @@ from tests.fusion.making import (
     plain_text,
     tokens,
 )
-from tests.fusion.test_chain import GOES_ON, Shelf, decoder, plan_of
+from tests.fusion.test_prefix_cache import GOES_ON, Shelf, decoder, plan_of
 
 HEADER: Ids = tokens(5, 80)  # what a template has between two turns
 TURNS = ((CHUNKS[:2], QUESTION), ((), tokens(6, 81)), (CHUNKS[2:], tokens(9, 82)))  # one brings no new chunk
@@ -65,8 +64,8 @@ def talked(one: Case, selector: Selector, answers: list[Ids] | None = None) -> t
         behind = (*ids, *HEADER)
         decoder.append(behind[computed:], fused.cache)
         wanted = [one.candidate(chunk, BOS) for chunk in chunks]
-        plan = plan_behind(standing(fused.plan.segments, behind), wanted, question)
-        now = fuse_behind(decoder, fused.cache, plan, selector, one.source, reserve=20)
+        plan = plan_after(standing(fused.plan.segments, behind), wanted, question)
+        now = fuse_after(decoder, fused.cache, plan, selector, one.source, reserve=20)
         counts = now.tokens
         assert counts.standing == fused.plan.length + len(behind)
         assert counts.prompt == counts.standing + counts.reused + counts.recomputed + counts.fresh
@@ -100,7 +99,7 @@ def goes_on(decoder: Decoder, fused: Fused) -> Ids:
 def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
     """Also where a question was begun behind the states, and given up."""
     one = decoder(family)
-    fused = fuse_chain(one, plan_of(), Full(), Found((), ()), Shelf().read, reserve=20).fused
+    fused = fuse_prefix(one, plan_of(), Full(), StoredPrefix((), ()), Shelf().read, reserve=20).fused
     said, cache = generate(one, fused.cache, first_token(fused.logits, Sampling(SAID)), Sampling(SAID)).ids, fused.cache
     assert isinstance(cache, StateCache)
     computed = cache.buffers[0].length - fused.plan.length
@@ -109,8 +108,8 @@ def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
     stands = standing(fused.plan.segments, (*said, *HEADER))
     for question in (QUESTION, TURNS[-1][1]):
         cache.set_length(len(stands.ids))
-        plan = plan_behind(stands, [Candidate(CHUNKS[0], reason="not stored")], question)
-        later = fuse_chain_behind(one, cache, plan, Full(), reserve=20).fused
+        plan = plan_after(stands, [Candidate(CHUNKS[0], reason="not stored")], question)
+        later = extend_prefix(one, cache, plan, Full(), reserve=20).fused
         assert later.tokens.standing == len(stands.ids)
         assert later.tokens.fresh == len(CHUNKS[0]) + len(question)
         expected = plain_logits(family, "float32", tuple(plan.text_ids), "sdpa")

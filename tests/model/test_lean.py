@@ -17,7 +17,7 @@ from kvtool.core.model.lean import LeanPass, lean_pass
 from kvtool.core.model.lean.heads import in_halves
 from kvtool.core.model.lean.reading import HeadNorm
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
-from kvtool.core.model.stepping.kept import Unfit
+from kvtool.core.model.trial import UnsupportedArchitecture
 from tests.codec.processes import needs_triton, triton_process
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import MOE, decoder_of, rms, tokens
@@ -116,7 +116,9 @@ def test_a_model_that_computes_something_else_has_none() -> None:
         assert decoder_of(model, "cuda").lean is not None  # whatever function it is, it is called
         strange = tiny_model("llama")
         strange.model.layers[2].add_module("more", torch.nn.Identity())
-        assert decoder_of(strange, "cuda").lean is None
+        declined = decoder_of(strange, "cuda")
+        assert declined.lean is None
+        assert "has more" in str(declined.unfused)
 
 
 class _Broken(torch.nn.Module):
@@ -127,8 +129,10 @@ class _Broken(torch.nn.Module):
 def test_one_whose_forward_is_not_what_its_modules_say(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended():
         decoder = decoder_of(tiny_model("llama"), "cuda")
+        decoder._lean = None  # as while it is made
         monkeypatch.setattr(LeanPass, "compute", lambda self, ids, *more: torch.zeros((1, 512), device="cuda"))
-        assert lean_pass(decoder) is None
+        with pytest.raises(UnsupportedArchitecture, match="something else"):
+            lean_pass(decoder)
 
 
 def test_no_lean_pass_on_a_cpu() -> None:
@@ -138,7 +142,7 @@ def test_no_lean_pass_on_a_cpu() -> None:
 def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny_model("llama"), "cpu")
     monkeypatch.setattr(decoder.rotary, "rotate", lambda keys, table, layer: keys * 2)
-    with pytest.raises(Unfit, match="halves"):
+    with pytest.raises(UnsupportedArchitecture, match="halves"):
         LeanPass(decoder)
 
 

@@ -63,8 +63,8 @@ def _transforms() -> Kernels:
 
 
 def _flash() -> Kernels:
-    from kvtool.core.kernels.attention.flash.ir import attention_module
-    from kvtool.core.kernels.attention.flash.tiling import Tiling
+    from kvtool.core.kernels.attention.flash_ir import attention_module
+    from kvtool.core.kernels.attention.flash_tile_ir import Tiling
     from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX512_BF16, ISAS
 
@@ -74,11 +74,10 @@ def _flash() -> Kernels:
 
 
 def _quantised() -> Kernels:
-    from kvtool.core.kernels.linear.ir_few import few
-    from kvtool.core.kernels.linear.ir_matvec import product as multiply
-    from kvtool.core.kernels.linear.ir_share import share
-    from kvtool.core.kernels.linear.ir_unpack import unpack
+    from kvtool.core.kernels.linear.gemv_ir import product as multiply
+    from kvtool.core.kernels.linear.gemv_ir import share, unpack
     from kvtool.core.kernels.linear.qtensor import LAYOUTS
+    from kvtool.core.kernels.linear.small_gemm_ir import few
     from kvtool.core.native.builder import module
     from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
 
@@ -141,9 +140,10 @@ def _rows() -> Kernels:
 
 
 def _threads() -> Kernels:
-    from kvtool.core.native import crew
+    from kvtool.core.native.isa import SCALAR
+    from kvtool.core.native.threads import pool_module
 
-    yield "threads", crew._module
+    yield "threads", lambda: pool_module(SCALAR)
 
 
 # ---- the normal form ---------------------------------------------------------------------------------------------

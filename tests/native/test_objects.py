@@ -25,8 +25,8 @@ def source(number: int) -> str:
 
 
 def answer(number: int) -> int:
-    (address,) = compiled(source(number), ISAS[runnable()[0]], "run")
-    found: int = ctypes.CFUNCTYPE(ctypes.c_int64)(address)()
+    (function,) = compiled(source(number), ISAS[runnable()[0]], "run")
+    found: int = ctypes.CFUNCTYPE(ctypes.c_int64)(function.address)()
     return found
 
 

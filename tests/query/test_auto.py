@@ -13,7 +13,7 @@ import pytest
 import kvtool as package
 from kvtool.core.cache import side
 from kvtool.core.cache.store import Store
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed
+from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request

@@ -11,7 +11,7 @@ import pytest
 import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
-from kvtool.core.records.reading import read_records
+from kvtool.core.records.read import read_records
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, QUESTION, SHORT, write_corpus
 from tests.cli.working import kvtool as command
 from tests.families import save_tiny

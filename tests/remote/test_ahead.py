@@ -13,7 +13,7 @@ import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
@@ -64,7 +64,7 @@ class Stepped:
 class Bench:
     def __init__(self) -> None:
         self.source = Stepped()
-        self.held = HotSource(self.source, 2**20)
+        self.held = ChunkCache(self.source, 2**20)
         self.ahead = Ahead(self.held, LAYERS, self.source.prefill)
 
     def put(self, number: int, level: str = "4") -> None:
@@ -261,7 +261,7 @@ def test_what_cannot_be_computed_alone_is_left_to_the_pass(error: Exception, ben
 
 
 def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> None:
-    bench.held = HotSource(bench.source, 10)
+    bench.held = ChunkCache(bench.source, 10)
     bench.ahead = Ahead(bench.held, LAYERS, bench.source.prefill)
     compute(bench, 0)
     bench.source.step(LAYERS)

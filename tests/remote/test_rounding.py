@@ -17,7 +17,7 @@ from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.encode import Encoder
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError
-from kvtool.core.records.reading import read_chunk
+from kvtool.core.records.read import read_chunk
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.pull import pull
@@ -25,7 +25,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile
 from tests.remote.serving import wreck
@@ -60,7 +60,7 @@ def compressed(path: Path, levels: Sequence[str], machine: int) -> Path:
 
 
 def read(store: Store, level: str) -> torch.Tensor:
-    return torch.stack(list(read_chunk(store, CHUNK, level, LAYERS, ProfileShelf(store)).keys))
+    return torch.stack(list(read_chunk(store, CHUNK, level, LAYERS, ProfileCache(store)).keys))
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ def read_here(place: Path, **options: Any) -> tuple[Reply, list[Record]]:
 def same(reply: Reply, wanted: Reply) -> None:
     assert torch.equal(reply.fused.logits, wanted.fused.logits)
     assert reply.generated.ids == wanted.generated.ids
-    assert reply.fused.reach.to_json() == wanted.fused.reach.to_json()
+    assert reply.fused.read_set.to_json() == wanted.fused.read_set.to_json()
     assert (reply.bytes_read, reply.bytes_spared) == (wanted.bytes_read, wanted.bytes_spared)
 
 
@@ -123,7 +123,7 @@ def whole(records: list[Record]) -> set[Record]:
 @pytest.mark.parametrize("mode", ["reuse", "epic"])
 def test_what_is_asked_for_is_what_the_pass_reads(mode: str, store: Path, shared: str) -> None:
     wanted, reads = read_here(store, fusion=mode)
-    assert wanted.fused.reach.to_json()["records_spared"] > 0
+    assert wanted.fused.read_set.to_json()["records_spared"] > 0
     reply, asked = asking(shared, fusion=mode)
     same(reply, wanted)
     assert sorted(asked.first) == sorted(reads)

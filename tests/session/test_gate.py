@@ -14,8 +14,8 @@ from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.kernels.rope import Table
 from kvtool.core.model.rotary import Rotary
-from kvtool.core.session.gate import GateCheck, GateVerdict
-from kvtool.core.session.laws import _Bench, check_laws
+from kvtool.core.session.gate import ConformanceCheck, ConformanceResult
+from kvtool.core.session.gate_checks import _Bench, check_laws
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens
 from tests.laws import mutants
 
@@ -114,7 +114,7 @@ def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch
     verdict = check_laws(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert any(check.difference == float("inf") for check in verdict.checks)
-    assert GateVerdict.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
+    assert ConformanceResult.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
 
 
 @pytest.mark.parametrize("chunks", [LONG[:1], [tokens(1, 3)], [tokens(5, 3)] * 4], ids=["one", "one token", "equal"])
@@ -124,9 +124,9 @@ def test_few_short_or_equal_chunks(prefix: tuple[int, ...], chunks: list[tuple[i
 
 
 def test_a_verdict_survives_json() -> None:
-    checks = (GateCheck(1, "blend 100 %", 1e-6, 1e-3), GateCheck(4, "keys moved by 137", 0.7, 1e-3))
-    verdict = GateVerdict("fingerprint", checks)
+    checks = (ConformanceCheck(1, "blend 100 %", 1e-6, 1e-3), ConformanceCheck(4, "keys moved by 137", 0.7, 1e-3))
+    verdict = ConformanceResult("fingerprint", checks)
     row = json.loads(json.dumps(verdict.to_json()))
     assert row["passed"] is False
     assert [check["passed"] for check in row["checks"]] == [True, False]
-    assert GateVerdict.from_json(row) == verdict
+    assert ConformanceResult.from_json(row) == verdict

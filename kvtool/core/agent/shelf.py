@@ -19,7 +19,7 @@ from kvtool.core.query.since import changes
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
-from kvtool.core.session.gate import known_verdict
+from kvtool.core.session.gate import known_result
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.sizes import sizes_of
 
@@ -79,7 +79,7 @@ class Shelf:
         """What the store holds."""
         with self._reading() as (store, _):
             stats, identity = sizes_of(store), store_identity(store)
-            verdict = known_verdict(store, identity.fingerprint)
+            verdict = known_result(store, identity.fingerprint)
             return Status(
                 store=str(self._place),
                 **{name: stats[name] for name in ("documents", "chunks", "tokens", "bytes")},

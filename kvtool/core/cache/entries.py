@@ -159,6 +159,26 @@ class ChunkInfo:
             return cls(ids, bytes(data[lead_at:side_at]), layers, bytes(data[side_at:end]), arithmetic)
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkSpec:
+    """Describes a chunk to make records of.
+
+    Attributes
+    ----------
+    before : token ids that stand between the store's lead-in and this chunk alone (the lead-in `neighbour`).
+    lead_in : digest of all that the chunk is prefilled behind.
+    """
+
+    chunk_id: bytes
+    ids: Ids
+    before: Ids
+    lead_in: bytes
+
+    def info(self, layers: int, sensitivity: bytes = b"", arithmetic: Arithmetic | None = None) -> ChunkInfo:
+        """Make the chunk's description; `sensitivity` is as records/encode.py gives it, or empty."""
+        return ChunkInfo(self.ids, self.lead_in, layers, sensitivity, arithmetic)
+
+
 def layers_in(data: bytes | memoryview) -> int:
     """The layers that :meth:`ChunkInfo.to_bytes` states, of a million chunks without their ids. Raises DamagedError."""
     with _reading("chunk"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -16,11 +15,12 @@ from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.codec.entropy.triton_decode import CudaDecoding, decode_batch_cuda, refine_batch_cuda
 from kvtool.core.codec.payload import Coded, Escapes
 from kvtool.core.errors import DamagedError
+from kvtool.core.kernels.machine import has_triton
 
 
 def decodes_there(device: str) -> bool:
     """Whether records can be decoded on this device: it is a CUDA one, and there is triton."""
-    return device.startswith("cuda") and importlib.util.find_spec("triton") is not None
+    return device.startswith("cuda") and has_triton()
 
 
 @dataclass(frozen=True, slots=True)

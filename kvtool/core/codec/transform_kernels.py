@@ -18,6 +18,7 @@ from kvtool.core.codec.entropy import native
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.arithmetic import cpu_features, is_fast
+from kvtool.core.native.compiling import Function
 from kvtool.core.native.gemm import Tile, panels
 from kvtool.core.native.isa import AVX512
 from kvtool.core.native.job import Jobs, address, scratch
@@ -58,7 +59,7 @@ class Weights:
 class Multiplier:
     """A kernel that multiplies, and the tiles that its weights are laid out for."""
 
-    kernel: native.Kernel
+    kernel: Function
     tile: Tile
 
 

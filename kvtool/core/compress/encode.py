@@ -24,9 +24,9 @@ from kvtool.core.compress.ray_hands import RaysHands
 from kvtool.core.compress.read_back import ReadBack
 from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import DamagedError
-from kvtool.core.records.reading import exact_level, read_records
-from kvtool.core.records.threads import working
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.records.encode import encoder_threads
+from kvtool.core.records.read import exact_level, read_records
+from kvtool.core.session.levels import ProfileCache
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
 
@@ -50,7 +50,7 @@ class Encoder:
         heavy: HeavyRows | None = None,
     ) -> None:
         self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
-        self._shelf = ProfileShelf(store)
+        self._shelf = ProfileCache(store)
         self._options, self._report, self._events = options, report, events
         self._there: list[bytes] = []  # chunks that have the levels now, and were not read back
         self._bare = 0  # chunks passed over that have no record at all: here an ingest computes them again
@@ -60,7 +60,7 @@ class Encoder:
         order = known(levels)
         self._report.levels = [LevelReport(level) for level in order]
         self._events.step("compress", len(chunks), "chunks")
-        with working() as pool, closing(self._hands(pool)) as hands:
+        with encoder_threads() as pool, closing(self._hands(pool)) as hands:
             back = ReadBack(self._store, self._shelf, self._report, pool)
             for first in range(0, len(chunks), _AT_ONCE):
                 for plan in self._plans(chunks[first : first + _AT_ONCE], order):

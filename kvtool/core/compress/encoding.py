@@ -14,7 +14,7 @@ from kvtool.core.codec.encode import encode_levels, encode_rows
 from kvtool.core.codec.levels import whole
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
-from kvtool.core.records.making import sealed
+from kvtool.core.records.encode import sealed
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.compress.encoding import Made, Task, make
-from kvtool.core.records.threads import working
+from kvtool.core.records.encode import encoder_threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class FarEncoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._profile = Profile.from_bytes(recipe.profile) if recipe.profile else None
-        self._pool = working()
+        self._pool = encoder_threads()
 
     def facts(self) -> Facts:
         """What this process is."""

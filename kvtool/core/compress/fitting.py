@@ -16,10 +16,10 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.fisher import fisher, probes
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
-from kvtool.core.records.reading import exact_level, read_chunk, read_records, stored_shape
-from kvtool.core.records.threads import working
+from kvtool.core.records.encode import encoder_threads
+from kvtool.core.records.read import exact_level, read_chunk, read_records, stored_shape
 from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileShelf, losses_by_maker
+from kvtool.core.session.levels import ProfileCache, losses_by_maker
 from kvtool.core.session.session import Session
 
 
@@ -53,7 +53,7 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, eve
     events.step("fit the transform", layers, "layers")
     about = {"chunks": len(sample), "tokens": sum(map(len, tokens)), "prompts": len(made), "model": identity.model}
     groups = default_groups([stored_shape(shape, 0) for shape in decoder.shapes])
-    with working() as pool:
+    with encoder_threads() as pool:
         return fit_profile(sides, information, groups, about, advance=events.advance, each=pool.map)
 
 
@@ -68,7 +68,7 @@ def profile_of(path: Path, fingerprint: str) -> Profile:
     with Store.open(path) as other:
         if store_identity(other).fingerprint != fingerprint:
             raise ModelError(f"the store at {path} is another model's", "fit a profile here with --fit")
-        profile = ProfileShelf(other).current()
+        profile = ProfileCache(other).current()
     if profile is None:
         raise KvtoolError(f"the store at {path} has no profile", "make one there with `kvtool compress`")
     return profile

@@ -8,7 +8,7 @@ from kvtool.core.cache.identity import ids_digest
 from kvtool.core.compress.fisher import probes
 from kvtool.core.compress.loss import Question
 from kvtool.core.fusion.plan import Candidate, build_plan
-from kvtool.core.records.reading import exact_level
+from kvtool.core.records.read import exact_level
 from kvtool.core.session.session import Session
 
 

@@ -20,7 +20,7 @@ from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
-from kvtool.core.records.reading import exact_level, read_records, stored_rows
+from kvtool.core.records.read import exact_level, read_records, stored_rows
 
 _SLACK = 1.01  # of a stated error: products of other sizes round otherwise
 

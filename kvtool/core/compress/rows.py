@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.types import Ids
-from kvtool.core.records.heavy import heaviest, repeated
+from kvtool.core.records.heavy_hitters import heaviest, repeated
 
 if TYPE_CHECKING:
     import torch

@@ -1,1 +1,1 @@
-"""Chunk KVs → one prompt cache: plan, selectors, recompute engine, loader."""
+"""Fuse the KV of cached chunks into one prompt cache: plan, selectors, recompute engine, loader."""

@@ -1,4 +1,4 @@
-"""The controller (CacheBlend, arXiv 2405.16444, section 5.1): which mode, which ratio, which level for this prompt.
+"""Choose mode, recompute ratio and codec level for a prompt (the controller of CacheBlend, arXiv 2405.16444, 5.1).
 
 Decisions only, from measured speeds; nothing here needs torch. What differs from the paper:
 
@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.fusion.cost import CACHED, PromptRows, Span
-from kvtool.core.fusion.speeds import Speeds
+from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector

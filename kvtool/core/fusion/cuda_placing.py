@@ -1,4 +1,4 @@
-"""A layer's keys and values put into the prompt's buffers on a GPU, by a stream of its own.
+"""Upload a layer's keys and values into the prompt's buffers on a GPU, in a CUDA stream of its own.
 
 Records are read into pinned memory and cross as their bytes stand, in one copy with the table that says where each
 lies; one launch rotates the keys and puts all into its place (`triton_place.py`). Without triton, and for a model that
@@ -20,13 +20,90 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.staging import Staging
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rotary import Copy
 
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
+_ALIGN = 64
+_LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pinned memory comes in powers of two
+
+
+@dataclass(slots=True)
+class _Block:
+    """Pinned memory in one piece, of which the first `used` bytes are given out."""
+
+    memory: torch.Tensor
+    address: int
+    bytes: memoryview
+    used: int = 0
+
+    @classmethod
+    def of(cls, size: int) -> _Block:
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return cls(memory, memory.data_ptr(), memory.numpy().data)
+
+
+class PinnedBuffer:
+    """What one layer needs of pinned memory, given out piece by piece and brought to the device in a copy or a few.
+
+    Parameters
+    ----------
+    size : bytes that a layer's records are expected to have.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = min(size, _MOST)
+        self._blocks: list[_Block] = []
+        self._current = 0
+
+    def room(self, size: int) -> memoryview:
+        """Private, writable, on a 64-byte boundary; until `clear`."""
+        return self._room(size, self._size)
+
+    def small(self, size: int) -> memoryview:
+        """Room for what needs no memory for all records beside it."""
+        return self._room(size, _LEAST)
+
+    def _room(self, size: int, block_size: int) -> memoryview:
+        while self._current < len(self._blocks):
+            block = self._blocks[self._current]
+            if block.used + size <= len(block.bytes):
+                break
+            self._current += 1
+        else:
+            block = _Block.of(max(size, block_size, 1))
+            self._blocks.append(block)
+        start = block.used
+        block.used = min(len(block.bytes), -(-(start + size) // _ALIGN) * _ALIGN)
+        return block.bytes[start : start + size]
+
+    def clear(self) -> None:
+        """All of it may be given out anew."""
+        self._current = 0
+        for block in self._blocks:
+            block.used = 0
+
+    def find(self, address: int) -> tuple[int, int] | None:
+        """Number of the block in which an address of main memory lies, and its place there."""
+        for number, block in enumerate(self._blocks):
+            if block.address <= address < block.address + block.used:
+                return number, address - block.address
+        return None
+
+    def targets(self, device: torch.device) -> list[torch.Tensor]:
+        """Memory on the device for every block of which something was given out, uint8."""
+        return [torch.empty(block.used, dtype=torch.uint8, device=device) for block in self._in_use]
+
+    def upload(self, targets: list[torch.Tensor]) -> None:
+        """Copy all that was given out; the copies read it until they are done."""
+        for block, target in zip(self._in_use, targets, strict=True):
+            target.copy_(block.memory[: block.used], non_blocking=True)
+
+    @property
+    def _in_use(self) -> list[_Block]:
+        return self._blocks[: self._current + 1]
 
 
 def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
@@ -43,7 +120,7 @@ class _Crossing:
     read : what the stream reads and the source might let go of.
     """
 
-    staging: Staging
+    staging: PinnedBuffer
     placed: torch.cuda.Event | None = None
     read: Sequence[LayerKV] = ()
 
@@ -69,7 +146,7 @@ class CudaPlacing(Placing):
         self._compute = compute
         self._stream = torch.cuda.Stream(compute.device)
         self._stream.wait_stream(compute)
-        self._crossings = [_Crossing(Staging(layer_bytes)) for _ in range(2)]
+        self._crossings = [_Crossing(PinnedBuffer(layer_bytes)) for _ in range(2)]
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
@@ -161,7 +238,7 @@ class CudaPlacing(Placing):
         layers: Sequence[LayerKV],
         buffer: BufferLayer,
         turns: tuple[torch.Tensor, torch.Tensor] | None,
-        staging: Staging,
+        staging: PinnedBuffer,
     ) -> Moments:
         """All in one copy and one launch."""
         table = np.frombuffer(staging.small(8 * triton_place.FIELDS * len(layers)), np.int64)
@@ -178,7 +255,7 @@ class CudaPlacing(Placing):
         ]
         table[:] = triton_place.described(pieces).reshape(-1)
         begun = self._now()
-        staging.cross(targets)
+        staging.upload(targets)
         uploaded = self._now()
         found = staging.find(table.ctypes.data)
         assert found is not None
@@ -195,12 +272,12 @@ class CudaPlacing(Placing):
         layers: Sequence[LayerKV],
         buffer: BufferLayer,
         rotate: Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None],
-        staging: Staging,
+        staging: PinnedBuffer,
     ) -> Moments:
         """Keys are turned in their place, neighbouring segments as one span, so that a layer rotates in few calls."""
         begun = self._now()
         targets = staging.targets(buffer.keys.device)
-        staging.cross(targets)
+        staging.upload(targets)
         uploaded = self._now()
         runs: list[tuple[int, int]] = []
         for segment, (keys, values) in zip(segments, layers, strict=True):
@@ -221,7 +298,7 @@ class CudaPlacing(Placing):
         return moment
 
 
-def _staged(layers: Sequence[LayerKV], staging: Staging) -> Sequence[LayerKV]:
+def _staged(layers: Sequence[LayerKV], staging: PinnedBuffer) -> Sequence[LayerKV]:
     """The layers on the device or in pinned memory: those in other memory are brought there, end to end."""
     strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
     if not strays:
@@ -248,7 +325,7 @@ def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
     return triton_place.fits(keys, buffer.keys) and triton_place.fits(values, buffer.values)
 
 
-def _there(numbers: torch.Tensor, staging: Staging, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+def _there(numbers: torch.Tensor, staging: PinnedBuffer, targets: Sequence[torch.Tensor]) -> torch.Tensor:
     """A tensor as it stands on the device, after its memory has crossed."""
     found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
     if found is None:

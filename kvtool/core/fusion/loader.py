@@ -1,4 +1,4 @@
-"""Layers ahead are read, decoded and rotated into the prompt's buffers while one computes.
+"""Load layers ahead: read, decode and rotate them into the prompt's buffers while one computes.
 
 On the CPU they are placed at once, on a GPU through pinned memory by a stream of its own.
 """
@@ -14,8 +14,8 @@ from types import TracebackType
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.cuda_placing import CudaPlacing
-from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
@@ -154,7 +154,7 @@ class Loader:
     def _is_held(self) -> bool:
         """Place all layers here and now where they are held on the device: a thread would only take turns with this
         one, for work that is over before the first layer has computed."""
-        if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, HotSource):
+        if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, ChunkCache):
             return False
         even = all(len(segments) == len(self._segments) for segments in self._read)
         layers = self._source.whole(self._segments, len(self._ready)) if even else None

@@ -1,4 +1,4 @@
-"""A layer's keys and values put into the prompt's buffers, where the model computes in main memory."""
+"""Place a layer's keys and values in the prompt's buffers, keys rotated, where the model computes in main memory."""
 
 from __future__ import annotations
 

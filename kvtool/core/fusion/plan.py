@@ -1,4 +1,4 @@
-"""The prompt as segments with absolute positions, and what of it is cached."""
+"""Lay out a prompt as segments with absolute positions, and say what of it is cached."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Candidate:
     level : codec level to read, or None when nothing is stored there; `reason` then says why.
     kept : which of its tokens have a row there, ascending; None: all.
     stored : there is a record of it all the same: at another level than the one asked for, or too slow to wait for.
-    sensitivity : one little-endian float16 a token (records/sensitivity.py), or empty where none was kept.
+    sensitivity : one little-endian float16 a token (records/encode.py), or empty where none was kept.
     relevance : to the question, the more the higher: what is asked for first when records are read.
     """
 
@@ -52,7 +52,7 @@ class Segment:
     the prompt cache from an earlier round, and are neither read nor computed again).
 
     A token has a *place*, the row of the prompt's buffers that its key and value stand in, and a *position*, by which
-    the key is rotated. They differ where rows before it, or of its own segment, are not there (fusion/condense.py).
+    the key is rotated. They differ where rows before it, or of its own segment, are not there (fusion/engine.py).
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Plan:
     Attributes
     ----------
     segments : in prompt order; the first is the prefix, the last the question. In the plan of a later round
-        (`plan_further`) the first is all that stands.
+        (`extend_plan`) the first is all that stands.
     """
 
     segments: tuple[Segment, ...]
@@ -207,13 +207,13 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
     return Plan(tuple(segments))
 
 
-def plan_further(before: Plan, chunks: Sequence[Candidate]) -> Plan:
+def extend_plan(before: Plan, chunks: Sequence[Candidate]) -> Plan:
     """The plan of a further round: what stands before the question stays, `chunks` and the question come behind it."""
     *stand, question = before.segments
-    return plan_behind(standing(stand), chunks, question.ids)
+    return plan_after(standing(stand), chunks, question.ids)
 
 
-def plan_behind(stands: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
+def plan_after(stands: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
     """The plan of what comes behind rows that are in the prompt cache already."""
     laid_out = build_plan(stands, chunks, question)
     return Plan((replace(laid_out.segments[0], status="standing"), *laid_out.segments[1:]))

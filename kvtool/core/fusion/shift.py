@@ -1,4 +1,4 @@
-"""Reused rows moved as the recomputed ones among them have moved (after AgentKVShift, arXiv 2607.21604).
+"""Shift reused KV of a chunk by the average change of its recomputed tokens (after AgentKVShift, arXiv 2607.21604).
 
 What a prompt does to a chunk's keys and values is mostly one offset for all its tokens, layer by layer; how much of it
 a token takes is what its sensitivity says, which was kept at ingest. Rows that are recomputed anyway are the probes
@@ -17,7 +17,7 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.kernels.isa import isa_here
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.kernels.rope import Table
 from kvtool.core.kernels.shift import Mover, Runs
 from kvtool.core.model.attention import Rows
@@ -190,7 +190,7 @@ class Shift:
     """Shifts the reused rows of a pass, layer by layer, once the layer's own rows are in the cache; where it is not
     `wanted`, none.
 
-    None either where rows of the prompt are missing (fusion/condense.py): what a probe changes by is then also what it
+    None either where rows of the prompt are missing (fusion/engine.py): what a probe changes by is then also what it
     no longer sees, while a row that is reused has seen the whole chunk. Moved by that it misses as much, the probes of
     the next layer change the more, and some modes end far from any answer.
 

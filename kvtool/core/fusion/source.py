@@ -1,10 +1,10 @@
-"""Where the loader takes a prompt's KV from: the store, or memory."""
+"""Read a prompt's KV from the store or from memory, for the loader."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,11 +16,12 @@ from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.codec.on_device import decodes_there
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.plan import Segment
-from kvtool.core.records.reading import Unusable, read_layer, stored_rows, stored_shape
+from kvtool.core.fusion.plan import Candidate, Segment
+from kvtool.core.records.read import Unusable, kept_rows, read_layer, stored_rows, stored_shape
 
 if TYPE_CHECKING:
     from kvtool.core.cache.link import RecordReader
+    from kvtool.core.common.types import Ids
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
 
@@ -147,3 +148,24 @@ class MemorySource:
     def read(self, segments: Sequence[Segment], layer: int, stats: ReadStats) -> list[LayerKV]:
         chunks = [self.chunks[segment.source.chunk_id] for segment in segments]
         return [(chunk.keys[layer], chunk.values[layer]) for chunk in chunks]
+
+
+def with_rows(store: RecordReader, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Segments that are wanted at some levels, with what these say of the rows that are stored.
+
+    The records say it: of a level that leaves rows out the first layer's are read. Where one cannot be, its chunk is a
+    hole.
+    """
+    made = list(candidates)
+    for level in {one.level for one in candidates if one.level is not None}:
+        numbers = [number for number, one in enumerate(made) if one.level == level]
+        found = kept_rows(store, [made[number].chunk_id for number in numbers], level)
+        for number, rows in zip(numbers, found, strict=True):
+            made[number] = _with(made[number], rows)
+    return made
+
+
+def _with(candidate: Candidate, rows: Ids | Unusable | None) -> Candidate:
+    if isinstance(rows, Unusable):
+        return replace(candidate, level=None, kept=None, reason=rows.reason)
+    return replace(candidate, kept=rows) if rows != candidate.kept else candidate

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.corpus.readers.document import EXTRA
@@ -16,7 +16,6 @@ from kvtool.core.ingest.estimate import Estimate, remember_speed
 from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.records.wanted import WantedChunk
 
 
 class Account:
@@ -100,7 +99,7 @@ class Account:
         elif known:
             self.events.advance(1)
 
-    def want(self, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+    def want(self, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
         """Count the chunks of a file that have to be computed."""
         tokens = sum(len(chunk.ids) for chunk in new)
         self._estimate.learn(file.entry.path, file.entry.size, tokens)
@@ -119,7 +118,7 @@ class Account:
             self._computes, self._began = True, time.monotonic()
             self.events.step("computing KV", max(1, self.expected), "tokens")
 
-    def computed(self, chunks: Sequence[WantedChunk]) -> None:
+    def computed(self, chunks: Sequence[ChunkSpec]) -> None:
         """Tell that chunks are computed."""
         tokens = sum(len(chunk.ids) for chunk in chunks)
         self._computed += tokens

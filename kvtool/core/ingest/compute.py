@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
@@ -17,9 +18,7 @@ from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import Batch, Storer
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.records.making import LeadIns, PrefilledChunk, encode, prefill
-from kvtool.core.records.threads import working
-from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.records.encode import LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
 QUEUED = 4  # batches and commits that may wait to be written: bounds the memory they hold
 
@@ -46,10 +45,10 @@ class ChunkStorer(Storer):
         super().__init__(account, decoder.device, decoder.context, len(maker.lead_ins.own))
         self._writer, self.maker = writer, maker
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
-        self._encoders = working()
+        self._encoders = encoder_threads()
         self._pending: deque[Future[None]] = deque()
 
-    def store_prefix(self, prefix: WantedChunk) -> None:
+    def store_prefix(self, prefix: ChunkSpec) -> None:
         """See Storer."""
         decoder = self.maker.decoder
         with decoder.turns.turn():
@@ -72,7 +71,7 @@ class ChunkStorer(Storer):
         self._write(self._prefill(batch.chunks), self.maker.level, self._spanning(batch))
         self._is_there(batch)
 
-    def _prefill(self, batch: Sequence[WantedChunk]) -> list[PrefilledChunk]:
+    def _prefill(self, batch: Sequence[ChunkSpec]) -> list[PrefilledChunk]:
         started, report = time.perf_counter(), self._account.report
         with self.maker.decoder.turns.turn():  # of a served model, between two steps of the answers
             made = prefill(self.maker.decoder, self.maker.lead_ins, batch)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.records.making import ChunkRecords, LeadIns, make
-from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.records.encode import ChunkRecords, LeadIns, make
 from kvtool.core.session.identity import StoreIdentity
 
 
@@ -73,15 +73,15 @@ class FarMaker:
         limits = self._decoder.context, len(self._lead_ins.own)
         return Facts(loaded.files.ref, loaded.device, loaded.arithmetic.dtype, *limits, os.getpid())
 
-    def prefix(self, prefix: WantedChunk) -> Computed:
+    def prefix(self, prefix: ChunkSpec) -> Computed:
         """Compute the prompt's own beginning."""
         return self._computed(LeadIns.nothing(self._decoder), [prefix], self._recipe.prefix_level)
 
-    def chunks(self, chunks: Sequence[WantedChunk]) -> Computed:
+    def chunks(self, chunks: Sequence[ChunkSpec]) -> Computed:
         """Compute a batch."""
         return self._computed(self._lead_ins, chunks, self._recipe.level)
 
-    def _computed(self, lead_ins: LeadIns, chunks: Sequence[WantedChunk], level: str) -> Computed:
+    def _computed(self, lead_ins: LeadIns, chunks: Sequence[ChunkSpec], level: str) -> Computed:
         started = time.perf_counter()
         records = make(self._decoder, lead_ins, chunks, level, self._profile)
         return Computed(records, time.perf_counter() - started)

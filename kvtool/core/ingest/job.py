@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -27,7 +28,6 @@ from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
-from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import lead_ins_of
 from kvtool.core.session.levels import MeasuredLosses
 
@@ -275,9 +275,7 @@ class _Job:
         if ahead is not None and ahead.is_noted:
             self.account.events.say(ahead.told(), ahead.advice())
 
-    def _fits(
-        self, file: PreparedFile, new: Sequence[WantedChunk], check: Callable[[Sequence[WantedChunk]], None]
-    ) -> bool:
+    def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
         """Whether the model can hold a file's new chunks. A file whose chunks it cannot hold fails alone."""
         try:
             check(new)
@@ -293,7 +291,7 @@ class _Job:
         writer.commit_file(file.entry, file.documents)
         self.account.count_file(file)
 
-    def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[WantedChunk]) -> None:
+    def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
         """Commit a file of a store whose model keeps states: its chunks are known, and computed by questions."""
         self._changed = True
         writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new}, HERE)
@@ -303,7 +301,7 @@ class _Job:
         identity = self.choices.identity
         return not identity.keeps_states and bool(identity.prefix) and not store.serves_own(identity.prefix_id)
 
-    def _storer(self, store: Store, writer: Writer, chunks: Sequence[WantedChunk]) -> Storer:
+    def _storer(self, store: Store, writer: Writer, chunks: Sequence[ChunkSpec]) -> Storer:
         """What computes and writes chunks.
 
         Parameters
@@ -370,7 +368,7 @@ class _Job:
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.laws import gate_store
+        from kvtool.core.session.gate_checks import gate_store
 
         with session.decoder.turns.turn():
             verdict = gate_store(session.store, session.decoder, session.identity, self._gated)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.store import Store
 from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.records.wanted import WantedChunk
 
 
 class Novelties:
@@ -22,7 +22,7 @@ class Novelties:
         self._seen: set[bytes] = set()
         self.reused = 0
 
-    def of(self, file: PreparedFile) -> list[WantedChunk]:
+    def of(self, file: PreparedFile) -> list[ChunkSpec]:
         """List the chunks of a file that are new, once each, in order."""
         first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self._seen}
         self._seen.update(first)
@@ -55,6 +55,6 @@ class Novelties:
         """A copy of the ids of all chunks that were asked about."""
         return self._seen.copy()
 
-    def take_back(self, new: Iterable[WantedChunk]) -> None:
+    def take_back(self, new: Iterable[ChunkSpec]) -> None:
         """Forget new chunks that are not made after all: they are new in a later file, too."""
         self._seen.difference_update(chunk.chunk_id for chunk in new)

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
+from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.readers import Document
 from kvtool.core.corpus.split import split
 from kvtool.core.ingest.survey import ChangedFile
 from kvtool.core.model.prompt import chunk_tokens
 from kvtool.core.model.tokens import count_tokens
-from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 
@@ -23,7 +22,7 @@ class PreparedFile:
 
     entry: FileEntry
     documents: tuple[DocumentEntry, ...]
-    chunks: tuple[WantedChunk, ...]
+    chunks: tuple[ChunkSpec, ...]
     is_new: bool
 
     @property
@@ -35,7 +34,7 @@ class PreparedFile:
 def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> PreparedFile:
     """Split and tokenise one file's documents."""
     documents: list[DocumentEntry] = []
-    chunks: list[WantedChunk] = []
+    chunks: list[ChunkSpec] = []
     for document in file.documents:
         cut, wanted = _cut(document, identity, tokenizer)
         documents.append(cut)
@@ -52,7 +51,7 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
     return PreparedFile(entry, tuple(documents), tuple(chunks), file.known is None)
 
 
-def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[WantedChunk]]:
+def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
     spans = split(document.text, identity.split, count_tokens(tokenizer), document.kind)
     ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
     wanted = _wanted(ids, identity)
@@ -63,7 +62,7 @@ def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[D
     return DocumentEntry(document.source, document.kind, document.text, tuple(refs), document.marks), wanted
 
 
-def _wanted(ids: Sequence[Ids], identity: StoreIdentity) -> list[WantedChunk]:
+def _wanted(ids: Sequence[Ids], identity: StoreIdentity) -> list[ChunkSpec]:
     befores: list[Ids] = [()] * len(ids)
     if identity.lead_in.mode == NEIGHBOUR:
         befores = [(), *ids[:-1]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.origin import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -17,8 +18,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import Batch, Storer
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.records.wanted import WantedChunk
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 
 
 def far_storer(
@@ -32,7 +32,7 @@ def far_storer(
     DamagedError : the codec profile is lost.
     """
     identity, level = choices.identity, level_of(options.level)
-    profile = ProfileShelf(store).current() if level.nested else None
+    profile = ProfileCache(store).current() if level.nested else None
     account.events.status(f"loading {choices.files.ref} in Ray's workers")
     recipe = Recipe(
         identity,
@@ -68,7 +68,7 @@ class RayStorer(Storer):
         super().__init__(account, facts.device, facts.context, facts.lead_in)
         self._writer, self._crew = writer, crew
 
-    def store_prefix(self, prefix: WantedChunk) -> None:
+    def store_prefix(self, prefix: ChunkSpec) -> None:
         """See Storer."""
         self._crew.submit("prefix", None, prefix)
         self._write(self._crew.next()[1])

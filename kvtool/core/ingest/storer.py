@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.records.wanted import WantedChunk
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
@@ -32,7 +32,7 @@ class _Waiting:
 class Batch:
     """Holds chunks that are computed together; `tokens` with what is before each."""
 
-    chunks: list[WantedChunk]
+    chunks: list[ChunkSpec]
     tokens: int = 0
 
 
@@ -53,7 +53,7 @@ class Storer(ABC):
         self._taken = 0
 
     @abstractmethod
-    def store_prefix(self, prefix: WantedChunk) -> None:
+    def store_prefix(self, prefix: ChunkSpec) -> None:
         """Compute and keep the prompt's own beginning, which is exact in every prompt."""
 
     @abstractmethod
@@ -68,7 +68,7 @@ class Storer(ABC):
     def close(self) -> None:
         """Give up what was not finished, and wait for what works for this run."""
 
-    def check_length(self, chunks: Sequence[WantedChunk]) -> None:
+    def check_length(self, chunks: Sequence[ChunkSpec]) -> None:
         """Refuse chunks of which the model cannot hold the longest behind the lead-in. Raises UsageError."""
         longest = max((len(chunk.before) + len(chunk.ids) for chunk in chunks), default=0)
         if self._lead_in + longest > self._context:
@@ -77,7 +77,7 @@ class Storer(ABC):
                 "use a shorter --lead-in or fewer --chunk-tokens",
             )
 
-    def take(self, file: PreparedFile, missing: Sequence[WantedChunk]) -> None:
+    def take(self, file: PreparedFile, missing: Sequence[ChunkSpec]) -> None:
         """Take in a file with those of its chunks that are new; they are computed as soon as they fill a batch."""
         self._taken += 1
         self._waiting.update((chunk.chunk_id, []) for chunk in missing)
@@ -94,7 +94,7 @@ class Storer(ABC):
         """Have the rest computed, and wait until all is written; raise what went wrong there."""
         self._hand_over()
 
-    def _queue(self, chunk: WantedChunk) -> None:
+    def _queue(self, chunk: ChunkSpec) -> None:
         length = len(chunk.before) + len(chunk.ids)
         if self._batch.tokens + length > self._most_tokens:
             self._hand_over()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from kvtool.core.native.builder import FunctionBuilder, Value, module
-from kvtool.core.native.compiling import compiled
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.formats import STORED
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import JOBS, Job
@@ -176,10 +175,9 @@ def move_all(moves: Sequence[Move], isa: Isa) -> bool:
 
 
 @cache
-def _function(isa: Isa, stored: str, kept: str) -> Callable[[int, int], None]:
+def _function(isa: Isa, stored: str, kept: str) -> Function:
     """The machine code from one format to one, compiled at its first use (0.02 s)."""
-    (address,) = compiled(rotation_module(stored, kept, isa), isa, "rotate")
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
+    return compiled(rotation_module(stored, kept, isa), isa, "rotate")[0]
 
 
 def rotation_module(stored: str, kept: str, isa: Isa) -> str:

@@ -17,11 +17,11 @@ import torch
 
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.kernels.shift_ir import JOB, offsets_module
-from kvtool.core.native.compiling import compiled
-from kvtool.core.native.crew import current
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.formats import STORED
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.simd import lanes_for
+from kvtool.core.native.threads import current
 
 Whole: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Sides: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # keys and values of a layer
@@ -106,11 +106,10 @@ def _are_spans(spans: Whole, rows: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Code:
-    """Of one shape: `keep` as the thread calls it that has Python's lock, `add` by its address and without the lock."""
+    """Of one shape: `keep` as the thread calls it that has Python's lock, `add` without the lock."""
 
     keep: Callable[[int], None]
-    add: Callable[[int], None]
-    address: int
+    add: Function
 
 
 class Mover:
@@ -184,10 +183,10 @@ class Mover:
         self._job[JOB.places["next"]] = 0
         self._job[JOB.places["factors"]] = factors.data_ptr()
         self._job[JOB.places["sums"]] = sums.data_ptr()
-        code, crew = self._plain if self._rotations[layer] is None else self._turned, current()
+        code, pool = self._plain if self._rotations[layer] is None else self._turned, current()
         # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
-        if crew is not None and self._helped:
-            crew.run(code.address, self._address, torch.get_num_threads())
+        if pool is not None and self._helped:
+            pool.run(code.add, self._address, torch.get_num_threads())
         else:
             code.add(self._address)
         return sums
@@ -240,4 +239,4 @@ def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> _Code:
     text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
     keep, add = compiled(text, isa, "keep", "add")
     # What is copied is little: who gave up Python's lock for it might wait for it longer than that takes.
-    return _Code(ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep), ctypes.CFUNCTYPE(None, ctypes.c_void_p)(add), add)
+    return _Code(ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep.address), add)

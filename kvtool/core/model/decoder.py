@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,13 @@ from kvtool.core.model.load import quiet
 from kvtool.core.model.modules import attentions_of, base_of, cache_name, layers_of, still
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
-from kvtool.core.model.rowwise.layer import in_team, quicken
+from kvtool.core.model.rowwise.layer import in_team, install_fused_layers
+from kvtool.core.model.spec import ModelSpec, Projection, read_model_spec
 from kvtool.core.model.states import StateCache, StateForms, StateLayer
 from kvtool.core.model.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.model.tail import last_rows_only
-from kvtool.core.native.crew import gathered
+from kvtool.core.model.trial import UnsupportedArchitecture
+from kvtool.core.native.threads import use_pool
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,6 +57,8 @@ class Decoder:
         what those keep, or all.
     context : the longest prompt, in tokens, that the model takes.
     state_forms : of a model that keeps states, by layer and state the number format and sizes that its forward makes.
+    unfused : why rows go through the model's own layers, and not through fused ones; "": they do; None: a CPU has not
+        tried it yet.
     turns : for threads that take turns in running it.
     """
 
@@ -84,14 +89,22 @@ class Decoder:
         self._rotary: Rotary | None = None
         with suppress(ModelError) if self.keeps_states else nullcontext():  # that one can do without
             self._rotary = Rotary(self.base, modules, self.kinds, samples, self.dtype, self.device)
-        self._quick: bool | None = None  # whether its layers compute rows the quick way; tried at the first pass
+        self.unfused: str | None = None  # tried at the first pass
         self.context = context_limit(self.config)
-        self._lean: LeanPass | None = None
+        self._lean: LeanPass | None = None  # of a model on a GPU
         self.state_forms: dict[int, StateForms] = {}
         if self.keeps_states:
             self._check_states()
         else:
-            self._lean = lean_pass(self)
+            self._find_fused_pass()
+
+    def _find_fused_pass(self) -> None:
+        if not self.device.startswith("cuda"):
+            return
+        try:
+            self._lean, self.unfused = lean_pass(self), ""
+        except UnsupportedArchitecture as error:
+            self.unfused = str(error)
 
     def _check_states(self) -> None:
         """Compute two tokens and one more, and look whether the states are kept where they are looked for; what
@@ -124,11 +137,26 @@ class Decoder:
             raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
         return self._rotary
 
+    @cached_property
+    def spec(self) -> ModelSpec[Projection]:
+        """What its layers compute.
+
+        Raises
+        ------
+        UnsupportedArchitecture : something that no fast path knows.
+        """
+        return read_model_spec(self)
+
     @property
     def hooked(self) -> bool:
         """Whether anyone listens to the model's modules just now: only its own forward would tell them."""
         listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
         return next(listened, None) is not None
+
+    @property
+    def forward(self) -> str:
+        """How rows of a prompt are computed: "fused", or "torch" and why they are not."""
+        return f"torch: {self.unfused}" if self.unfused else "fused"
 
     @property
     def lean(self) -> LeanPass | None:
@@ -259,14 +287,14 @@ class Decoder:
         **more: Any,
     ) -> Any:
         """The model's own forward."""
-        if self.device == "cpu" and self._quick is None:
-            self._quick = not self.keeps_states and quicken(self)
+        if self.device == "cpu" and self.unfused is None:
+            self.unfused = "the model keeps states" if self.keeps_states else install_fused_layers(self)
         cache.rows = rows
         # Beside torch's own threads, which wait spinning after its products, helpers would only take turns with those.
         alone = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
-            crew = gathered(torch.get_num_threads() if alone else 1)
-            with crew, attention.passing(lambda: cache.rows), giving_way(self.layers):
+            pool = use_pool(torch.get_num_threads() if alone else 1)
+            with pool, attention.passing(lambda: cache.rows), giving_way(self.layers):
                 return module(
                     input_ids=ids[None],
                     position_ids=(rows.positions if position_ids is None else position_ids)[None],

@@ -22,12 +22,13 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.model.modules import cache_name
 from kvtool.core.model.probe import KV, CacheProxy
+from kvtool.core.model.swap import Swapped, own_class, swap, swapped_by
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 
 
 class Latents:
-    """Stands in for the forward of one attention module, and calls it over a cache that holds latents.
+    """The sizes and weights by which one attention module attends over a cache that holds latents.
 
     Parameters
     ----------
@@ -50,34 +51,10 @@ class Latents:
             )
         self.rank, self.plain, self.rotary, self.value, self.heads = (int(size) for size in sizes if size is not None)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module has its own forward until a decoder is made of it."""
-        return getattr, (self.attention, "forward")
-
     @property
     def serves(self) -> bool:
         """Whether latents are attended now."""
         return bool(self.attention.config._attn_implementation == self._implementation)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module does."""
-        name = cache_name(self.attention)
-        if self.serves and kwargs.get(name) is not None:
-            kwargs[name] = _latents_first(kwargs[name])
-        return type(self.attention).forward(self.attention, *args, **kwargs)
-
-    def expanded(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stand in for the module's `expand_kv`: key and value of the single head.
-
-        Parameters
-        ----------
-        latents : `[1, 1, keys, rank]`.
-        keys : rotary keys `[1, 1, keys, rotary]`, or with the latents before them already.
-        """
-        if not self.serves:
-            made: tuple[torch.Tensor, torch.Tensor] = type(self.attention).expand_kv(self.attention, latents, keys)
-            return made
-        return joined(latents, keys), latents
 
     def should_expand(self, rows: int, keys: int, pairs: int) -> bool:
         """Whether fewer multiplications are taken by keys and values of every head, made of all latents, than by
@@ -97,7 +74,8 @@ class Latents:
     def heads_of(self, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Make keys and values of every head, `[1, heads, keys, …]`, as the module does, of latents and rotary keys."""
         latents, keys = joint.split([self.rank, self.rotary], -1)
-        made: tuple[torch.Tensor, torch.Tensor] = type(self.attention).expand_kv(self.attention, latents, keys)
+        own: Any = own_class(self.attention)
+        made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(self.attention, latents, keys)
         return made
 
     def absorbed(self, query: torch.Tensor) -> torch.Tensor:
@@ -131,17 +109,29 @@ class Latents:
         return keys, values.transpose(1, 2)
 
 
-class _Expands:
-    """Stands in for the `expand_kv` of a module."""
+class _LatentModule(Swapped):
+    """An attention module that attends to latents, where they serve."""
 
-    def __init__(self, latents: Latents) -> None:
-        self._latents = latents
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module does."""
+        name = cache_name(self)
+        if self._swapped_by.serves and kwargs.get(name) is not None:
+            kwargs[name] = _latents_first(kwargs[name])
+        return super().forward(*args, **kwargs)
 
-    def __call__(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._latents.expanded(latents, keys)
+    def expand_kv(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return key and value of the single head.
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._latents.attention, "expand_kv")
+        Parameters
+        ----------
+        latents : `[1, 1, keys, rank]`.
+        keys : rotary keys `[1, 1, keys, rotary]`, or with the latents before them already.
+        """
+        if not self._swapped_by.serves:
+            own: Any = super()
+            made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(latents, keys)
+            return made
+        return joined(latents, keys), latents
 
 
 def _latents_first(cache: Any) -> CacheProxy:
@@ -165,11 +155,10 @@ def attend_latents(attentions: Sequence[Any], implementation: str) -> None:
     """Let those modules that expand latents attend to the latents themselves, wherever `implementation` attends."""
     for attention in attentions:
         if hasattr(attention, "expand_kv") and hasattr(attention, "kv_b_proj") and latents_of(attention) is None:
-            made = Latents(attention, implementation)
-            attention.forward, attention.expand_kv = made, _Expands(made)
+            swap(attention, _LatentModule, Latents(attention, implementation))
 
 
 def latents_of(attention: Any) -> Latents | None:
-    """What was put in place of a module's forward; None: it keeps no latents."""
-    made = vars(attention).get("forward")
+    """Return what a module attends to latents by; None: it keeps no latents."""
+    made = swapped_by(attention)
     return made if isinstance(made, Latents) else None

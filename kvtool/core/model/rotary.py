@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.isa import isa_here
+from kvtool.core.kernels.machine import has_triton, isa_here
 from kvtool.core.kernels.rope import Angles, Move, Table, move_all, rotate_halves
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
@@ -172,8 +171,8 @@ class Rotary:
 
     @cached_property
     def by_kernel(self) -> bool:
-        """Whether one launch on a GPU (`triton_place.py`) gives what the model's own function does: it is tried."""
-        if not self._device.startswith("cuda") or importlib.util.find_spec("triton") is None or not self.is_single:
+        """Whether one launch on a GPU (`rope_triton.py`) gives what the model's own function does: it is tried."""
+        if not self._device.startswith("cuda") or not has_triton() or not self.is_single:
             return False
         table = self.table(torch.tensor(_TRIED, device=self._device)).by_name[self.names[0]]
         keys = _drawn(self._kinds[0].shape.key_dim).to(self._dtype).to(self._device)

@@ -105,7 +105,7 @@ def _encoder_decoder(config: Any) -> str:
 
 def keeps_states(config: Any) -> bool:
     """Whether some layer of a model keeps a state that all tokens before have made: then only a prompt's beginning is
-    reused, exactly as it was (`fusion/chain.py`)."""
+    reused, exactly as it was (`fusion/prefix_cache.py`)."""
     return not STATEFUL.isdisjoint(_layer_types(config))
 
 

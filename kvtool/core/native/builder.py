@@ -365,9 +365,13 @@ class FunctionBuilder:
         """The smaller of two i64."""
         return self.call(f"llvm.{'s' if signed else 'u'}min.i64", "i64", first, first.like(second))
 
-    def atomic_add(self, pointer: Value, number: Value | int) -> Value:
+    def atomic_add(self, pointer: Value, number: Value | int, order: str = "monotonic") -> Value:
         """Add to an i64 that other threads add to as well; what it was."""
-        return self.emit_value("i64", f"atomicrmw add ptr {pointer}, i64 {number} monotonic")
+        return self.emit_value("i64", f"atomicrmw add ptr {pointer}, i64 {number} {order}")
+
+    def atomic_load(self, pointer: Value) -> Value:
+        """Load an i64 that other threads change, in one order for all threads."""
+        return self.emit_value("i64", f"load atomic i64, ptr {pointer} seq_cst, align 8")
 
     def prefetch(self, pointer: Value) -> None:
         """Ask for the cache line at an address, into a core's second cache."""

@@ -25,13 +25,13 @@ def inverse_rms(x: Value, count: Value | int, epsilon: Value) -> Value:
     return 1.0 / k.call("llvm.sqrt.f32", "float", squares / count.to("float") + epsilon)
 
 
-def rms_norm(x: Value, weight: Value, y: Value, count: Value, epsilon: Value) -> None:
-    """y = x / √(mean(x²) + ε), rounded as x is stored, · weight."""
+def rms_norm(x: Value, weight: Value, y: Value, count: Value, epsilon: Value, rounds_first: bool = True) -> None:
+    """y = x / √(mean(x²) + ε), `rounds_first`: rounded as x is stored, · weight."""
     factor = inverse_rms(x, count, epsilon)
 
     def scale(lanes: int, index: Value) -> None:
-        normed = rounded(x.load(index, lanes) * factor.splat(lanes), x.target)
-        y.store(normed * weight.load(index, lanes), index)
+        normed = x.load(index, lanes) * factor.splat(lanes)
+        y.store((rounded(normed, x.target) if rounds_first else normed) * weight.load(index, lanes), index)
 
     each(x.k, count, scale)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import RAW
-from kvtool.core.fusion.hot import HotSource
+from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import ReadStats
 
@@ -49,7 +49,7 @@ class Ahead:
     nothing to decode, and gives way between its layers to what has come.
     """
 
-    def __init__(self, source: HotSource, layers: int, prefill: Prefill) -> None:
+    def __init__(self, source: ChunkCache, layers: int, prefill: Prefill) -> None:
         self._source, self._layers, self._prefill = source, layers, prefill
         self._changed = threading.Condition()
         self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last

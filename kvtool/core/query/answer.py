@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import add_span
 from kvtool.core.evaluate.scoring import score
+from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
 from kvtool.core.query.auto import Choice, choose
@@ -262,11 +262,11 @@ def _bytes_spared(begun: Begun) -> int:
     session, source = begun.session, begun.streamed.source
 
     def sizes(segment: Segment) -> Sequence[int]:
-        held = source.held_layers(segment) if isinstance(source, HotSource) else set[int]()
+        held = source.held_layers(segment) if isinstance(source, ChunkCache) else set[int]()
         read = session.store.payload_sizes(segment.source.chunk_id, segment.source.level or RAW)
         return [0 if layer in held else size for layer, size in enumerate(read)]
 
-    return begun.outcome.fused.reach.bytes_spared(sizes)
+    return begun.outcome.fused.read_set.bytes_skipped(sizes)
 
 
 def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
@@ -304,6 +304,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
             "store_dtype": session.identity.dtype,
             "model": session.identity.model,
             "stepper": said.stepper,
+            "forward": session.decoder.forward,
             "weights": session.decoder.loaded.weights,
         },
     )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import known
 from kvtool.core.fusion.controller import Decision, decide
 from kvtool.core.fusion.cost import Span
-from kvtool.core.fusion.reach import Reach
+from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
 from kvtool.core.query.layout import Asked, lay_out_at
 from kvtool.core.session.levels import allowed_levels
@@ -71,7 +71,7 @@ def spans_of(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Sp
     windows, shares = session.windows, [dict[str, float]() for _ in plan.segments]
     if any(window is not None for window in windows):
         for mode in modes:
-            for share, of_mode in zip(shares, Reach.of(plan, mode, windows).shares(plan), strict=True):
+            for share, of_mode in zip(shares, ReadSet.of(plan, mode, windows).shares(plan), strict=True):
                 share[mode.name] = of_mode
     pairs = zip(plan.segments, shares, strict=True)
     return [Span.of(segment, session.holds(segment), share) for segment, share in pairs]

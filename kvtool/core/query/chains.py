@@ -11,8 +11,8 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import StretchInfo, least_used
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.fusion.chain import DAMAGED, Chained, fuse_chain
-from kvtool.core.fusion.stretch import Found, encoded
+from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, fuse_prefix
+from kvtool.core.fusion.state_checkpoint import StoredPrefix, encoded
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> Chained:
+def answer_chain(session: Session, plan: Plan, selector: Selector, options: QueryOptions) -> PrefixFused:
     """Fuse a prompt of a model that keeps states, from what is stored of its beginning where the mode uses that."""
     if count := session.unused_states:
         session.warn_once(
@@ -32,18 +32,18 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
             "of a model that keeps a recurrent state only a prompt's beginning is reused",
             "`kvtool store compact` gives their bytes back",
         )
-    found = find(session, plan) if selector.uses_cache else Found((), ())
+    found = find(session, plan) if selector.uses_cache else StoredPrefix((), ())
     if not options.force:
         session.check_beginning([segment.ids for segment in plan.segments[:-1]], found)
-    return fuse_chain(
+    return fuse_prefix(
         session.decoder, plan, selector, found, session.store.read_part, options.max_tokens, session.timeline
     )
 
 
-def find(session: Session, plan: Plan) -> Found:
+def find(session: Session, plan: Plan) -> StoredPrefix:
     """Name the stretches of a prompt's segments, and look which are stored."""
     ids = tuple(_names(session, plan))
-    return Found(ids, tuple(_stored(session.store, stretch) for stretch in ids))
+    return StoredPrefix(ids, tuple(_stored(session.store, stretch) for stretch in ids))
 
 
 def _names(session: Session, plan: Plan) -> Iterator[bytes]:
@@ -70,7 +70,7 @@ def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
     return None
 
 
-def keep(session: Session, chained: Chained, limit: int, again: bool = False) -> int:
+def keep(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> int:
     """Note what was used, and store the stretches that were computed; returns how many.
 
     A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning.
@@ -99,7 +99,7 @@ def keep(session: Session, chained: Chained, limit: int, again: bool = False) ->
     return len(new)
 
 
-def _store(session: Session, chained: Chained, limit: int) -> None:
+def _store(session: Session, chained: PrefixFused, limit: int) -> None:
     stretches, store = session.store.stretches(), session.store
     own = {*chained.used, *(one.id for one in chained.new)}
     infos = [*(one.info for one in chained.new), *(stretches[one] for one in chained.used if one in stretches)]

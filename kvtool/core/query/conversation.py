@@ -2,7 +2,7 @@
 
 What stands in the cache is neither read nor computed again. Behind it come, as the model's chat template has them: the
 end of the answer's turn, the passages that are new, the question. So a turn computes its own text and what its mode
-computes of the new passages, as `--defer` does in a later round (fusion/rounds.py).
+computes of the new passages, as `--defer` does in a later round (fusion/engine.py).
 """
 
 from __future__ import annotations

@@ -72,7 +72,11 @@ class LayerBackends:
 
 def explain_attention(decoder: Decoder, fused: Fused) -> list[LayerBackends]:
     """Return the backends of a model's layers, one entry for each kind, for as many rows and keys as a prompt had."""
-    rows, keys = fused.tokens.recomputed + fused.tokens.fresh, fused.plan.length
+    return backends_of(decoder, fused.tokens.recomputed + fused.tokens.fresh, fused.plan.length)
+
+
+def backends_of(decoder: Decoder, rows: int, keys: int) -> list[LayerBackends]:
+    """Return the backends of a model's layers, one entry for each kind, for so many rows over so many keys."""
     heads, device = int(decoder.config.num_attention_heads), decoder.device.partition(":")[0]
     calls = Counter(
         AttentionCall(

@@ -6,14 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 from typing import TYPE_CHECKING
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, PrefillStopped, prefill_chunks
-from kvtool.core.records.making import LeadIns, make
-from kvtool.core.records.reading import read_chunk
-from kvtool.core.records.wanted import WantedChunk
+from kvtool.core.records.encode import LeadIns, make
+from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def _tell(session: Session, holes: Sequence[Segment], stored: Container[bytes] =
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
 
 
-def _store(session: Session, wanted: Sequence[WantedChunk]) -> int:
+def _store(session: Session, wanted: Sequence[ChunkSpec]) -> int:
     """Store what was computed; how many, none with a warning where that cannot be."""
     store, decoder, identity, warn = session.store, session.decoder, session.identity, session.warn
     try:
@@ -66,7 +66,7 @@ def _store(session: Session, wanted: Sequence[WantedChunk]) -> int:
     return len(wanted)
 
 
-def _clean(session: Session, writer: Writer, chunk: WantedChunk) -> bool:
+def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
     """Drop of a chunk what cannot be read, and nothing else; whether a level that loses nothing is left."""
     store, layers = session.store, session.layers
     wanted = chunk.info(layers)
@@ -117,7 +117,7 @@ def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
     return identity.lead_in.mode != NEIGHBOUR and chunk_id == identity.chunk_id(segment.ids)
 
 
-def _wanted(segment: Segment, identity: StoreIdentity) -> WantedChunk | None:
+def _wanted(segment: Segment, identity: StoreIdentity) -> ChunkSpec | None:
     """The record to make; None: there is one all the same, or the chunk before it is needed."""
     chunk_id = segment.source.chunk_id
     if segment.source.stored or not stands_alone(segment, identity):

@@ -15,8 +15,8 @@ from kvtool.core.codec.levels import enough_loss, known
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
-from kvtool.core.fusion.condense import with_rows
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_behind
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_after
+from kvtool.core.fusion.source import with_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
@@ -117,7 +117,7 @@ def lay_out(
         if behind is None:
             plan = build_plan(_prefix(session, parts.prefix), chunks, question)
         else:
-            plan = plan_behind(behind.tokens, chunks, question)
+            plan = plan_after(behind.tokens, chunks, question)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)

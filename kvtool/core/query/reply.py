@@ -200,7 +200,7 @@ class Reply:
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},
             "bytes_read": self.bytes_read,
-            **self.fused.reach.to_json(),
+            **self.fused.read_set.to_json(),
             "bytes_spared": self.bytes_spared,
             **({"rounds": [one.to_json() for one in self.rounds], "left": self.left} if self.rounds else {}),
             **self.scores,

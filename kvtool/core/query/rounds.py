@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.timeline import add_span
-from kvtool.core.fusion.chain import Chained, fuse_chain_behind
-from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.engine import Fused, extend_fused, fuse, fuse_after, joined
 from kvtool.core.fusion.plan import Plan, build_plan
-from kvtool.core.fusion.rounds import fuse_behind, fuse_further, joined
+from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import Beginning, begin
 from kvtool.core.model.states import StateCache
@@ -57,7 +56,7 @@ class Outcome:
     fused: Fused
     begun: Beginning | None
     rounds: list[Round]
-    chained: Chained | None = None
+    chained: PrefixFused | None = None
 
 
 def steps(
@@ -84,7 +83,7 @@ def steps(
             room = plan.length - first.length + options.max_tokens
             now = fused = fuse(decoder, first, selector, source, room, timeline, options.load_timeout)
         else:
-            now = fuse_further(decoder, fused, wanted, selector, source, timeline, options.load_timeout)
+            now = extend_fused(decoder, fused, wanted, selector, source, timeline, options.load_timeout)
             fused = joined(fused, now)
         took = add_span(timeline, f"fuse: {selector.name}, chunks {start + 1} to {stop}", began)
         yield Step(fused, now, stop == len(chunks), took * 1e3)
@@ -114,9 +113,9 @@ def fuse_on(session: Session, behind: Standing, plan: Plan, selector: Selector, 
     """Fuse what a plan has behind a prompt that stands, in one pass."""
     decoder, cache, timeline = session.decoder, behind.cache, session.timeline
     if isinstance(cache, StateCache):
-        chained = fuse_chain_behind(decoder, cache, plan, selector, options.max_tokens, timeline)
+        chained = extend_prefix(decoder, cache, plan, selector, options.max_tokens, timeline)
         return Outcome(chained.fused, None, [], chained)
-    fused = fuse_behind(
+    fused = fuse_after(
         decoder, cache, plan, selector, session.source, options.max_tokens, timeline, options.load_timeout
     )
     return Outcome(fused, None, [])

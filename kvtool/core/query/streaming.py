@@ -20,13 +20,11 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.entropy.native import compile_ahead
 from kvtool.core.codec.levels import known
 from kvtool.core.common.timeline import add_span
-from kvtool.core.fusion.condense import with_rows
-from kvtool.core.fusion.cost import PromptRows, Span
-from kvtool.core.fusion.hot import HotSource, held_on
+from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
+from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
 from kvtool.core.fusion.plan import Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import KVSource
-from kvtool.core.fusion.speeds import MEMORY, Speeds
+from kvtool.core.fusion.source import KVSource, with_rows
 from kvtool.core.query.ahead import COMPUTED, Ahead
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.fill import compute_alone, stands_alone
@@ -99,9 +97,9 @@ def _stream(
     segments = asked.plan.segments
     holes = {at: segment for at, segment in enumerate(segments[:-1]) if segment.status == "miss" and segment.ids}
     ladders += tuple(Ladder(at, len(hole.ids), ()) for at, hole in holes.items())
-    if not isinstance(source, HotSource):
+    if not isinstance(source, ChunkCache):
         limit = session.decoder.kv_bytes(asked.plan.length)
-        source = HotSource(source, limit, device=held_on(session.decoder))
+        source = ChunkCache(source, limit, device=held_on(session.decoder))
     ahead = Ahead(source, speeds.layers, partial(compute_alone, session))
     computing = Computing(asked.plan, speeds, selector, frozenset(holes))
     alone = partial(_alone, session, asked.plan, speeds)

@@ -8,8 +8,8 @@ from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
+from kvtool.core.fusion.engine import copied
 from kvtool.core.fusion.plan import Candidate, standing
-from kvtool.core.fusion.rounds import copied
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import Begun

@@ -1,1 +1,1 @@
-"""A chunk's records: made from its token ids, and read back with the coarser ones that they refine."""
+"""Encode chunks as records, and read them back with the coarser ones that they refine."""

@@ -1,6 +1,7 @@
-"""The gate: a model's first meeting with a store checks that its fused caches are what full recompute gives.
+"""Keep the results of a model's conformance checks next to the store, one file for each model and arithmetic.
 
-This file keeps its verdicts beside the store, one file a model; `session/laws.py` finds them, and needs torch.
+The gate lets a model answer from fused caches only where these are what full recompute gives. `session/gate_checks.py`
+measures that at a model's first meeting with a store, and needs torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ GATE_FORMAT = 1
 
 
 @dataclass(frozen=True, slots=True)
-class GateCheck:
-    """One law, and how far the model is from it: RMS difference over the reference's standard deviation."""
+class ConformanceCheck:
+    """A law, and how far the model is from it: RMS difference over the reference's standard deviation."""
 
     law: int
     name: str
@@ -35,8 +36,8 @@ class GateCheck:
 
 
 @dataclass(frozen=True, slots=True)
-class GateVerdict:
-    """What the gate found for a model; kept in the store under the model's fingerprint and what it computes in.
+class ConformanceResult:
+    """The result of a model's checks, kept under the model's fingerprint and what it computes in.
 
     Attributes
     ----------
@@ -45,7 +46,7 @@ class GateVerdict:
     """
 
     fingerprint: str
-    checks: tuple[GateCheck, ...]
+    checks: tuple[ConformanceCheck, ...]
     of_others: dict[str, float] = field(default_factory=dict)
 
     @property
@@ -54,27 +55,27 @@ class GateVerdict:
 
     @property
     def compared(self) -> set[Arithmetic]:
-        """Whose records were held against one's own."""
+        """Return the arithmetics whose records were compared with one's own."""
         known = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
         return {one for one in known if str(one) in self.of_others}
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
-        verdict: dict[str, Any] = {
+        row: dict[str, Any] = {
             "format": GATE_FORMAT,
             "fingerprint": self.fingerprint,
             "passed": self.passed,
             "checks": rows,
         }
         if self.of_others:
-            verdict["loss_by_arithmetic"] = self.of_others
-        return verdict
+            row["loss_by_arithmetic"] = self.of_others
+        return row
 
     @classmethod
-    def from_json(cls, row: dict[str, Any]) -> GateVerdict:
+    def from_json(cls, row: dict[str, Any]) -> ConformanceResult:
         keys = ("law", "name", "difference", "allowed")
         checks = tuple(
-            GateCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
+            ConformanceCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
             for check in row["checks"]
         )
         of_others = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
@@ -91,31 +92,31 @@ class GateVerdict:
             )
 
 
-def stored_verdict(store: Store, model: str, arithmetic: Arithmetic) -> GateVerdict | None:
-    """What the gate found for a model that computes in this at its first meeting with this store; None before that."""
+def stored_result(store: Store, model: str, arithmetic: Arithmetic) -> ConformanceResult | None:
+    """Return the result of a model that computes in this, from its first meeting with this store; None before that."""
     try:
-        return GateVerdict.from_json(read_side(store, _file(model, arithmetic), format=GATE_FORMAT))
+        return ConformanceResult.from_json(read_side(store, _file(model, arithmetic), format=GATE_FORMAT))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # missing or unreadable: the gate is run again
 
 
-def known_verdict(store: Store, model: str) -> GateVerdict | None:
-    """What the gate found for a model in every arithmetic that has met the store, as one; None before the first."""
+def known_result(store: Store, model: str) -> ConformanceResult | None:
+    """Return the results of a model in every arithmetic that has met the store as one; None before the first."""
     found = [
         verdict
         for names in product(NUMBER_FORMATS, DEVICE_KINDS)
-        if (verdict := stored_verdict(store, model, Arithmetic(*names))) is not None
+        if (verdict := stored_result(store, model, Arithmetic(*names))) is not None
     ]
     if not found:
         return None
     losses = [one.of_others for one in found]
     worst = {made: max(row.get(made, 0.0) for row in losses) for made in sorted({*chain.from_iterable(losses)})}
-    return GateVerdict(model, tuple(check for one in found for check in one.checks), worst)
+    return ConformanceResult(model, tuple(check for one in found for check in one.checks), worst)
 
 
-def keep_verdict(store: Store, verdict: GateVerdict, arithmetic: Arithmetic) -> None:
-    """Keep a verdict beside the store; where it cannot be kept, the gate is run again next time."""
-    write_side(store, _file(verdict.fingerprint, arithmetic), verdict.to_json())
+def keep_result(store: Store, result: ConformanceResult, arithmetic: Arithmetic) -> None:
+    """Keep a result next to the store; where it cannot be kept, the gate is run again next time."""
+    write_side(store, _file(result.fingerprint, arithmetic), result.to_json())
 
 
 def _file(model: str, arithmetic: Arithmetic) -> str:

@@ -1,4 +1,4 @@
-"""What a store is made with: the model, the prompt's fixed parts, the lead-in and the way documents are cut."""
+"""Identify a store by what it is made with: model, the prompt's fixed parts, lead-in, and how documents are split."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shlex
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.origin import HERE, Origin
 from kvtool.core.common.types import Ids
@@ -18,12 +19,11 @@ from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.support import ONLY_EXACTLY
-from kvtool.core.records.wanted import WantedChunk
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.records.making import LeadIns
+    from kvtool.core.records.encode import LeadIns
 
 NEIGHBOUR = "neighbour"
 # Stores of earlier versions may have a lead-in of trained rows, which are no longer computed with. Its chunks have
@@ -61,7 +61,8 @@ class StoreIdentity:
     prefix : token ids before the first chunk of a prompt, as they were when the store was made.
     answer_header : token ids after the question.
     system : the instruction they were made from.
-    keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused (fusion/chain.py).
+    keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused
+        (fusion/prefix_cache.py).
     """
 
     model: str
@@ -79,9 +80,9 @@ class StoreIdentity:
         """Id of a chunk behind this lead-in (and `before`, its own part of it)."""
         return self._id(ids, self.lead_in.digest(before))
 
-    def wanted(self, ids: Ids, before: Ids = ()) -> WantedChunk:
+    def wanted(self, ids: Ids, before: Ids = ()) -> ChunkSpec:
         """A chunk behind this lead-in, as it is to be made."""
-        return WantedChunk(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
+        return ChunkSpec(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
     @property
     def most_tokens(self) -> int:
@@ -99,9 +100,9 @@ class StoreIdentity:
             )
 
     @property
-    def wanted_prefix(self) -> WantedChunk:
+    def wanted_prefix(self) -> ChunkSpec:
         """The prompt's beginning, as it is to be made."""
-        return WantedChunk(self.prefix_id, self.prefix, (), ids_digest([]))
+        return ChunkSpec(self.prefix_id, self.prefix, (), ids_digest([]))
 
     @property
     def prefix_id(self) -> bytes:
@@ -158,8 +159,7 @@ def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
     """Compute a store's lead-in, and the other one that the sensitivity of chunks is measured against."""
     from kvtool.core.model.prefill import LeadIn
     from kvtool.core.model.prompt import PromptParts
-    from kvtool.core.records.making import LeadIns
-    from kvtool.core.records.sensitivity import other_lead_in
+    from kvtool.core.records.encode import LeadIns, other_lead_in
 
     wanted, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
     other = other_lead_in(decoder, parts, wanted.ids, wanted.mode != NEIGHBOUR)

@@ -1,4 +1,4 @@
-"""Which level of a chunk is read, and the profiles that records name."""
+"""Choose the level at which a chunk is read, and cache the profiles that records name."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _least_lossy(levels: Sequence[str], losses: Mapping[str, float]) -> list[str
     return sorted([*finest, *sparse], key=lambda level: losses.get(level, unknown.get(level, math.inf)))
 
 
-class ProfileShelf:
+class ProfileCache:
     """A store's codec profiles by digest; each is read and checked once."""
 
     def __init__(self, store: Store) -> None:

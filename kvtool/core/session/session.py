@@ -1,4 +1,4 @@
-"""A store with its model: what answering, ingesting, fitting and measuring all open, and share."""
+"""Hold a store with its model: what answering, ingesting and measuring all open, and share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.arithmetic import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
-from kvtool.core.fusion.hot import HotChunks, HotSource, held_on
+from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
 from kvtool.core.fusion.source import KVSource, StoreSource
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
-from kvtool.core.session.gate import GateVerdict, stored_verdict
+from kvtool.core.session.gate import ConformanceResult, stored_result
 from kvtool.core.session.identity import LEARNED, StoreIdentity, model_files, store_identity
-from kvtool.core.session.levels import MeasuredLosses, ProfileShelf
+from kvtool.core.session.levels import MeasuredLosses, ProfileCache
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
-    from kvtool.core.fusion.stretch import Found
+    from kvtool.core.fusion.state_checkpoint import StoredPrefix
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
@@ -38,7 +38,7 @@ _OLD_LEAD_IN = (
 
 
 class Session:
-    """Holds a store and what belongs to it: the model, its lead-in, codec profiles and losses, the gate's verdict, this
+    """Holds a store and what belongs to it: the model, its lead-in, codec profiles and losses, the gate's result, this
     machine's speeds, the search index and the place where KV is read. It does nothing with them.
 
     All of that is made at its first use and kept; :meth:`refresh` takes in what other writers changed. Threads may
@@ -82,10 +82,10 @@ class Session:
         self.lock = threading.RLock()
         self.timeline: Timeline | None = None
         self.say: Callable[[str], None] = lambda text: None
-        self.profiles = ProfileShelf(store)
+        self.profiles = ProfileCache(store)
         self.losses = MeasuredLosses(store)
-        self.hot: HotChunks | None = None
-        self._verdict: GateVerdict | None = None
+        self.hot: RecentChunks | None = None
+        self._conformance: ConformanceResult | None = None
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
             self.decoder = decoder
@@ -130,7 +130,7 @@ class Session:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
         self.losses = MeasuredLosses(self.store)
-        if isinstance(source := self.__dict__.get("source"), HotSource):
+        if isinstance(source := self.__dict__.get("source"), ChunkCache):
             source.recheck()
         self._revision = revision
 
@@ -231,18 +231,18 @@ class Session:
         ------
         GateError : with the measured numbers.
         """
-        if self._verdict is None:
-            self._verdict = stored_verdict(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
-        if self._verdict is None:
+        if self._conformance is None:
+            self._conformance = stored_result(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
+        if self._conformance is None:
             return
-        known = {None, self.arithmetic, *self._verdict.compared}
+        known = {None, self.arithmetic, *self._conformance.compared}
         if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
-            from kvtool.core.session.others import gate_records
+            from kvtool.core.session.gate_checks import gate_records
 
-            self._verdict = gate_records(self.store, self.decoder, self.identity, self._verdict, chunk_ids)
-        self._verdict.enforce()
+            self._conformance = gate_records(self.store, self.decoder, self.identity, self._conformance, chunk_ids)
+        self._conformance.enforce()
 
-    def check_beginning(self, segments: Sequence[Ids], found: Found) -> None:
+    def check_beginning(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
         """Hold what another arithmetic has made of a prompt's beginning against what is made here, when it is first
         used.
 
@@ -254,14 +254,14 @@ class Session:
         ------
         GateError : with the measured numbers.
         """
-        if self._verdict is not None:
-            from kvtool.core.session.others import gate_beginning
+        if self._conformance is not None:
+            from kvtool.core.session.gate_checks import gate_beginning
 
-            self._verdict = gate_beginning(self.store, self.decoder, self._verdict, segments, found)
-            self._verdict.enforce()
+            self._conformance = gate_beginning(self.store, self.decoder, self._conformance, segments, found)
+            self._conformance.enforce()
 
-    def _meet(self) -> GateVerdict | None:
-        from kvtool.core.session.laws import gate_store
+    def _meet(self) -> ConformanceResult | None:
+        from kvtool.core.session.gate_checks import gate_store
 
         return gate_store(self.store, self.decoder, self.identity)
 
@@ -286,10 +286,10 @@ class Session:
 
     def keep_hot(self, limit: int) -> None:
         """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
-        self.source = HotSource(self.source, limit, self.store.record_mark, held_on(self.decoder))
-        self.hot = HotChunks(limit)
+        self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
+        self.hot = RecentChunks(limit)
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of a segment's KV is held in memory."""
         source = self.__dict__.get("source")  # one that is not there yet holds nothing, and would load the model
-        return isinstance(source, HotSource) and source.holds(segment, self.layers)
+        return isinstance(source, ChunkCache) and source.holds(segment, self.layers)

@@ -1,4 +1,4 @@
-"""What a store holds in numbers: the chunks of documents, and the prompt's own beginning apart from them."""
+"""Count what a store holds: the chunks of documents, and separately the prompt's own beginning."""
 
 from __future__ import annotations
 

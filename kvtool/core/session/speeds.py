@@ -1,9 +1,12 @@
-"""How fast this machine computes and loads a store's records: measured once, kept beside the store."""
+"""Measure once how fast this machine computes passes of a model and loads records of a store, and keep it there."""
 
 from __future__ import annotations
 
+import math
 import random
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +14,15 @@ import torch
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.condense import with_rows
-from kvtool.core.fusion.plan import Candidate
-from kvtool.core.fusion.source import StoreSource
-from kvtool.core.fusion.speeds import MEMORY, LoadSpeed, PassSpeed, Speeds, read_numbers
-from kvtool.core.session.levels import ProfileShelf
-from kvtool.core.session.measuring import WANTED, measure_load, measure_memory, measure_pass
+from kvtool.core.fusion.chunk_cache import held_on
+from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Candidate, Segment
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, with_rows
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.between import step_aside, uninterrupted
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.session.levels import ProfileCache
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -24,6 +30,13 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _LOOKED_AT = 256  # chunks of a store, to find some at every level
+_ROWS = {"cpu": (16, 64, 256), "cuda": (64, 512, 4096)}  # of a pass
+_LONGEST = 4096  # keys of the pass whose rows, as many as in the middle one, are scattered
+_ROUNDS, _ROUND_SECONDS = 4, 1.5  # at most so many, and two at least, until so much time is gone
+_GROUPS = (1, 1, 1, 1, 3, 3, 3)  # chunks loaded together; the first group warms up
+_LEVEL_SECONDS = 1.0
+_HELD_TOKENS = 128  # of a chunk that stands for those held in memory
+_WANTED = sum(_GROUPS)  # chunks that `measure_load` would like to have
 
 Say = Callable[[str], None]
 
@@ -76,7 +89,7 @@ class SpeedBook:
         samples = find_samples(self._store, self._decoder.stored_layers, stored, own)
         if self._passes is None:
             self._passes = measure_pass(self._decoder)
-        source = StoreSource(self._store, self._decoder, ProfileShelf(self._store))
+        source = StoreSource(self._store, self._decoder, ProfileCache(self._store))
         for level in levels:
             speed = (
                 measure_memory(self._decoder)
@@ -151,7 +164,7 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
     random.Random(0).shuffle(others)
     found: dict[str, list[Candidate]] = {level: [] for level in levels}
     for chunk in (*others[:_LOOKED_AT], *own):
-        wanted = [level for level in levels if len(found[level]) < WANTED]
+        wanted = [level for level in levels if len(found[level]) < _WANTED]
         if not wanted:
             break
         try:
@@ -162,3 +175,143 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
             for level in set(wanted) & set(store.levels(chunk)):
                 found[level].append(Candidate(info.token_ids, chunk, level=level))
     return {level: [one for one in with_rows(store, chunks) if one.level] for level, chunks in found.items()}
+
+
+# ---- computing ---------------------------------------------------------------------------------------------------
+
+
+def measure_pass(decoder: Decoder) -> PassSpeed:
+    """Time passes of a few row counts, the first rows of a prompt and rows scattered over a longer one.
+
+    Every size is timed in every round and its least counts: what disturbs one round does not bend the fit.
+    """
+    shapes = _shapes(decoder)
+    works = [_work(decoder, positions) for positions in shapes]
+    least = [math.inf] * len(works)
+    started = time.perf_counter()
+    for done in range(_ROUNDS):
+        for number, work in enumerate(works):
+            least[number] = min(least[number], work())
+        if done and time.perf_counter() - started > _ROUND_SECONDS:
+            break
+    keys = [sum(positions) + len(positions) for positions in shapes]
+    return fit_pass([(len(shape), seen, took) for shape, seen, took in zip(shapes, keys, least, strict=True)])
+
+
+def _shapes(decoder: Decoder) -> list[range]:
+    """Prompt positions of each pass."""
+    longest = max(1, min(decoder.context, _LONGEST))
+    sizes = [rows for rows in _ROWS.get(decoder.device.split(":")[0], _ROWS["cpu"]) if rows <= longest] or [longest]
+    step = max(1, longest // sizes[len(sizes) // 2])
+    return [*map(range, sizes), range(step - 1, longest, step)]
+
+
+def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
+    """A pass of rows at these positions, over a cache of what stands before them; it tells how long it took."""
+    cache = decoder.new_cache(positions[-1] + 1)
+    cache.set_length(positions[-1] + 1)
+    for buffer in cache.buffers:  # what happens to stand there may be slow to compute with
+        buffer.keys.zero_()
+        buffer.values.zero_()
+    chosen = random.Random(0)
+    vocabulary = int(decoder.model.get_input_embeddings().weight.shape[0])
+    ids = [chosen.randrange(vocabulary) for _ in positions]
+    rows = Rows.of(torch.tensor(list(positions)), decoder.device)
+
+    def timed() -> float:
+        step_aside()
+        with uninterrupted():
+            started = time.perf_counter()
+            decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
+            return time.perf_counter() - started
+
+    return timed
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
+    """Time the loading of single chunks and of groups, each for the first time; None: none of them can be read."""
+    left = list(chunks)
+    samples: list[_Loaded] = []
+    started = time.perf_counter()
+    for number, size in enumerate(_GROUPS):
+        group, left = left[:size], left[size:]
+        group = group or list(chunks[:size])
+        sample = _load(decoder, source, group) if group else None
+        if sample is not None and number:
+            samples.append(sample)
+        if samples and time.perf_counter() - started > _LEVEL_SECONDS:
+            break
+    if not samples:
+        return None
+    usual = [
+        _usual([sample for sample in samples if sample.chunks == size])
+        for size in {sample.chunks for sample in samples}
+    ]
+    fixed, token = fit([(1.0, sample.tokens) for sample in usual], [sample.seconds for sample in usual])
+    most = max(usual, key=lambda sample: sample.tokens)
+    if token < most.seconds / most.tokens / 2:  # a prompt holds more than a sample: calls alone cannot be the cost
+        token = most.seconds / most.tokens / 2
+        fixed = most.seconds / 2
+    seconds = sum(sample.seconds for sample in samples)
+    return LoadSpeed(
+        fixed=fixed,
+        token=token,
+        busy=sum(sample.core_seconds for sample in samples) / seconds,
+        bytes_per_second=decoder.kv_bytes(sum(sample.tokens for sample in samples)) / seconds,
+    )
+
+
+def measure_memory(decoder: Decoder) -> LoadSpeed:
+    """Time the loading of chunks that are held decoded, as `ChunkCache` holds them."""
+    there = held_on(decoder)
+    chunks = {bytes([number]): _of_ones(decoder, there) for number in range(_WANTED)}
+    candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]
+    speed = measure_load(decoder, MemorySource(chunks), candidates)
+    assert speed is not None  # nothing of it can be missing
+    return speed
+
+
+def _of_ones(decoder: Decoder, there: torch.device | None) -> ChunkKV:
+    sides = [[shape.empty(_HELD_TOKENS, decoder.kv_dtype)[side] for shape in decoder.shapes] for side in (0, 1)]
+    keys, values = ([torch.ones_like(numbers, device=there) for numbers in side] for side in sides)
+    return ChunkKV(keys, values)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """One sample of loading."""
+
+    chunks: int
+    tokens: int
+    seconds: float
+    core_seconds: float
+
+
+def _usual(samples: Sequence[_Loaded]) -> _Loaded:
+    """The median by seconds a token: a record's first reading is wanted, not its fastest."""
+    return sorted(samples, key=lambda sample: sample.seconds / sample.tokens)[(len(samples) - 1) // 2]
+
+
+def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _Loaded | None:
+    """Load chunks as a query does; None: one of them is damaged."""
+    segments: list[Segment] = []
+    for chunk in chunks:
+        ids = tuple(chunk.ids[token] for token in chunk.rows)
+        segments.append(Segment(ids, segments[-1].stop if segments else 0, "hit", chunk, kept=chunk.kept))
+    tokens = segments[-1].stop
+    cache = decoder.new_cache(tokens)
+    cache.set_length(tokens)
+    step_aside()
+    busy, started = time.process_time(), time.perf_counter()
+    try:
+        with uninterrupted(), Loader(decoder, [segments] * decoder.stored_layers, cache, source) as loader:
+            for layer in range(decoder.stored_layers):
+                loader.wait(layer)
+            cache.buffers[-1].keys.sum().item()  # which waits for a GPU
+    except RecordMissing:
+        return None
+    seconds = max(time.perf_counter() - started, 1e-9)
+    return _Loaded(len(chunks), tokens, seconds, time.process_time() - busy)

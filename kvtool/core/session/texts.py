@@ -1,4 +1,4 @@
-"""Whether the texts of a store's documents are those that its chunks were computed of."""
+"""Compare the texts of a store's documents with the token ids that its chunks were computed of."""
 
 from __future__ import annotations
 

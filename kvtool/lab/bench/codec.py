@@ -21,7 +21,7 @@ from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from kvtool.lab.bench.codec_tasks import Task, all_tasks
 from kvtool.lab.bench.first_call import first_call_ms
 from kvtool.lab.bench.machine import Host
@@ -120,7 +120,7 @@ def bench_codec(
     """
     events = events or Events()
     identity = store_identity(store)
-    profile = ProfileShelf(store).current()
+    profile = ProfileCache(store).current()
     most = threads or cores()
     keep_freed_memory()  # as loading a model does: two threads would wait for each other's fresh pages
     with entropy_coder(coder) as backend, _one_torch_thread():

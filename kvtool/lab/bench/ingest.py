@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.progress import Events
@@ -23,7 +23,6 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.records.wanted import WantedChunk
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from kvtool.lab.bench.machine import Host
 
@@ -69,7 +68,7 @@ def files_of(store: Store, identity: StoreIdentity, most_tokens: int) -> list[Pr
         if files and tokens > most_tokens:
             break
         entry = FileEntry(document.source, 0, 0, "", "", (document.source,))
-        chunks = [WantedChunk(identity.chunk_id(own), own, (), identity.lead_in.digest()) for own in ids]
+        chunks = [ChunkSpec(identity.chunk_id(own), own, (), identity.lead_in.digest()) for own in ids]
         files.append(PreparedFile(entry, (document,), tuple(chunks), is_new=True))
     return files
 
@@ -115,7 +114,7 @@ def _seconds(work: Callable[[], None]) -> float:
 
 
 @torch.inference_mode()
-def _plain(decoder: Decoder, wanted: Sequence[WantedChunk]) -> None:
+def _plain(decoder: Decoder, wanted: Sequence[ChunkSpec]) -> None:
     with decoder.plain_attention():
         for batch in _of_similar_length(wanted, batch_tokens(decoder.device)):
             width = max(len(chunk.ids) for chunk in batch)
@@ -129,9 +128,9 @@ def _plain(decoder: Decoder, wanted: Sequence[WantedChunk]) -> None:
         torch.cuda.synchronize()
 
 
-def _of_similar_length(wanted: Sequence[WantedChunk], tokens: int) -> Iterator[list[WantedChunk]]:
+def _of_similar_length(wanted: Sequence[ChunkSpec], tokens: int) -> Iterator[list[ChunkSpec]]:
     """Batches with little padding; one holds at most `tokens` padded tokens, or one longer chunk."""
-    batch: list[WantedChunk] = []
+    batch: list[ChunkSpec] = []
     for chunk in sorted(wanted, key=lambda chunk: len(chunk.ids)):
         if batch and len(chunk.ids) * (len(batch) + 1) > tokens:
             yield batch

@@ -14,11 +14,11 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
-from kvtool.core.fusion.hot import HotSource
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import KVSource, StoreSource
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from kvtool.lab.bench.flops import Work, full_work, fused_work
 from kvtool.lab.bench.limits import synchronize
 from kvtool.lab.bench.memory import peak_memory
@@ -78,7 +78,7 @@ class Answerer:
     def __init__(self, decoder: Decoder, store: Store, options: QueryOptions) -> None:
         self.decoder = decoder
         self._store, self._options = store, options
-        self._profiles = ProfileShelf(store)
+        self._profiles = ProfileCache(store)
 
     def sample(self, prompt: BenchPrompt, mode: str, shift: bool = True) -> Sample:
         """Time one pass; without `shift` none of its reused rows are shifted."""
@@ -96,10 +96,10 @@ class Answerer:
             fused = self._fused(prompt, mode)[1]
         _check_whole(fused)
         passes = tuple(fused_work(fused, selector_for(self._options, mode), windows))
-        rows, bytes_read, records = fused.tokens.rows, fused.bytes_read, fused.reach.to_json()
-        spared = fused.reach.bytes_spared(self._sizes)
+        rows, bytes_read, records = fused.tokens.rows, fused.bytes_read, fused.read_set.to_json()
+        spared = fused.read_set.bytes_skipped(self._sizes)
         del fused
-        held = HotSource(self._source(), sys.maxsize)
+        held = ChunkCache(self._source(), sys.maxsize)
         self._fused(prompt, mode, held)
         with peak_memory(device) as without_reading:
             self._fused(prompt, mode, held)

@@ -11,9 +11,9 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
-from kvtool.core.fusion.condense import with_rows
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.records.reading import exact_level
+from kvtool.core.fusion.source import with_rows
+from kvtool.core.records.read import exact_level
 from kvtool.core.session.identity import StoreIdentity
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from kvtool.core.codec.base import Shape, shape_of_layer
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.records.reading import exact_level, read_chunk
+from kvtool.core.records.read import exact_level, read_chunk
 
 AT_ONCE = 16  # chunks that are decoded together
 

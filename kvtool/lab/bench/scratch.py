@@ -23,7 +23,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.records.making import encode_layers
+from kvtool.core.records.encode import encode_layers
 from kvtool.lab.bench.folder import scratch_folder
 from kvtool.lab.bench.prompts import BenchPrompt, Stored
 

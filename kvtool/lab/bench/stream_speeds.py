@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.codec.levels import LEVELS
-from kvtool.core.fusion.speeds import PassSpeed
+from kvtool.core.fusion.cost import PassSpeed
 from kvtool.lab.bench.flops import Architecture, LayerWeights, flops, full_work
 from kvtool.lab.bench.stream_data import GPUS, LLAMA_7B, LLAMA_7B_SECONDS, LLAMA_7B_SOURCE
 

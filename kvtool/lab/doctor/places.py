@@ -14,7 +14,7 @@ from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.session.gate import known_verdict
+from kvtool.core.session.gate import known_result
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.session.sizes import sizes_of
 from kvtool.lab.doctor.finding import Finding, failing
@@ -83,7 +83,7 @@ def check_store(folder: Path) -> Iterator[Finding]:
 def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
     """Tell the gate's verdict on the store's model."""
     with Store.open(folder) as store:
-        verdict = known_verdict(store, identity.fingerprint)
+        verdict = known_result(store, identity.fingerprint)
     if verdict is None:
         yield Finding("gate", "ok", f"{identity.model} has not met this store", "the first question runs the gate")
         return

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.fusion.cost import PromptRows
+from kvtool.core.fusion.cost import PromptRows, Speeds
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
-from kvtool.core.fusion.speeds import Speeds
 from kvtool.core.query.answer import reply_chunks
 from kvtool.core.query.auto import spans_of
 from kvtool.core.query.defer import spans

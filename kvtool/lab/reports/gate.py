@@ -9,9 +9,9 @@ from kvtool.lab.reports.report import Desk, Findings, Report
 
 def gate(desk: Desk) -> Findings:
     """Show how near the model is to each law, as it was measured at its first meeting with the store."""
-    from kvtool.core.session.gate import known_verdict
+    from kvtool.core.session.gate import known_result
 
-    verdict = known_verdict(desk.store, desk.identity.fingerprint)
+    verdict = known_result(desk.store, desk.identity.fingerprint)
     if verdict is None:
         raise KvtoolError("the gate has not met this model yet", "it runs at the first ingest or query")
     rows = [

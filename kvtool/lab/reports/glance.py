@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 def glance(desk: Desk) -> Findings:
     """Show what the store holds, and for which model."""
-    from kvtool.core.session.gate import known_verdict
+    from kvtool.core.session.gate import known_result
     from kvtool.core.session.levels import MeasuredLosses
     from kvtool.core.session.sizes import sizes_of
 
     store, identity = desk.store, desk.identity
-    verdict, served, sizes = known_verdict(store, identity.fingerprint), store.served(), sizes_of(store)
+    verdict, served, sizes = known_result(store, identity.fingerprint), store.served(), sizes_of(store)
     lost = {level: {"kl_answer": loss} for level, loss in MeasuredLosses(store).at_most().items()}
     value: dict[str, Any] = {
         "path": str(store.path),

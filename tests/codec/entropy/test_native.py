@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -132,7 +131,7 @@ def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_threads_run_while_a_kernel_does() -> None:
     kernel: Any = native._kernel("scalar", "int16")
     holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
-    assert not type(kernel)._flags_ & holds_the_lock
+    assert not type(kernel._call)._flags_ & holds_the_lock
 
 
 def next_states(isa: Isa) -> Any:
@@ -142,7 +141,7 @@ def next_states(isa: Isa) -> Any:
     with k.loop(k.args.number) as step:
         loaded = [part.load(step * isa.width, isa.width) for part in parts[:3]]
         parts[3].store(encode_ir.next_state(*loaded), step * isa.width)
-    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(*compiling.compiled(module(k), isa, "run"))
+    (function,) = compiling.compiled(module(k), isa, "run")
 
     def run(states: Any, frequencies: Any, cumulative: Any) -> Any:
         results = np.empty_like(states)

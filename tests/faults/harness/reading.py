@@ -17,9 +17,9 @@ from kvtool.core.query.answer import answer
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.records.reading import read_chunk
+from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from kvtool.core.session.session import Session
 from tests.faults.harness.subject import QUESTIONS
 
@@ -119,7 +119,7 @@ def _read_layer(facts: Facts, store: Store, chunks: Sequence[bytes], level: str,
 
 def _decode(facts: Facts, store: Store, known: Known, dice: int) -> None:
     """One chunk through each codec."""
-    chunk, shelf = known.chunks[dice % len(known.chunks)], ProfileShelf(store)
+    chunk, shelf = known.chunks[dice % len(known.chunks)], ProfileCache(store)
     for level in ("lossless", *NESTED):
 
         def decoded(level: str = level) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention import flash_cpu
 from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
-from kvtool.core.kernels.attention.flash.tiling import Tiling
+from kvtool.core.kernels.attention.flash_tile_ir import Tiling
 from kvtool.core.kernels.attention.params import AttentionCall
 from kvtool.core.kernels.attention.sdpa import LONG_PREFILL
-from kvtool.core.kernels.attention.triton_rows import has_triton
+from kvtool.core.kernels.machine import has_triton
 from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16
 
 NAMES = [backend.name for backend in BACKENDS]
@@ -33,13 +32,13 @@ def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AV
     there = ("avx512", "avx2") if able == "AVX512" else ("avx2",)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
     monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: able)
-    monkeypatch.setattr("kvtool.core.kernels.isa.runnable", lambda: there)
+    monkeypatch.setattr("kvtool.core.kernels.machine.runnable", lambda: there)
     monkeypatch.setattr(flash_cpu, "_compiled", lambda tiling: tiling)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", f"avx2 fma {features}")
 
 
 def serves(call: AttentionCall = CALL, **change: Any) -> str:
-    return explain(replace(call, **change)).serves.name
+    return explain(call._replace(**change)).serves.name
 
 
 def test_the_backend_follows_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +71,7 @@ def test_the_backend_follows_the_rows_and_the_scores(monkeypatch: pytest.MonkeyP
     has(monkeypatch, able="DEFAULT")
     assert serves(window=100) == "sdpa"
     assert serves(window=100, softcap=True) == serves(window=100, sinks=True) == "eager"
-    long = replace(CALL, rows=LONG_PREFILL, keys=LONG_PREFILL)
+    long = CALL._replace(rows=LONG_PREFILL, keys=LONG_PREFILL)
     assert serves(long, causal=True) == "sdpa"
     assert serves(long) == serves(long, causal=True, value_dim=32) == "eager"
     assert serves(device="mps") == "sdpa"

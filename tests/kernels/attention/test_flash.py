@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.flash.kernel import Kernel, kernel, takes
-from kvtool.core.kernels.attention.flash.tiling import KEYS, Scratch, Tiling
+from kvtool.core.kernels.attention.flash_kernel import Kernel, kernel, takes
+from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.compiling import runnable
 from kvtool.core.native.isa import AVX512_BF16, ISAS

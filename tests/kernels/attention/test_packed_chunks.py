@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.kernels.isa import isa_here
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model.attention import PackedChunks
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 16, 11

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, Layout, Matrix, dense, none
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, Layout, QuantizedTensor, dense, none
 
 
-def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Matrix:
+def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> QuantizedTensor:
     """A matrix of one of LAYOUTS whose weights are of the size of a model's."""
     chance = torch.Generator().manual_seed(seed)
     layout = LAYOUTS[kind]
@@ -15,10 +15,10 @@ def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Matrix:
         return dense(torch.randn(rows, columns, generator=chance).to(getattr(torch, kind)))
     data = torch.randint(0, 256, (rows, layout.row_bytes(columns)), dtype=torch.uint8, generator=chance)
     if layout.blocks:
-        return Matrix(kind, rows, columns, data, _blocks(layout, rows, columns, chance), none())
+        return QuantizedTensor(kind, rows, columns, data, _blocks(layout, rows, columns, chance), none())
     scales, mins = torch.randn(2, rows, columns // layout.group, generator=chance).mul(0.02).half()
     scales[0, 0], mins[-1, -1] = 6e-8, -6e-5  # below float16's normal numbers
-    return Matrix(kind, rows, columns, data, scales, mins if layout.mins else none())
+    return QuantizedTensor(kind, rows, columns, data, scales, mins if layout.mins else none())
 
 
 def _blocks(layout: Layout, rows: int, columns: int, chance: torch.Generator) -> torch.Tensor:

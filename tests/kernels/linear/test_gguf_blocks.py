@@ -8,8 +8,7 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from kvtool.core.kernels.linear.gguf_blocks import READERS, matrix_of_blocks
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, numbers
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, READERS, dequantize, tensor_of_blocks
 from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
 
 
@@ -23,9 +22,9 @@ def test_every_packed_kind_is_read() -> None:
 @pytest.mark.parametrize("kind", READERS)
 def test_numbers_are_those_of_the_reference(kind: str) -> None:
     blocks = random_blocks(kind)
-    matrix = matrix_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
+    matrix = tensor_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
     wanted = gguf.quants.dequantize(blocks, GGMLQuantizationType[kind.upper()]).reshape(ROWS, COLUMNS)
-    assert torch.equal(numbers(matrix), torch.from_numpy(wanted))
+    assert torch.equal(dequantize(matrix), torch.from_numpy(wanted))
     assert matrix.nbytes <= 1.2 * blocks.nbytes
 
 
@@ -36,7 +35,7 @@ def test_scales_that_are_no_numbers_are_refused(kind: str, bad: float) -> None:
         blocks = random_blocks(kind)
         blocks[-1, start : start + 2] = np.array([bad], np.float16).view(np.uint8)
         with pytest.raises(ValueError, match="finite"):
-            matrix_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
+            tensor_of_blocks(kind, torch.from_numpy(blocks).view(-1), ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize("kind", READERS)
@@ -44,4 +43,4 @@ def test_wrong_sizes_are_refused(kind: str) -> None:
     data = torch.from_numpy(random_blocks(kind)).view(-1)
     for cut in (data[:-1], data[: -READERS[kind][0]], torch.cat([data, data])):
         with pytest.raises((ValueError, RuntimeError)):
-            matrix_of_blocks(kind, cut, ROWS, COLUMNS)
+            tensor_of_blocks(kind, cut, ROWS, COLUMNS)

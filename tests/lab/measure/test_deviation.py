@@ -27,7 +27,7 @@ from kvtool.lab.measure.deviation import (
 from kvtool.lab.measure.reused import Chosen, ReusedPrompt
 from tests.families import WINDOWED
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, Case, case, plain_model, plain_rows, swapped
-from tests.fusion.test_reach import MANY
+from tests.fusion.test_read_set import MANY
 
 Weights = list[torch.Tensor]
 

@@ -9,9 +9,9 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
+from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.selectors import MODES, selector_for
-from kvtool.core.fusion.speeds import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.model import load
 from kvtool.core.query.auto import spans_of
 from kvtool.core.query.layout import lay_out
@@ -45,7 +45,7 @@ def test_windowed_layers_count_as_far_as_they_are_read(windowed: Path, monkeypat
         plan = lay_out(loaded, Request(QUESTION), OPTIONS).plan
         wanted = {}
         for mode in MODES:
-            read = fuse(loaded.decoder, plan, selector_for(OPTIONS, mode), loaded.source).reach.read
+            read = fuse(loaded.decoder, plan, selector_for(OPTIONS, mode), loaded.source).read_set.read
             wanted[mode] = 1e3 * sum(segment.stop - segment.start for layer in read for segment in layer) / LAYERS
         everything = 1e3 * sum(len(segment.ids) for segment in plan.cached)
         assert wanted["reuse"] < everything / 2

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.linear.gguf_blocks import READERS
-from kvtool.core.kernels.linear.qtensor import numbers
+from kvtool.core.kernels.linear.qtensor import READERS, dequantize
 from kvtool.core.model.files import PACKED
 from kvtool.core.model.gguf_header import read_header
 from kvtool.core.model.quantised import folder as packing
@@ -40,7 +39,7 @@ def weight(kind: str, blocks: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(values.reshape(ROWS, COLUMNS).copy()).bfloat16()
 
 
-def packed(folder: Path, gguf_file: Path) -> dict[str, packing.Matrix]:
+def packed(folder: Path, gguf_file: Path) -> dict[str, packing.QuantizedTensor]:
     pack_folder(folder, gguf_file, read_header(gguf_file))
     return read_packed(folder)
 
@@ -54,7 +53,7 @@ def test_every_kind_is_found_in_another_order_of_rows(kind: str, tmp_path: Path)
     (found,) = (matrices := packed(tmp_path, write(tmp_path / "x.gguf", kind, blocks))).values()
     assert list(matrices) == [NAME]
     assert found.kind == kind
-    assert torch.equal(numbers(found).bfloat16(), wanted)
+    assert torch.equal(dequantize(found).bfloat16(), wanted)
 
 
 def test_two_weights_of_the_same_numbers(tmp_path: Path) -> None:

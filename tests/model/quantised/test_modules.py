@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 
 from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
-from kvtool.core.kernels.linear.native import best_isa, multiply, unpack_rows
-from kvtool.core.kernels.linear.qtensor import LAYOUTS, numbers
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize
+from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import PACKED, ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -39,10 +40,10 @@ def test_rows_of_a_linear_layer(kind: str, dtype: torch.dtype) -> None:
     matrix, bias = random_matrix(kind, 40, 512), torch.randn(40).to(dtype)
     layer = PackedLinear(matrix, bias, dtype)
     many = torch.randn(2, 3, 512).to(dtype)
-    rounded = numbers(matrix).bfloat16().to(dtype)
+    rounded = dequantize(matrix).bfloat16().to(dtype)
     assert torch.equal(layer(many), F.linear(many, rounded, bias))
     one = many[:1, :1]
-    exact = F.linear(one.double(), numbers(matrix).double(), bias.double())
+    exact = F.linear(one.double(), dequantize(matrix).double(), bias.double())
     assert layer(one).shape == (1, 1, 40)
     assert layer(one).dtype == dtype
     assert torch.allclose(layer(one).double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
@@ -61,7 +62,7 @@ def test_rows_of_an_embedding(dtype: torch.dtype) -> None:
     matrix = random_matrix("q8_0", 50, 64)
     layer = PackedEmbedding(matrix, None, dtype)
     ids = torch.tensor([[3, 49, 3], [0, 7, 1]])
-    assert torch.equal(layer(ids), numbers(matrix).bfloat16().to(dtype)[ids])
+    assert torch.equal(layer(ids), dequantize(matrix).bfloat16().to(dtype)[ids])
 
 
 def test_threads_give_the_same_bits(threads: None) -> None:
@@ -69,7 +70,7 @@ def test_threads_give_the_same_bits(threads: None) -> None:
     given = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)
-        given.append((multiply(matrix, x), unpack_rows(matrix, 3, 300, torch.empty(301, 288))))
+        given.append((gemv(matrix, x), dequantize_rows(matrix, 3, 300, torch.empty(301, 288))))
     assert all(torch.equal(y, given[0][0]) and torch.equal(rows, given[0][1]) for y, rows in given)
 
 
@@ -77,10 +78,10 @@ def test_what_does_not_fit_never_reaches_machine_code() -> None:
     matrix = random_matrix("q4_1", 8, 64)
     for x in (torch.zeros(63), torch.zeros(64).double(), torch.zeros(2, 64), torch.zeros(128)[::2]):
         with pytest.raises(ValueError, match="not float32"):
-            multiply(matrix, x)
+            gemv(matrix, x)
     for first, last, room in ((-1, 2, 512), (5, 4, 512), (0, 9, 1024), (0, 8, 511)):
         with pytest.raises(ValueError, match="rows"):
-            unpack_rows(matrix, first, last, torch.empty(room))
+            dequantize_rows(matrix, first, last, torch.empty(room))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.model.rowwise import native
+from kvtool.core.model.rowwise.ir import Rounding
 from kvtool.core.model.rowwise.native import Code, code_for
 from kvtool.core.native.compiling import runnable
 
@@ -26,6 +27,23 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.fixture(params=[(isa, dtype) for isa in runnable() for dtype in DTYPES], ids=str)
 def code(request: pytest.FixtureRequest) -> Code:
     return code_for(*request.param, "silu")
+
+
+@pytest.mark.parametrize("isa", runnable())
+def test_a_norm_that_rounds_once_and_a_rotation_in_float32(isa: str) -> None:
+    """As OLMo 2 computes them in bfloat16."""
+    code = code_for(isa, torch.bfloat16, "silu", Rounding(norm_first=False, rope_in_float32=True))
+    x, weight = random(13, 77, dtype=torch.bfloat16, seed=0), random(77, dtype=torch.float32, seed=1)
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-6)
+    assert torch.equal(code.norm(x, weight, 1e-6)[1], (weight * normed).bfloat16())
+    queries, keys = (random(9, heads, 64, dtype=torch.bfloat16, seed=heads) for heads in (6, 2))
+    cos, sin = (random(9, 24, dtype=torch.float32, seed=seed).repeat(1, 2) for seed in range(2))
+    expected = [_turned(side.float(), cos, sin).bfloat16() for side in (queries, keys)]
+    code.turn(queries, keys, cos, sin)
+    assert torch.equal(queries, expected[0])
+    assert torch.equal(keys, expected[1])
+    with pytest.raises(ValueError, match="cos and sin"):
+        code.turn(queries, keys, cos.bfloat16(), sin.bfloat16())
 
 
 @pytest.mark.parametrize("count", [1, 7, 16, 37, 576])
@@ -77,13 +95,13 @@ def test_threads_share_rows_and_change_nothing(code: Code, monkeypatch: pytest.M
     weight = torch.ones(48)
     alone = code.norm(x, weight, 1e-6, more)
     threads: list[int] = []
-    run = native.run_in_team
+    run = native.launch
 
     def counted(function: int, job: int, count: int) -> None:
         threads.append(count)
         run(function, job, count)
 
-    monkeypatch.setattr(native, "run_in_team", counted)
+    monkeypatch.setattr(native, "launch", counted)
     monkeypatch.setattr(native, "_ALONE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     for ours, expected in zip(code.norm(x, weight, 1e-6, more), alone, strict=True):

@@ -17,9 +17,10 @@ from kvtool.core.model.load import load_model
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import engine_of
-from kvtool.core.model.stepping.kept import KeptWeights, Unfit
+from kvtool.core.model.stepping.kept import WeightSource
 from kvtool.core.model.stepping.native import Engine
 from kvtool.core.model.stepping.plain import TorchStepper
+from kvtool.core.model.trial import UnsupportedArchitecture
 from kvtool.core.native.compiling import runnable
 from tests.families import save_tiny, tiny_model
 from tests.fusion.making import decoder_of, tokens
@@ -79,8 +80,8 @@ def test_what_onednn_has_packed_is_read_from_the_file(tmp_path: Path) -> None:
 def test_a_layout_that_nobody_reads_has_a_reason() -> None:
     decoder = decoder_of(tiny_model("llama", "bfloat16"))
     linear = torch.nn.Linear(8, 8, device="meta")
-    with pytest.raises(Unfit, match="oneDNN"):
-        KeptWeights(decoder).matrix(linear)
+    with pytest.raises(UnsupportedArchitecture, match="oneDNN"):
+        WeightSource(decoder).matrix(linear)
 
 
 def wide_model() -> Any:

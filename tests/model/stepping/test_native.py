@@ -9,10 +9,10 @@ from kvtool.core.model import stepping
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import engine_of
-from kvtool.core.model.stepping.family import family_of
-from kvtool.core.model.stepping.kept import Unfit
+from kvtool.core.model.stepping.kept import decoding_spec
 from kvtool.core.model.stepping.native import Engine, NativeStepper
 from kvtool.core.model.stepping.plain import TorchStepper
+from kvtool.core.model.trial import UnsupportedArchitecture
 from kvtool.core.native.compiling import runnable
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import case, decoder_of, new_case, rms, tokens
@@ -112,8 +112,8 @@ def test_a_cache_without_room_grows() -> None:
 )
 def test_what_is_not_known_is_left_to_the_model(name: str, why: str) -> None:
     decoder = case(name).decoder
-    with pytest.raises(Unfit, match=why):
-        family_of(decoder)
+    with pytest.raises(UnsupportedArchitecture, match=why):
+        decoding_spec(decoder)
     stepper = stepper_for(decoder, decoder.prefill(tokens(5, 1))[1])
     assert stepper.name == "torch"
     assert why in stepper.why

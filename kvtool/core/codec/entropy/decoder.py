@@ -19,6 +19,7 @@ from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.reference import LANES, MOST_CONTEXT, U16, Stream
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.errors import DamagedError
+from kvtool.core.native.compiling import Function
 from kvtool.core.native.job import address
 
 Form = Literal["int16", "bfloat16", "float16"]
@@ -172,7 +173,7 @@ def _check_escapes(job: Decoding, number: int, count: int) -> None:
         raise DamagedError("an encoded stream whose escapes are not those that were kept")
 
 
-def run(kernel: native.Kernel, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
+def run(kernel: Function, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
     """Run some streams of checked jobs, in one call.
 
     Returns

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import warnings
-from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -20,7 +18,7 @@ from kvtool.core.codec.entropy.encode_ir import (
 )
 from kvtool.core.common.switches import ENTROPY_CODER, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.native.compiling import compiled, runnable
+from kvtool.core.native.compiling import Function, compiled, runnable
 from kvtool.core.native.isa import ISAS, Isa
 
 VARIABLE = ENTROPY_CODER
@@ -29,8 +27,6 @@ ENCODE, ENCODE_CONTEXTS, SYMBOLS = "encode", "encode with contexts", "symbols"
 FINER, WIDER, STRAY = "finer", "wider", "stray"
 KINDS = (*DECODERS, ENCODE, ENCODE_CONTEXTS, SYMBOLS, FINER, WIDER, STRAY)
 _OF_NUMBERS = {SYMBOLS: symbols_module, FINER: finer_module, WIDER: wider_module, STRAY: stray_module}
-
-Kernel = Callable[[int, int], None]  # address of the jobs' fields, number of jobs; the GIL is free while it runs
 
 _compiling = threading.Lock()
 
@@ -76,8 +72,8 @@ def isa() -> Isa | None:
     return ISAS.get(chosen())
 
 
-def kernel(kind: str | Kind) -> Kernel | None:
-    """The function for one of KINDS, compiled at its first use; None: the numpy reference is to be used.
+def kernel(kind: str | Kind) -> Function | None:
+    """`function(jobs, number of jobs)` for one of KINDS, compiled at its first use; None: numpy's reference serves.
 
     Raises
     ------
@@ -97,10 +93,9 @@ def kernel(kind: str | Kind) -> Kernel | None:
 
 
 @cache
-def _kernel(name: str, kind: str | Kind) -> Kernel:
+def _kernel(name: str, kind: str | Kind) -> Function:
     """Compile; callers hold the lock, so no kernel is compiled twice."""
-    (address,) = compiled(_text(ISAS[name], kind), ISAS[name], "run")
-    return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)(address)
+    return compiled(_text(ISAS[name], kind), ISAS[name], "run")[0]
 
 
 def _text(isa: Isa, kind: str | Kind) -> str:

@@ -1,4 +1,4 @@
-"""The fusion modes, known without importing torch: a new one is a file here and a line below, or a plugin."""
+"""Register the fusion modes, without importing torch: a new one is a file here and a line below, or a plugin."""
 
 from __future__ import annotations
 

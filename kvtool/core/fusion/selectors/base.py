@@ -1,4 +1,4 @@
-"""What a fusion mode decides: which cached rows are computed again."""
+"""Select the cached rows that are computed again: the protocol of a fusion mode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtool.core.fusion.plan import Plan, Segment
 if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Cost, PromptRows
 
-Pooling = Literal["rows", "last", "both"]  # see fusion/question.py
+Pooling = Literal["rows", "last", "both"]  # see fusion/layerwise_selection.py
 
 
 def share_of(share: float, context: int) -> int:
@@ -72,7 +72,7 @@ class Selector(ABC):
         return False
 
     def asked(self, plan: Plan, layers: int) -> range:
-        """Layers whose question attention (fusion/question.py) the mode ranks rows by; empty: by none."""
+        """Layers whose question attention (fusion/layerwise_selection.py) the mode ranks rows by; empty: by none."""
         return range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:

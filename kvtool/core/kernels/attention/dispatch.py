@@ -6,7 +6,7 @@ A backend is a module with the names of `AttentionBackend`. It declines a call w
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -128,7 +128,7 @@ def _considered(call: AttentionCall) -> Iterator[tuple[AttentionBackend, str]]:
             found = True
             if unable := backend.declines(AttentionCall(call.device, call.dtype, asked=True)):
                 raise UsageError(f"{ATTENTION}={wanted}: {unable}", _others(wanted))
-            yield backend, backend.declines(replace(call, asked=True))
+            yield backend, backend.declines(call._replace(asked=True))
 
 
 def _others(wanted: str) -> str:

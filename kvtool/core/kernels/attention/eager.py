@@ -115,7 +115,10 @@ def attend(
         stop = min(begin + _rounded(ranges.last[some.stop - 1] + 1 - begin), end)
         hidden = _Hidden(ranges, some, begin, stop)
         part, own = query[0, :, some], keys[:, :, begin - base : stop - base]
-        scores = _exact_scores(part, own, params) if exact else _shifted_scores(part, own, params, hidden.common)
+        if exact:
+            scores = _exact_scores(part, own, params)
+        else:
+            scores = _shifted_scores(part, own, params, key[0, :, begin : begin + min(hidden.common, _SAMPLE)])
         hidden.hide(scores)
         weights = _softmax(scores, params.sinks).to(value.dtype).view(len(keys), -1, stop - begin)
         out[:, some] = torch.bmm(weights, value[0, :, begin:stop]).view(heads, some.stop - start, -1)
@@ -136,7 +139,9 @@ def _exact_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPara
     return _shaped(torch.bmm(wide, keys).view(len(query), -1, keys.shape[2]), params)
 
 
-def _shifted_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, common: int) -> torch.Tensor:
+def _shifted_scores(
+    query: torch.Tensor, keys: torch.Tensor, params: AttentionParams, sample: torch.Tensor
+) -> torch.Tensor:
     """Return scores `[heads, rows, keys]` in the model's dtype, each row shifted to near its largest.
 
     A softmax does not change when its row is shifted. So every row is, while the product is still being summed in
@@ -145,9 +150,9 @@ def _shifted_scores(query: torch.Tensor, keys: torch.Tensor, params: AttentionPa
     flash kernel (Qwen2.5-Coder 0.5B: 1.26 % both; unshifted 2.04 %).
     """
     part = (query * params.scale).reshape(len(keys), -1, query.shape[2])
-    # The first key is where most heads rest; the mean shows what all keys share, and is taken of `common` ones, which
-    # the first row sees, so that no row depends on a later token.
-    landmarks = torch.stack([keys[:, :-1, 0], keys[:, :-1, : min(common, _SAMPLE)].mean(2)], 2)
+    # The first key is where most heads rest; the mean shows what all keys share, and is taken of a sample that the
+    # first row sees, so that no row depends on a later token.
+    landmarks = torch.stack([sample[:, 0], sample.mean(1)], 2)
     shift = torch.bmm(part, landmarks).amax(-1, keepdim=True)
     return torch.bmm(torch.cat([part, -shift], 2), keys).view(len(query), -1, keys.shape[2])
 

@@ -9,11 +9,11 @@ import warnings
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.flash.kernel import KV, Kernel, kernel, takes
-from kvtool.core.kernels.attention.flash.tiling import KEYS, Tiling
+from kvtool.core.kernels.attention.flash_kernel import KV, Kernel, kernel, takes
+from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
-from kvtool.core.kernels.isa import isa_here
+from kvtool.core.kernels.machine import isa_here
 from kvtool.core.native.isa import AVX512, AVX512_BF16
 
 _STORED = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -30,13 +30,13 @@ def declines(call: AttentionCall) -> str:
     """
     if call.device != "cpu":
         return "it runs on CPUs"
+    if call.rows == 1 and not call.asked and not call.packed and not call.is_shaped:
+        return "a single row reads each key once in torch's kernel"
     tiling = tiling_here(call.dtype)
     if tiling is None:
         return f"there is no machine code for {str(call.dtype).removeprefix('torch.')} on this CPU"
     if not call.asked and has_tiles(call.dtype):
         return "torch's fused kernel multiplies bfloat16 with this CPU's AMX tiles"
-    if not call.asked and call.rows == 1 and not call.packed and not call.is_shaped:
-        return "a single row reads each key once in torch's kernel"
     if call.batch != 1 or call.gradient or call.scale <= 0 or call.on_device:
         return "it takes one prompt, rows that the host knows, a positive scale and no gradient"
     return takes(call) or ("" if _compiled(tiling) is not None else "its machine code could not be made")

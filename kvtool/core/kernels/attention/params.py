@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -76,6 +77,11 @@ class KeyRanges:
         """Return the first key that a row sees, and so none of the rows after it an earlier one."""
         return 0 if self.first is None else self.first[row]
 
+    def are_causal(self, rows: int, keys: int, params: AttentionParams) -> bool:
+        """Return whether so many rows are those of all keys, each sees the keys up to its own, and nothing shapes the
+        scores."""
+        return self.dense and rows == keys > 1 and params.is_plain
+
     def hidden(self, rows: slice, first: int, stop: int) -> torch.Tensor:
         """Return bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
         keys = torch.arange(first, stop, device=self.at.device)
@@ -133,8 +139,7 @@ def _are_whole(numbers: torch.Tensor) -> bool:
     return numbers.dtype == torch.int64 and numbers.is_contiguous() and numbers.device.type == "cpu"
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One call of attention without its numbers: a backend accepts or declines it by this.
 
     Attributes
@@ -180,22 +185,23 @@ class AttentionCall:
         ranges: KeyRanges | None = None,
     ) -> AttentionCall:
         """Describe tensors `[batch, heads, rows, head_dim]`; `ranges` None: they are packed."""
-        rows, keys = query.shape[2], key.shape[2]
+        batch, heads, rows, _ = query.shape
+        _, kv_heads, keys, key_dim = key.shape
         return cls(
             device=query.device.type,
             dtype=query.dtype,
-            heads=query.shape[1],
-            kv_heads=key.shape[1],
-            key_dim=key.shape[3],
+            heads=heads,
+            kv_heads=kv_heads,
+            key_dim=key_dim,
             value_dim=value.shape[3],
             rows=rows,
             keys=keys,
-            batch=query.shape[0],
+            batch=batch,
             scale=params.scale,
             window=params.window,
             softcap=params.softcap is not None,
             sinks=params.sinks is not None,
-            causal=ranges is not None and ranges.dense and rows == keys > 1 and params.is_plain,
+            causal=ranges is not None and ranges.are_causal(rows, keys, params),
             packed=ranges is None,
             on_device=ranges is not None and ranges.on_device,
             gradient=query.requires_grad,

@@ -27,8 +27,10 @@ def declines(call: AttentionCall) -> str:
     """
     if call.is_shaped:
         return "torch's fused kernel knows neither a softcap nor sinks"
-    products_pay = call.device == "cpu" and not has_tiles(call.dtype) and call.window is None and call.rows > 1
-    if products_pay and call.batch == 1 and not call.asked and not (_is_plain(call) and call.rows >= LONG_PREFILL):
+    if call.rows == 1 or call.batch > 1 or call.window is not None or call.asked or call.device != "cpu":
+        return ""
+    is_long_prefill = call.causal and call.key_dim == call.value_dim and call.rows >= LONG_PREFILL
+    if not is_long_prefill and not has_tiles(call.dtype):
         return "matrix products are faster on this CPU, which has no AMX tiles for these numbers"
     return ""
 
@@ -43,29 +45,25 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
     """Attend: see `AttentionBackend`."""
-    call, scale = AttentionCall.of(query, key, value, params, ranges), params.scale
-    if _is_plain(call):
+    scale, (rows, keys) = params.scale, (query.shape[2], key.shape[2])
+    # Of values of another width torch's own keeps all scores.
+    if ranges.are_causal(rows, keys, params) and key.shape[3] == value.shape[3]:
         return fused(query, key, value, None, scale, is_causal=True)
-    if call.on_device:
-        return _grouped(query, key, value, ranges.device_mask(key.shape[2], query.dtype), scale)
-    if call.rows == 1:
+    if ranges.on_device:
+        return _grouped(query, key, value, ranges.device_mask(keys, query.dtype), scale)
+    if rows == 1:
         seen = slice(ranges.begin(0), ranges.last[0] + 1)
         return _grouped(query, key[:, :, seen], value[:, :, seen], None, scale)
     # Rows before heads: the model wants them so, and its own transposition then copies nothing.
-    out = query.new_empty((1, query.shape[2], query.shape[1], value.shape[3])).transpose(1, 2)
-    for begin in range(0, call.rows, BLOCK):
-        rows = slice(begin, min(begin + BLOCK, call.rows))
-        keys = slice(ranges.begin(begin), ranges.last[rows.stop - 1] + 1)
-        mask = _mask(ranges.hidden(rows, keys.start, keys.stop), query.dtype)
-        part = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-        is_large = call.device == "cpu" and rows.stop - begin > _GROUPED
-        out[:, :, rows] = fused(*part, mask[None, None], scale) if is_large else _grouped(*part, mask, scale)
+    out = query.new_empty((1, rows, query.shape[1], value.shape[3])).transpose(1, 2)
+    for begin in range(0, rows, BLOCK):
+        some = slice(begin, min(begin + BLOCK, rows))
+        own = slice(ranges.begin(begin), ranges.last[some.stop - 1] + 1)
+        mask = _mask(ranges.hidden(some, own.start, own.stop), query.dtype)
+        part = query[:, :, some], key[:, :, own], value[:, :, own]
+        is_large = query.device.type == "cpu" and some.stop - begin > _GROUPED
+        out[:, :, some] = fused(*part, mask[None, None], scale) if is_large else _grouped(*part, mask, scale)
     return out
-
-
-def _is_plain(call: AttentionCall) -> bool:
-    """Return whether a causal call needs no mask; of values of another width torch's own keeps all scores."""
-    return call.causal and call.key_dim == call.value_dim
 
 
 def _grouped(

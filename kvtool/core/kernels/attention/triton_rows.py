@@ -14,8 +14,6 @@ replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on th
 from __future__ import annotations
 
 import functools
-import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ import torch
 from kvtool.core.common.installing import install_line
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows_kernel import joining, kernel
+from kvtool.core.kernels.machine import has_triton
 
 _LOG2_E = 1.4426950408889634
 _LEAST = 16  # rows and numbers of a product on tensor cores
@@ -85,16 +84,6 @@ def declines(call: AttentionCall) -> str:
     if not has_triton():
         return f"Triton is not installed ({install_line('triton')})"
     return "" if call.key_dim == call.value_dim else "keys are latents, wider than their values"
-
-
-def has_triton() -> bool:
-    """Return whether there is Triton; asked for at every layer, so looked for once."""
-    return _found(importlib.util.find_spec)
-
-
-@functools.cache
-def _found(find: Callable[[str], Any]) -> bool:
-    return find("triton") is not None
 
 
 def attend(

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.linear.native import least_few, multiply, multiply_few, unpack_rows
-from kvtool.core.kernels.linear.qtensor import Matrix, take_rows
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor, take_rows
+from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv, least_rows, small_batch_gemm
 
 _TILE_BYTES = 32 * 2**20  # of unpacked weights at a time: more than any layer of a small model, less than an LM head
 # Rows beyond which oneDNN's products of unpacked bfloat16 weights are as fast as ours. Of float32 ours always are: one
@@ -34,12 +34,12 @@ class PackedLinear(torch.nn.Linear):
     weight : of the right shape and dtype, and without numbers (on the device "meta").
     """
 
-    def __init__(self, matrix: Matrix, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: QuantizedTensor, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features = matrix.columns, matrix.rows
         self.matrix = matrix
         self.weight = _shape_of(matrix, dtype)
-        self._least_few = least_few(matrix, dtype)
+        self._least_few = least_rows(matrix, dtype)
         kept = None if bias is None else torch.nn.Parameter(bias.to(dtype), requires_grad=False)
         self.register_parameter("bias", kept)
 
@@ -50,7 +50,7 @@ class PackedLinear(torch.nn.Linear):
         return self.unpacked_product(input)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
-        y = multiply(self.matrix, x.reshape(-1).float())
+        y = gemv(self.matrix, x.reshape(-1).float())
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
@@ -68,7 +68,7 @@ class PackedLinear(torch.nn.Linear):
         if not self.in_team(count, rows.dtype):
             return self(rows)  # type: ignore[no-any-return]
         few = rows.reshape(count, self.in_features).contiguous()
-        return multiply_few(self.matrix, few, self.bias).view(*rows.shape[:-1], self.out_features)
+        return small_batch_gemm(self.matrix, few, self.bias).view(*rows.shape[:-1], self.out_features)
 
     def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows with the weights unpacked, however few they are."""
@@ -88,7 +88,7 @@ class PackedLinear(torch.nn.Linear):
         kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
         if kept is None or kept.numel() < size or kept.dtype != dtype:
             kept = _scratch.numbers = torch.empty(size, dtype=dtype)
-        return unpack_rows(self.matrix, first, last, kept)
+        return dequantize_rows(self.matrix, first, last, kept)
 
     def extra_repr(self) -> str:
         """What the model's printed form says of the layer."""
@@ -105,7 +105,7 @@ class PackedEmbedding(torch.nn.Embedding):
         device (Llama 4) then bring their ids.
     """
 
-    def __init__(self, matrix: Matrix, padding_idx: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, matrix: QuantizedTensor, padding_idx: int | None, dtype: torch.dtype) -> None:
         torch.nn.Module.__init__(self)
         self.num_embeddings, self.embedding_dim = matrix.rows, matrix.columns
         self.padding_idx, self.max_norm, self.norm_type = padding_idx, None, 2.0
@@ -118,13 +118,13 @@ class PackedEmbedding(torch.nn.Embedding):
         """Look up `[..., embedding_dim]` for ids `[...]`."""
         rows = take_rows(self.matrix, input.reshape(-1))
         out = torch.empty(rows.rows, rows.columns, dtype=self.weight.dtype)
-        return unpack_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
+        return dequantize_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
 
     def extra_repr(self) -> str:
         """What the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 
-def _shape_of(matrix: Matrix, dtype: torch.dtype) -> Any:
+def _shape_of(matrix: QuantizedTensor, dtype: torch.dtype) -> Any:
     shape = torch.empty(matrix.rows, matrix.columns, dtype=dtype, device="meta")
     return torch.nn.Parameter(shape, requires_grad=False)

@@ -10,11 +10,11 @@ from functools import cache
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.isa import isa_here
 from kvtool.core.kernels.linear.onednn_few_rows_ir import JOB, OUTPUTS, ROWS, module
-from kvtool.core.native.compiling import compiled
+from kvtool.core.kernels.machine import isa_here
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import AVX512, AVX512_BF16
-from kvtool.core.native.team import run_in_team
+from kvtool.core.native.threads import launch
 
 MOST_ROWS = 320  # beyond, oneDNN's own products are as fast
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
@@ -79,7 +79,7 @@ class Panels:
             **{"next": 0, "share": share, "panels": panels, "weights": self.address, "columns": self.columns},
             **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "bias": self.bias.data_ptr()},
         )
-        run_in_team(_address(), ctypes.addressof(job), min(threads, panels))
+        launch(_function(), ctypes.addressof(job), min(threads, panels))
         return out
 
 
@@ -94,11 +94,11 @@ def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
     return torch.equal(found, weight.detach()[row, column].view(torch.int16))
 
 
-def _address() -> int:
+def _function() -> Function:
     with _compiling:
         return _compiled()
 
 
 @cache
-def _compiled() -> int:
+def _compiled() -> Function:
     return compiled(module(), AVX512_BF16, "panels")[0]

@@ -14,16 +14,13 @@ import torch
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.lean.heads import Heads
-from kvtool.core.model.lean.reading import Layer, read_layer, read_norm
-from kvtool.core.model.stepping.family import check_unshaped
-from kvtool.core.model.stepping.kept import Unfit
+from kvtool.core.model.lean.reading import Layer, layer_of, norm_of
+from kvtool.core.model.trial import TOLERANCE, UnsupportedArchitecture, check_trial
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
 
-# How far the logits of the trial may be from the model's own: root mean square difference, by that of the logits.
-_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 _TRIAL = 8  # tokens
 
 
@@ -32,20 +29,20 @@ class LeanPass:
 
     Raises
     ------
-    Unfit : the model computes something that is not known here; or its own forward gives other logits.
+    UnsupportedArchitecture : the model computes something that is not known here.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        check_unshaped(decoder)
+        spec = decoder.spec
+        spec.check_halves()
         if not decoder.rotary.is_single:
-            raise Unfit("layers rotate by RoPEs of their own")
-        self._windows = [kind.window for kind in decoder.kinds]
-        self._layers = [read_layer(decoder, layer) for layer in decoder.layers]
-        self._norm = read_norm(decoder.base.norm)
-        self._heads = Heads(decoder, [layer.head_norms for layer in self._layers])
-        self._embedding = float(getattr(decoder.base, "embedding_multiplier", 1.0))
-        self._scaling = 1.0 / float(getattr(decoder.config, "logits_scaling", 1.0))
+            raise UnsupportedArchitecture("layers rotate by RoPEs of their own")
+        self._windows = [layer.kind.window for layer in spec.layers]
+        self._layers = [layer_of(layer) for layer in spec.layers]
+        self._norm = norm_of(spec.norm)
+        self._heads = Heads(decoder, spec, [layer.head_norms for layer in self._layers])
+        self._embedding, self._scaling = spec.embedding, spec.logits
 
     @torch.inference_mode()
     def compute(
@@ -102,20 +99,24 @@ class LeanPass:
         return layer.behind(mixed, hidden)
 
 
-def lean_pass(decoder: Decoder) -> LeanPass | None:
-    """Make the lean pass of a decoder on a GPU; None: its model computes something else, or it is on a CPU."""
-    if not decoder.device.startswith("cuda") or decoder.dtype not in _ROUNDING:
-        return None
+def lean_pass(decoder: Decoder) -> LeanPass:
+    """Make the lean pass of a decoder on a GPU, and compare a short prefill with that by the model's own forward.
+
+    Raises
+    ------
+    UnsupportedArchitecture : its model computes something else.
+    """
+    if decoder.dtype not in TOLERANCE:
+        raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
     try:
         made = LeanPass(decoder)
         _try(made, decoder)
-    except (Unfit, AttributeError, TypeError, ValueError):  # a module that is not what it seems
-        return None
+    except (AttributeError, TypeError, ValueError) as error:  # a module that is not what it seems
+        raise UnsupportedArchitecture(str(error)) from error
     return made
 
 
 def _try(made: LeanPass, decoder: Decoder) -> None:
-    """Compare a short prefill with that by the model's own forward."""
     vocabulary = int(decoder.config.vocab_size)
     ids = [number * (vocabulary // _TRIAL) for number in range(_TRIAL)]
     exact, _ = decoder.prefill(ids)
@@ -123,6 +124,4 @@ def _try(made: LeanPass, decoder: Decoder) -> None:
     cache.set_length(_TRIAL)
     rows = Rows.of(torch.arange(_TRIAL), decoder.device)
     found = made.compute(torch.tensor(ids).to(decoder.device), rows, cache)[-1]
-    off = (found - exact).square().mean().sqrt() / exact.square().mean().sqrt()
-    if not float(off) <= _ROUNDING[decoder.dtype]:
-        raise Unfit(f"its own forward gives other logits: off by {float(off):.3g}")
+    check_trial(found, exact, decoder.dtype, len(decoder.layers))

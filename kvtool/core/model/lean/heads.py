@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.attention.triton_rows import has_triton
+from kvtool.core.kernels.machine import has_triton
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.model.lean.reading import HeadNorm
-from kvtool.core.model.stepping.family import plain_shape
-from kvtool.core.model.stepping.kept import Unfit
+from kvtool.core.model.spec import ModelSpec, Projection
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -29,17 +28,14 @@ class Heads:
 
     Parameters
     ----------
+    spec : of a model that rotates its heads in halves.
     norms : of queries' and keys' heads, by layer; None: there are none.
-
-    Raises
-    ------
-    Unfit : the model does not rotate its heads in halves.
     """
 
-    def __init__(self, decoder: Decoder, norms: Sequence[HeadNorms | None]) -> None:
+    def __init__(self, decoder: Decoder, spec: ModelSpec[Projection], norms: Sequence[HeadNorms | None]) -> None:
         self._norms = norms
-        self._head_dim = plain_shape(decoder).key_dim
-        self._name, self._rotates = decoder.rotary.names[0], _rotating(decoder)
+        self._head_dim = spec.head_dim
+        self._name, self._rotates = decoder.rotary.names[0], [layer.rotary > 0 for layer in spec.layers]
         self._device = decoder.device
 
     @cached_property
@@ -99,17 +95,3 @@ def in_halves(heads: torch.Tensor, table: Angles) -> torch.Tensor:
     low, high = wide.chunk(2, -1)
     turned = wide * table.cos[:, None] + torch.cat([-high, low], -1) * table.sin[:, None]
     return torch.cat([turned.to(heads.dtype), heads[..., width:]], -1)
-
-
-def _rotating(decoder: Decoder) -> list[bool]:
-    """Which layers rotate: tried with the model's own function, whose halves must be those of `in_halves`."""
-    table = decoder.rotary.table(torch.tensor([37], device=decoder.device))
-    angles, width = table.by_name[decoder.rotary.names[0]], plain_shape(decoder).key_dim
-    probe = torch.linspace(-1, 1, width, device=decoder.device, dtype=torch.float32)[None, None, None]
-    halves, found = in_halves(probe, angles), []
-    for layer in range(len(decoder.layers)):
-        given = decoder.rotary.rotate(probe, table, layer)
-        if given is not probe and not torch.allclose(given.cpu(), halves.cpu(), atol=1e-6):
-            raise Unfit("heads are not rotated in halves")
-        found.append(given is not probe)
-    return found

@@ -1,7 +1,6 @@
-"""What a decoder layer computes, as few functions of tensors, read off its modules.
+"""A decoder layer on a GPU as few functions of tensors, by its spec.
 
-A family is not known by name: a layer fits if its modules are of kinds that are known here. What a norm does with its
-weight is tried; one that is no plain root mean square norm, and an MLP of experts, are called as the modules they are.
+A norm that is no plain root mean square norm, and an MLP of experts, are called as the modules they are.
 """
 
 from __future__ import annotations
@@ -9,20 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.model.stepping.family import ATTENTION_PARTS, DROPOUT_PARTS, LAYER_PARTS, check_parts, plain_shape
-from kvtool.core.model.stepping.kept import Unfit
-
-if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.spec import LayerSpec, NormSpec, Projection
+from kvtool.core.model.trial import UnsupportedArchitecture
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-
-_CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,110 +68,75 @@ def _by(norm: Map | None, rows: torch.Tensor) -> torch.Tensor:
     return rows if norm is None else norm(rows)
 
 
-def read_layer(decoder: Decoder, layer: Any) -> Layer:
-    """Read one layer off its modules.
+def layer_of(spec: LayerSpec[Projection]) -> Layer:
+    """Make a layer's functions.
 
     Raises
     ------
-    Unfit : one of them is not known.
+    UnsupportedArchitecture : it has parts that were never tried on a GPU.
     """
-    check_parts(layer, LAYER_PARTS | DROPOUT_PARTS)
-    attention = layer.self_attn
-    check_parts(attention, ATTENTION_PARTS)
-    flat, by_head = _head_norms(decoder, attention)
-    before, after = _norms(layer)
+    if any(spec.before) and any(spec.after):
+        raise UnsupportedArchitecture("norms before and behind attention, which was not tried on a GPU")
+    flat, by_head = _head_norms(spec)
     return Layer(
-        project=_projection(decoder, attention),
-        out=_linear(attention.o_proj),
-        mlp=_mlp(layer.mlp),
-        before=before,
-        after=after,
+        project=_projection((spec.query, spec.key, spec.value)),
+        out=_linear(spec.out.module),
+        mlp=_mlp(spec),
+        before=(_maybe(spec.before[0]), _maybe(spec.before[1])),
+        after=(_maybe(spec.after[0]), _maybe(spec.after[1])),
         flat_norms=flat,
         head_norms=by_head,
-        scale=float(attention.scaling),
-        residual=float(getattr(layer, "residual_multiplier", 1.0)),
+        scale=spec.scale,
+        residual=spec.residual,
     )
 
 
-def read_norm(module: Any) -> Map:
-    """A norm as one operation where it is a plain one; else the module itself."""
-    plain = _plain(module)
-    if plain is None:
-        by_module: Map = module
+def norm_of(norm: NormSpec) -> Map:
+    """Return a norm as one operation where it multiplies by its weight as it is kept; else the module itself."""
+    if not norm.is_rms or norm.adds_one:
+        by_module: Map = norm.module
         return by_module
-    weight, epsilon = plain
+    weight, epsilon = norm.module.weight.detach(), norm.epsilon
     return lambda rows: F.rms_norm(rows, weight.shape, weight, epsilon)
 
 
-def _plain(module: Any) -> tuple[torch.Tensor, float] | None:
-    """Weight and epsilon of a root mean square norm that multiplies by its weight; None: it does something else."""
-    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if weight is None or epsilon is None or getattr(module, "bias", None) is not None or weight.ndim != 1:
-        return None
-    return (weight.detach(), float(epsilon)) if _multiplies(type(module), module, float(epsilon)) else None
+def _maybe(norm: NormSpec | None) -> Map | None:
+    return None if norm is None else norm_of(norm)
 
 
-_found: dict[tuple[type, torch.dtype], bool] = {}
-
-
-def _multiplies(kind: type, module: Any, epsilon: float) -> bool:
-    """Whether norms of a class are plain: the first one is tried, the others are of the same code."""
-    weight = module.weight
-    if (kind, weight.dtype) not in _found:
-        with torch.inference_mode():
-            probe = torch.linspace(-2, 3, weight.numel(), dtype=torch.float32).to(weight.device, weight.dtype)
-            factor = torch.linspace(0.5, 2, weight.numel(), dtype=torch.float32).to(weight.device, weight.dtype)
-            # With a weight that tells: the module's own may be all ones.
-            given = torch.func.functional_call(module, {"weight": factor}, (probe,)).float()
-            wanted = F.rms_norm(probe, probe.shape, factor, epsilon).float()
-            off = float((given - wanted).abs().max() / wanted.abs().max())
-            _found[kind, weight.dtype] = off <= _CLOSE[weight.dtype]
-    return _found[kind, weight.dtype]
-
-
-def _norms(layer: Any) -> tuple[tuple[Map | None, Map | None], tuple[Map | None, Map | None]]:
-    """The norms before and behind attention and MLP: most families have the first kind, OLMo 2 the second."""
-    behind, first = getattr(layer, "post_feedforward_layernorm", None), getattr(layer, "input_layernorm", None)
-    if first is not None and behind is None:
-        return (read_norm(first), read_norm(layer.post_attention_layernorm)), (None, None)
-    if first is None and behind is not None:
-        return (None, None), (read_norm(layer.post_attention_layernorm), read_norm(behind))
-    raise Unfit(f"{type(layer).__name__} has norms in other places")
-
-
-def _head_norms(decoder: Decoder, attention: Any) -> tuple[tuple[Map, Map] | None, tuple[HeadNorm, HeadNorm] | None]:
+def _head_norms(spec: LayerSpec[Projection]) -> tuple[tuple[Map, Map] | None, tuple[HeadNorm, HeadNorm] | None]:
     """Norms of queries and keys: over all heads together, or head by head."""
-    modules = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-    if modules == (None, None):
+    if spec.head_norms is None:
         return None, None
-    plain = [_plain(module) for module in modules]
-    if plain[0] is None or plain[1] is None:
-        raise Unfit(f"{type(modules[0]).__name__} is no plain norm")
-    if all(weight.numel() == plain_shape(decoder).key_dim for weight, _ in (plain[0], plain[1])):
-        return None, (HeadNorm(*plain[0]), HeadNorm(*plain[1]))
-    return (read_norm(modules[0]), read_norm(modules[1])), None
+    query, key = spec.head_norms
+    if query.adds_one or key.adds_one:
+        raise UnsupportedArchitecture(f"{type(query.module).__name__} adds one to its weight")
+    if not spec.normed_by_head:
+        return (norm_of(query), norm_of(key)), None
+    return None, (
+        HeadNorm(query.module.weight.detach(), query.epsilon),
+        HeadNorm(key.module.weight.detach(), key.epsilon),
+    )
 
 
 def _projection(
-    decoder: Decoder, attention: Any
+    parts: tuple[Projection, Projection, Projection],
 ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    shape = plain_shape(decoder)
-    sizes = [count * shape.key_dim for count in (decoder.config.num_attention_heads, shape.heads, shape.heads)]
-    if hasattr(attention, "qkv_proj"):
-        whole = _linear(attention.qkv_proj)
+    query, key, value = (_linear(part.module) for part in parts)
+    if parts[0].module is parts[2].module:
+        sizes = [part.rows for part in parts]
 
         def cut(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-            queries, keys, values = whole(rows).split(sizes, -1)
+            queries, keys, values = query(rows).split(sizes, -1)
             return queries, keys, values
 
         return cut
-    query, key, value = (_linear(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj))
     return lambda rows: (query(rows), key(rows), value(rows))
 
 
 def _linear(module: Any) -> Map:
     if type(module) is not torch.nn.Linear:
-        raise Unfit(f"{type(module).__name__} is no plain linear layer")
+        raise UnsupportedArchitecture(f"{type(module).__name__} is no plain linear layer")
     across = module.weight.detach().t()  # turned once: at each call it would cost a fifth of what a product does
     if module.bias is None:
         return lambda rows: torch.mm(rows, across)
@@ -185,22 +144,19 @@ def _linear(module: Any) -> Map:
     return lambda rows: torch.addmm(bias, rows, across)
 
 
-def _mlp(module: Any) -> Map:
+def _mlp(spec: LayerSpec[Projection]) -> Map:
     """A gated MLP as its products; what is none (experts) as the module itself, which wants `[1, rows, hidden]`."""
-    activation = getattr(module, "act_fn", None) or getattr(module, "activation_fn", None)
-    names = {name for name, _ in module.named_children()} - {"act_fn", "activation_fn"}
-    if activation is None or names not in ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}):
-        return partial(_by_module, module)
-    down = _linear(module.down_proj)
-    if "gate_up_proj" in names:
-        both = _linear(module.gate_up_proj)
+    mlp = spec.mlp
+    if mlp is None:
+        return partial(_by_module, spec.module.mlp)
+    activation, gate, up, down = mlp.function, *(_linear(one.module) for one in (mlp.gate, mlp.up, mlp.down))
+    if mlp.gate.module is mlp.up.module:
 
         def cut(rows: torch.Tensor) -> torch.Tensor:
-            gate, up = both(rows).chunk(2, -1)
-            return down(activation(gate).mul_(up))
+            gated, raised = gate(rows).chunk(2, -1)
+            return down(activation(gated).mul_(raised))
 
         return cut
-    gate, up = _linear(module.gate_proj), _linear(module.up_proj)
     return lambda rows: down(activation(gate(rows)).mul_(up(rows)))
 
 

@@ -18,9 +18,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.linear.gguf_blocks import READERS, matrix_of_blocks
-from kvtool.core.kernels.linear.native import best_isa, unpack_rows
-from kvtool.core.kernels.linear.qtensor import Matrix, numbers, take_rows
+from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dequantize, take_rows, tensor_of_blocks
+from kvtool.core.kernels.linear.quantized import dequantize_rows
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.files import PACKED, weight_files
 from kvtool.core.model.gguf_header import GgufHeader, TensorInfo
 
@@ -48,7 +48,7 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
     part.replace(folder / PACKED)
 
 
-def read_packed(folder: Path) -> dict[str, Matrix]:
+def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
     """The packed weights of a converted folder by the model's names for them, mapped from the file; {}: it has none.
 
     Raises
@@ -66,13 +66,13 @@ def read_packed(folder: Path) -> dict[str, Matrix]:
         raise ModelError(f"{path} is damaged: {error}", "delete it; it is made again from the GGUF file") from error
 
 
-def _read(file: Any, name: str, kind: str) -> Matrix:
+def _read(file: Any, name: str, kind: str) -> QuantizedTensor:
     data, scales, mins = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
     columns = data.shape[1] * 8 // READERS[kind][1]
-    return Matrix(kind, data.shape[0], columns, data, scales, mins)
+    return QuantizedTensor(kind, data.shape[0], columns, data, scales, mins)
 
 
-def _matrix(gguf: Path, info: TensorInfo) -> Matrix | None:
+def _matrix(gguf: Path, info: TensorInfo) -> QuantizedTensor | None:
     """A tensor of a GGUF file; None where its kind stays unpacked."""
     from gguf.constants import GGMLQuantizationType
 
@@ -82,7 +82,7 @@ def _matrix(gguf: Path, info: TensorInfo) -> Matrix | None:
     columns, rows = info.shape
     data = np.fromfile(gguf, np.uint8, info.nbytes, offset=info.start)
     try:
-        return matrix_of_blocks(kind, torch.from_numpy(data), rows, columns)
+        return tensor_of_blocks(kind, torch.from_numpy(data), rows, columns)
     except ValueError as error:
         raise ModelError(f"{gguf}: the tensor {info.name!r} is damaged: {error}", "download it again") from error
 
@@ -103,7 +103,7 @@ def _weights_by_rows(folder: Path) -> _Sought:
     return sought
 
 
-def _matched(matrix: Matrix, sought: _Sought) -> Iterator[tuple[str, Matrix]]:
+def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, QuantizedTensor]]:
     """The weights that a matrix is, each with its rows in the weight's own order."""
     marks = torch.cat([_marks(rows) for rows in _unpacked(matrix)])
     for path, name, wanted in sought.get(((matrix.rows, matrix.columns), int(marks.sum())), []):
@@ -116,15 +116,15 @@ def _matched(matrix: Matrix, sought: _Sought) -> Iterator[tuple[str, Matrix]]:
             yield name, own
 
 
-def _unpacked(matrix: Matrix) -> Iterator[torch.Tensor]:
+def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
     """Its numbers as a converted folder has them, some rows at a time."""
     out = torch.empty(_ROWS * matrix.columns, dtype=torch.bfloat16)
     for first in range(0, matrix.rows, _ROWS):
         last = min(first + _ROWS, matrix.rows)
         if best_isa() is None:
-            yield numbers(take_rows(matrix, torch.arange(first, last))).bfloat16()
+            yield dequantize(take_rows(matrix, torch.arange(first, last))).bfloat16()
         else:
-            yield unpack_rows(matrix, first, last, out)
+            yield dequantize_rows(matrix, first, last, out)
 
 
 def _marks(rows: torch.Tensor) -> torch.Tensor:

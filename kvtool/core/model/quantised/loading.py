@@ -10,8 +10,8 @@ import torch
 from safetensors import safe_open
 
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
-from kvtool.core.kernels.linear.native import best_isa
-from kvtool.core.kernels.linear.qtensor import Matrix, dense
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
+from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.attention import plain_attention
 from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.quantised.folder import read_packed
@@ -46,7 +46,7 @@ def packed_model(folder: Path, part: Part, dtype: str) -> Any:
     return model.eval().requires_grad_(False) if _fill(model, folder, part) else None
 
 
-def _bfloat16(folder: Path, part: Part) -> dict[str, Matrix]:
+def _bfloat16(folder: Path, part: Part) -> dict[str, QuantizedTensor]:
     """The bfloat16 matrices of a checkpoint, mapped from its files."""
     found = {}
     for path in weight_files(folder):
@@ -71,14 +71,14 @@ def _empty(folder: Path, part: Part, dtype: torch.dtype) -> Any:
     return model
 
 
-def _with_tied(model: Any, matrices: Mapping[str, Matrix]) -> dict[str, Matrix]:
+def _with_tied(model: Any, matrices: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
     """The matrices, and once more those of layers that share another's weight."""
     tied = model.all_tied_weights_keys or {}
     shared = {name: matrices[source] for name, source in tied.items() if source in matrices}
     return {**matrices, **shared}
 
 
-def _replace(model: Any, path: str, plain: Any, matrix: Matrix) -> None:
+def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None:
     """Put a packed layer in a plain one's place; any other keeps what `_fill` reads for it.
 
     There may be none: some families are saved under other names than they are built with.

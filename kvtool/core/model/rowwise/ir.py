@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from kvtool.core.native import builder, row_ops
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, each
@@ -35,7 +36,24 @@ JOBS = {
 }
 
 
-def module(isa: Isa, element: str, activation: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Where a model that computes in bfloat16 rounds.
+
+    Attributes
+    ----------
+    norm_first : before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2).
+    rope_in_float32 : cos, sin and their products are float32, a rotated number is rounded once (OLMo 2).
+    """
+
+    norm_first: bool = True
+    rope_in_float32: bool = False
+
+
+AS_LLAMA = Rounding()
+
+
+def module(isa: Isa, element: str, activation: str, rounding: Rounding = AS_LLAMA) -> str:
     """All functions `void NAME(ptr job)`: any number of threads may run one with the same job.
 
     Parameters
@@ -45,12 +63,13 @@ def module(isa: Isa, element: str, activation: str) -> str:
     """
     functions = {name: FunctionBuilder(name, isa, "i64* job") for name in JOBS}
     with _each_row(functions["norm"]) as (job, row):
-        _norm(job, *(job[name].of(element).at(row * job.count) for name in ("x", "more", "sum", "y")))
+        sides = (job[name].of(element).at(row * job.count) for name in ("x", "more", "sum", "y"))
+        _norm(job, rounding.norm_first, *sides)
     with _each_row(functions["gate"]) as (job, row):
         x, y = (side.of(element).at(row * job.count) for side in (job.x, job.y))
         row_ops.gate(y, x, job.count, activation)
     with _each_row(functions["turn"]) as (job, row):
-        _rotate(job, element, row)
+        _rotate(job, element, "float32" if rounding.rope_in_float32 else element, row)
     return builder.module(*functions.values())
 
 
@@ -62,7 +81,7 @@ def _each_row(k: FunctionBuilder) -> Iterator[tuple[Fields, Value]]:
         yield job, queue.first + index
 
 
-def _norm(job: Fields, x: Value, more: Value, sum_: Value, y: Value) -> None:
+def _norm(job: Fields, rounds_first: bool, x: Value, more: Value, sum_: Value, y: Value) -> None:
     k = x.k
     some = k.when(job.more.ne(0), x)
 
@@ -71,25 +90,27 @@ def _norm(job: Fields, x: Value, more: Value, sum_: Value, y: Value) -> None:
 
     each(k, job.count, add)
     (source,) = some.close(sum_)
-    row_ops.rms_norm(source, job.weight, y, job.count, job.epsilon)
+    row_ops.rms_norm(source, job.weight, y, job.count, job.epsilon, rounds_first)
 
 
-def _rotate(job: Fields, element: str, row: Value) -> None:
+def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
     """The heads of a row in their place."""
     k, width = row.k, job.half * 2
-    table = [side.of(element).at(row * width) for side in (job.cos, job.sin)]
+    table = [side.of(angles).at(row * width) for side in (job.cos, job.sin)]
     for side, heads in ((job.queries, job.heads), (job.keys, job.kv_heads)):
         with k.loop(heads) as index:
             _rotate_head(side.of(element).at((row * heads + index) * job.head_dim), table, job.half)
 
 
 def _rotate_head(head: Value, table: Sequence[Value], half: Value) -> None:
+    """Round each product as the table is stored."""
+
     def work(lanes: int, index: Value) -> None:
         places = index, index + half
         low, high = (head.load(place, lanes) for place in places)
         cos, sin = (side.load(index, lanes) for side in table)
         for value, place in zip(
-            rotate(low, high, cos, sin, lambda product: rounded(product, head.target)), places, strict=True
+            rotate(low, high, cos, sin, lambda product: rounded(product, table[0].target)), places, strict=True
         ):
             head.store(value, place)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from kvtool.core.model.rowwise.ir import JOBS, module
-from kvtool.core.native.compiling import compiled
+from kvtool.core.model.rowwise.ir import AS_LLAMA, JOBS, Rounding, module
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS
-from kvtool.core.native.team import run_in_team
+from kvtool.core.native.threads import launch
 
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ALONE = 2**16  # numbers; fewer are done before a second thread is there
@@ -23,10 +22,11 @@ _compiling = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """The functions of a model's format and activation, each by its address and as one thread calls it."""
+    """The functions of a model's format and activation."""
 
-    functions: dict[str, tuple[int, Callable[[int], None]]]
+    functions: dict[str, Function]
     dtype: torch.dtype
+    angles: torch.dtype  # of cos and sin
 
     def norm(
         self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, more: torch.Tensor | None = None
@@ -70,7 +70,7 @@ class Code:
         Parameters
         ----------
         queries, keys : `[rows, heads, head_dim]`, contiguous.
-        cos, sin : `[rows, rotary_dim]`, contiguous, of the same format; the rest of a head stays.
+        cos, sin : `[rows, rotary_dim]`, contiguous, in `angles`; the rest of a head stays.
         """
         rows, heads, head_dim = queries.shape
         whole = heads * head_dim
@@ -78,8 +78,8 @@ class Code:
         alike = keys.shape[2] == head_dim and cos.shape == sin.shape
         if not (fit and alike and cos.shape[1] <= head_dim and cos.shape[1] % 2 == 0):
             raise ValueError(f"{tuple(queries.shape)} and {tuple(keys.shape)} are not rotated by {tuple(cos.shape)}")
-        self._rows(cos, cos.shape[1])
-        self._rows(sin, cos.shape[1])
+        if not all(side.dtype == self.angles and side.is_contiguous() and side.is_cpu for side in (cos, sin)):
+            raise ValueError(f"cos and sin are {self.angles} here, in a row")
         tensors = {"queries": queries, "keys": keys, "cos": cos, "sin": sin}
         sizes = {"heads": heads, "kv_heads": keys.shape[1], "head_dim": head_dim, "half": cos.shape[1] // 2}
         self._run("turn", rows, whole, **{name: tensor.data_ptr() for name, tensor in tensors.items()}, **sizes)
@@ -94,17 +94,13 @@ class Code:
         return rows
 
     def _run(self, name: str, rows: int, numbers: int, **values: int | float) -> None:
-        address, alone = self.functions[name]
         threads = torch.get_num_threads() if rows * numbers > _ALONE else 1
         share = -(-rows // (_SHARES * threads)) if threads > 1 else rows
         job = JOBS[name].pack(next=0, share=share, rows=rows, **values)
-        if threads > 1:
-            run_in_team(address, ctypes.addressof(job), threads)
-        else:
-            alone(ctypes.addressof(job))
+        launch(self.functions[name], ctypes.addressof(job), threads)
 
 
-def code_for(isa: str, dtype: torch.dtype, activation: str) -> Code:
+def code_for(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> Code:
     """The code of a format and activation, compiled at its first use.
 
     Raises
@@ -112,11 +108,11 @@ def code_for(isa: str, dtype: torch.dtype, activation: str) -> Code:
     RuntimeError : it cannot be compiled here.
     """
     with _compiling:
-        return _code(isa, dtype, activation)
+        return _code(isa, dtype, activation, rounding if dtype == torch.bfloat16 else AS_LLAMA)
 
 
 @cache
-def _code(isa: str, dtype: torch.dtype, activation: str) -> Code:
-    addresses = compiled(module(ISAS[isa], ELEMENTS[dtype], activation), ISAS[isa], *JOBS)
-    call = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-    return Code({name: (at, call(at)) for name, at in zip(JOBS, addresses, strict=True)}, dtype)
+def _code(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding) -> Code:
+    functions = compiled(module(ISAS[isa], ELEMENTS[dtype], activation, rounding), ISAS[isa], *JOBS)
+    angles = torch.float32 if rounding.rope_in_float32 else dtype
+    return Code(dict(zip(JOBS, functions, strict=True)), dtype, angles)

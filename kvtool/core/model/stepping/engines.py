@@ -7,13 +7,10 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import torch
-
 from kvtool.core.common.switches import STEPPER, asked
-from kvtool.core.model.stepping.kept import Unfit
 from kvtool.core.model.stepping.native import Engine
+from kvtool.core.model.trial import UnsupportedArchitecture
 from kvtool.core.native.compiling import runnable
-from kvtool.core.native.team import openmp
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -60,9 +57,7 @@ def _made(decoder: Decoder) -> Engine | str:
         return f"{STEPPER} asks for it"
     if not isas:
         return "there is no machine code here"
-    if wanted != "native" and openmp() is None and torch.get_num_threads() > 1:
-        return "torch's threads are out of reach here"
     try:
         return Engine(decoder, isas[0])
-    except (Unfit, AttributeError, ValueError, RuntimeError) as error:  # a module that is not what it seems
+    except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
         return str(error)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtool.core.kernels.linear.ir_matvec import product
+from kvtool.core.kernels.linear.gemv_ir import product
 from kvtool.core.model.stepping.ir_common import operation, rows
 from kvtool.core.native import row_ops
 from kvtool.core.native.builder import FunctionBuilder, Value, each

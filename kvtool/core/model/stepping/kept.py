@@ -1,7 +1,11 @@
-"""Where the weights of a model lie in a layout that a step can read: packed, plain, or in the checkpoint itself."""
+"""Weights of a decoding step: the products of a model's spec as matrices that a step can read.
+
+They are packed, plain, or those of the checkpoint itself.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +13,10 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.qtensor import Matrix, dense
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.model.files import tensor_table, weight_files
+from kvtool.core.model.spec import ModelSpec, Projection
+from kvtool.core.model.trial import UnsupportedArchitecture
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -18,11 +24,38 @@ if TYPE_CHECKING:
 _PROBED = 8  # rows of a weight that are compared with the file's
 
 
-class Unfit(Exception):
-    """The model has no tape; the text says why."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Linear:
+    """Rows `first` … of a matrix, and a bias float32 `[rows]`."""
+
+    matrix: QuantizedTensor
+    first: int
+    rows: int
+    bias: torch.Tensor | None
 
 
-class KeptWeights:
+def decoding_spec(decoder: Decoder) -> ModelSpec[Linear]:
+    """Return what a step of a model computes, its products as matrices.
+
+    Raises
+    ------
+    UnsupportedArchitecture : it computes something that a step has no operation for.
+    """
+    if decoder.device != "cpu" or decoder.dtype not in (torch.float32, torch.bfloat16):
+        raise UnsupportedArchitecture(f"{decoder.dtype} on {decoder.device}")
+    spec = decoder.spec
+    spec.check_halves()
+    if spec.unknown:
+        raise UnsupportedArchitecture(spec.unknown)
+    for layer in spec.layers:
+        layer.gated_mlp()
+    for norm in (spec.norm, *(norm for layer in spec.layers for norm in layer.norms)):
+        if not norm.is_rms:
+            raise UnsupportedArchitecture(f"{type(norm.module).__name__} is no root mean square norm")
+    return spec.with_linears(WeightSource(decoder).linear)
+
+
+class WeightSource:
     """The matrices of a model's linear layers.
 
     A model that computes in float32, or whose weights lie in oneDNN's own layout, is often a bfloat16 checkpoint: its
@@ -33,17 +66,24 @@ class KeptWeights:
     def __init__(self, decoder: Decoder) -> None:
         self._mapped = _Mapped(decoder)
 
-    def matrix(self, module: Any) -> Matrix:
+    def linear(self, product: Projection) -> Linear:
+        """Return a product as rows of a matrix."""
+        bias = getattr(product.module, "bias", None)
+        if bias is not None:
+            bias = bias.detach()[product.first : product.first + product.rows].float().contiguous()
+        return Linear(self.matrix(product.module), product.first, product.rows, bias)
+
+    def matrix(self, module: Any) -> QuantizedTensor:
         """The weight of a linear layer.
 
         Raises
         ------
-        Unfit : it is kept in a layout that only other code reads.
+        UnsupportedArchitecture : it is kept in a layout that only other code reads.
         """
         if isinstance(module, PackedLinear):
             return module.matrix
         if type(module) is not torch.nn.Linear:
-            raise Unfit(f"{type(module).__name__} is no plain linear layer")
+            raise UnsupportedArchitecture(f"{type(module).__name__} is no plain linear layer")
         weight = module.weight
         plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
         if plain and weight.dtype == torch.bfloat16:
@@ -53,7 +93,7 @@ class KeptWeights:
             return dense(mapped)
         if plain:
             return dense(weight)
-        raise Unfit("its weights lie in oneDNN's own layout, and the checkpoint has other ones")
+        raise UnsupportedArchitecture("its weights lie in oneDNN's own layout, and the checkpoint has other ones")
 
 
 class _Mapped:

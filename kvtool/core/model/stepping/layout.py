@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvtool.core.model.stepping.family import Family, Layer, Linear, Norm
+from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec
 from kvtool.core.model.stepping.ir_heads import Heads
 from kvtool.core.model.stepping.ir_play import Code
 from kvtool.core.model.stepping.ir_rows import multiply_name
+from kvtool.core.model.stepping.kept import Linear
 from kvtool.core.model.stepping.tape import Operation
 
 _LINE = 16  # floats of a cache line: what different threads write lies in lines of their own
@@ -50,23 +51,23 @@ class Buffers:
     gate, up : of the MLP. `output`: of attention or MLP.
     """
 
-    def __init__(self, family: Family, threads: int, sequences: int) -> None:
+    def __init__(self, spec: ModelSpec[Linear], threads: int, sequences: int) -> None:
         self._tensors: list[torch.Tensor] = []
         self._threads, self.sequences = threads, sequences
-        queries = family.heads * family.head_dim
-        inner = max(layer.gate.rows for layer in family.layers)
-        self.hidden = self._shared(family.hidden)
-        self.embedded = self._tensors[-1][:, : family.hidden]
-        self.logits = self._shared(family.head.rows)
-        self.found = self._tensors[-1][:, : family.head.rows]
-        self.normed = self._own(family.hidden)
-        self.heads = self._shared(queries + 2 * family.kv_heads * family.head_dim)
-        self.head_norms = self._own(queries + family.kv_heads * family.head_dim)
+        queries = spec.heads * spec.head_dim
+        inner = max(layer.gated_mlp().gate.rows for layer in spec.layers)
+        self.hidden = self._shared(spec.hidden)
+        self.embedded = self._tensors[-1][:, : spec.hidden]
+        self.logits = self._shared(spec.head.rows)
+        self.found = self._tensors[-1][:, : spec.head.rows]
+        self.normed = self._own(spec.hidden)
+        self.heads = self._shared(queries + 2 * spec.kv_heads * spec.head_dim)
+        self.head_norms = self._own(queries + spec.kv_heads * spec.head_dim)
         self.queries = self._shared(queries)
         self.attended = self._shared(queries)
         self.gate = self._shared(inner)
         self.up = self._shared(inner)
-        self.output = self._shared(family.hidden)
+        self.output = self._shared(spec.hidden)
 
     def _shared(self, count: int) -> Place:
         pitch = -(-count // _LINE) * _LINE
@@ -79,21 +80,16 @@ class Buffers:
         return Place(self._tensors[-1].data_ptr(), 4 * self.sequences * pitch, pitch)
 
 
-def code_of(family: Family, cache: str) -> Code:
+def code_of(spec: ModelSpec[Linear], cache: str) -> Code:
     """What a model's code is made for; `cache`: "float32" or "bfloat16"."""
-    linears = [family.head, *(linear for layer in family.layers for linear in layer.linears)]
-    rotaries = frozenset(layer.rotary for layer in family.layers)
-    normed = any(_by_head(layer, family.head_dim) for layer in family.layers)
-    heads = Heads(family.head_dim, family.heads // family.kv_heads, normed, cache)
-    return Code(heads, frozenset(linear.matrix.kind for linear in linears), rotaries, family.activation)
+    linears = [spec.head, *(linear for layer in spec.layers for linear in layer.linears)]
+    rotaries = frozenset(layer.rotary for layer in spec.layers)
+    normed = any(layer.normed_by_head for layer in spec.layers)
+    heads = Heads(spec.head_dim, spec.heads // spec.kv_heads, normed, cache)
+    return Code(heads, frozenset(linear.matrix.kind for linear in linears), rotaries, spec.activation)
 
 
-def _by_head(layer: Layer, head_dim: int) -> bool:
-    """Whether queries and keys are normed head by head."""
-    return layer.head_norms is not None and layer.head_norms[0].weight.numel() == head_dim
-
-
-def lay_out(family: Family, buffers: Buffers, height: int) -> list[Operation]:
+def lay_out(spec: ModelSpec[Linear], buffers: Buffers, height: int) -> list[Operation]:
     """Lay out the tape from the embeddings in `hidden` to `logits`.
 
     Keys, values and the memory of attention change with the caches: their addresses are 0 here.
@@ -102,8 +98,8 @@ def lay_out(family: Family, buffers: Buffers, height: int) -> list[Operation]:
     ----------
     height : how many sequences a row of weights is multiplied with at a time.
     """
-    layout = _Layout(family, buffers, height)
-    for layer in family.layers:
+    layout = _Layout(spec, buffers, height)
+    for layer in spec.layers:
         layout.attention(layer)
         layout.mlp(layer)
     layout.logits()
@@ -113,11 +109,11 @@ def lay_out(family: Family, buffers: Buffers, height: int) -> list[Operation]:
 class _Layout:
     """A tape that grows at its end."""
 
-    def __init__(self, family: Family, buffers: Buffers, height: int) -> None:
-        self._family, self._buffers, self._height = family, buffers, height
+    def __init__(self, spec: ModelSpec[Linear], buffers: Buffers, height: int) -> None:
+        self._spec, self._buffers, self._height = spec, buffers, height
         self.tape: list[Operation] = []
 
-    def attention(self, layer: Layer) -> None:
+    def attention(self, layer: LayerSpec[Linear]) -> None:
         """Norm, queries, keys and values, attention, output."""
         buffers = self._buffers
         entry, out = self._entry(layer.before[0]), buffers.heads
@@ -131,28 +127,28 @@ class _Layout:
         self._product(layer.out, buffers.attended, buffers.output)
         self._add(layer, layer.after[0])
 
-    def mlp(self, layer: Layer) -> None:
+    def mlp(self, layer: LayerSpec[Linear]) -> None:
         """Norm, gate and up, down."""
-        buffers = self._buffers
+        buffers, mlp = self._buffers, layer.gated_mlp()
         entry = self._entry(layer.before[1])
-        self._product(layer.gate, entry, buffers.gate)
-        self._product(layer.up, entry, buffers.up)
+        self._product(mlp.gate, entry, buffers.gate)
+        self._product(mlp.up, entry, buffers.up)
         for one in self._sequences:
             x, y = buffers.up.of(one), buffers.gate.of(one)
-            self._append("gate", {"x": x.address, "y": y.address, "count": layer.gate.rows})
+            self._append("gate", {"x": x.address, "y": y.address, "count": mlp.gate.rows})
         self._wait()
-        self._product(layer.down, buffers.gate, buffers.output)
+        self._product(mlp.down, buffers.gate, buffers.output)
         self._add(layer, layer.after[1])
 
     def logits(self) -> None:
         """The last norm and the LM head."""
-        family, buffers = self._family, self._buffers
-        self._norm(family.norm, buffers.hidden, buffers.normed)
-        self._product(family.head, buffers.normed, buffers.logits)
-        if family.logits != 1.0:
-            self._blend(buffers.logits, buffers.logits, family.head.rows, family.logits, 0.0)
+        spec, buffers = self._spec, self._buffers
+        self._norm(spec.norm, buffers.hidden, buffers.normed)
+        self._product(spec.head, buffers.normed, buffers.logits)
+        if spec.logits != 1.0:
+            self._blend(buffers.logits, buffers.logits, spec.head.rows, spec.logits, 0.0)
 
-    def _entry(self, norm: Norm | None) -> Place:
+    def _entry(self, norm: NormSpec | None) -> Place:
         """Where attention or an MLP finds its input."""
         if norm is None:
             return self._buffers.hidden
@@ -163,12 +159,12 @@ class _Layout:
     def _sequences(self) -> range:
         return range(self._buffers.sequences)
 
-    def _place_heads(self, layer: Layer) -> None:
+    def _place_heads(self, layer: LayerSpec[Linear]) -> None:
         """Queries and keys, normed and rotated; keys and values into the caches."""
-        family, buffers, norms = self._family, self._buffers, layer.head_norms
+        buffers, norms = self._buffers, layer.head_norms
         queries, keys = buffers.heads, buffers.heads + layer.query.rows
         values = keys + layer.key.rows
-        if norms is not None and not _by_head(layer, family.head_dim):
+        if norms is not None and not layer.normed_by_head:
             own = buffers.head_norms
             self._norm(norms[0], queries, own)
             self._norm(norms[1], keys, own + layer.query.rows)
@@ -176,35 +172,34 @@ class _Layout:
         for one in self._sequences:
             self._heads(layer, queries.of(one), keys.of(one), values.of(one), buffers.queries.of(one))
 
-    def _heads(self, layer: Layer, queries: Place, keys: Place, values: Place, out: Place) -> None:
+    def _heads(self, layer: LayerSpec[Linear], queries: Place, keys: Place, values: Place, out: Place) -> None:
         """Those of one sequence."""
-        family, norms = self._family, layer.head_norms
-        by_head = _by_head(layer, family.head_dim)
-        weights = [norm.weight.data_ptr() if by_head else 0 for norm in norms or ()] or [0, 0]
+        spec, norms = self._spec, layer.head_norms
+        weights = [norm.weight.data_ptr() if layer.normed_by_head else 0 for norm in norms or ()] or [0, 0]
         epsilon = norms[0].epsilon if norms is not None else 0.0
         query = {
             **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], "epsilon": epsilon},
-            **{"y": out.address, "heads": family.heads, "scale": layer.scale, **_ANGLES},
+            **{"y": out.address, "heads": spec.heads, "scale": layer.scale, **_ANGLES},
         }
         key = {
             **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], "epsilon": epsilon},
-            **{"values": values.address, "heads": family.kv_heads, "row": 0, **_CACHE, **_ANGLES},
+            **{"values": values.address, "heads": spec.kv_heads, "row": 0, **_CACHE, **_ANGLES},
         }
         self._append("queries", query, f"queries_{layer.rotary}")
         self._append("keys", key, f"keys_{layer.rotary}")
 
     def _attend(self) -> None:
-        family, buffers = self._family, self._buffers
+        spec, buffers = self._spec, self._buffers
         for one in self._sequences:
             x = buffers.queries.of(one)
-            self._append("attend", {"x": x.address, "heads": family.kv_heads, **_PARTS, **_CACHE})
+            self._append("attend", {"x": x.address, "heads": spec.kv_heads, **_PARTS, **_CACHE})
         self._wait()
         for one in self._sequences:
             y = buffers.attended.of(one)
-            self._append("combine", {"y": y.address, "heads": family.heads, **_PARTS})
+            self._append("combine", {"y": y.address, "heads": spec.heads, **_PARTS})
         self._wait()
 
-    def _norm(self, norm: Norm, inputs: Place, outputs: Place) -> None:
+    def _norm(self, norm: NormSpec, inputs: Place, outputs: Place) -> None:
         for one in self._sequences:
             x, y = inputs.of(one), outputs.of(one)
             values = {
@@ -233,14 +228,14 @@ class _Layout:
             values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
             self._append("blend", values)
 
-    def _add(self, layer: Layer, norm: Norm | None) -> None:
+    def _add(self, layer: LayerSpec[Linear], norm: NormSpec | None) -> None:
         """The output of attention or an MLP, onto the residual stream."""
         buffers, source = self._buffers, self._buffers.output
         if norm is not None:
             self._wait()
             source = buffers.normed
             self._norm(norm, buffers.output, source)
-        self._blend(source, buffers.hidden, self._family.hidden, 1.0, layer.residual)
+        self._blend(source, buffers.hidden, self._spec.hidden, 1.0, layer.residual)
         self._wait()
 
     def _append(self, kind: str, values: Mapping[str, int | float], code: str = "") -> None:

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from kvtool.core.kernels.linear.qtensor import Matrix
-from kvtool.core.model.stepping.family import Family, family_of
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor
+from kvtool.core.model.spec import ModelSpec
 from kvtool.core.model.stepping.ir_play import Code, module, products
 from kvtool.core.model.stepping.ir_rows import multiply_name
-from kvtool.core.model.stepping.kept import Unfit
+from kvtool.core.model.stepping.kept import Linear, decoding_spec
 from kvtool.core.model.stepping.layout import code_of
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.step import Angles, Step
 from kvtool.core.model.stepping.tape import CONTEXT
-from kvtool.core.native.compiling import compiled
+from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
+from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS
-from kvtool.core.native.team import openmp
+from kvtool.core.native.threads import Barrier, launch_in_pool, use_pool
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -41,9 +42,6 @@ _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what t
 # AMD EPYC, weights in its cache: 1.6 to 3 times as many products a second as with one; with more no more, or fewer.
 _MOST_AT_ONCE = {"avx512": 4, "avx2": 3, "scalar": 3}
 MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
-# How far the first step may be from the model's own: root mean square difference, by that of the logits. Measured over
-# all families and SmolLM2: 5e-6 and .08 at most; 1 and more where something is computed otherwise.
-_ROUNDING = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 
 
 class Engine:
@@ -55,29 +53,28 @@ class Engine:
 
     Raises
     ------
-    Unfit : the model computes something that a tape does not have.
+    UnsupportedArchitecture : the model computes something that a tape does not have.
     """
 
     def __init__(self, decoder: Decoder, isa: str) -> None:
         self.isa = isa
         self.lock = threading.Lock()
         self.verdict: str | None = None  # None: not compared yet; empty: as the model's own
-        self._family = family_of(decoder)
-        _check_sizes(self._family)
+        self._spec = decoding_spec(decoder)
+        _check_sizes(self._spec)
         self._windows = [kind.window for kind in decoder.kinds]
         self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
-        codes = _compiled(isa, code_of(self._family, _CACHES[decoder.dtype]))
+        codes = _compiled(isa, code_of(self._spec, _CACHES[decoder.dtype]))
         self._codes = codes
-        self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(codes["alone"])
         self._steps = {1: self._new_step(1)}
         self._angles = Angles()
-        self._context = np.zeros(len(CONTEXT), np.int64)
+        self._barrier, self._taken = Barrier(), np.zeros(1, np.int64)
 
     def _new_step(self, sequences: int) -> Step:
         height, codes = _height(self.isa, sequences), dict(self._codes)
         if height > 1:
             codes |= {multiply_name(kind, height): _products(self.isa, kind, height) for kind in self.kinds}
-        return Step(self._family, codes, height, self._most_threads, sequences)
+        return Step(self._spec, codes, height, self._most_threads, sequences)
 
     def step(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[PromptCache]) -> torch.Tensor:
         """Append a token to each of some caches, at most `MOST_TOGETHER`; float32 `[caches, vocabulary]`."""
@@ -90,7 +87,7 @@ class Engine:
         step.bind(caches, self._windows)
         angles = [self._angles.at(decoder, position) for position in positions]
         step.place(angles, [kind.rotation for kind in decoder.kinds])
-        step.buffers.embedded.copy_(embedded).mul_(self._family.embedding)
+        step.buffers.embedded.copy_(embedded).mul_(self._spec.embedding)
         self._play(step.tape)
         return step.buffers.found.clone()
 
@@ -105,8 +102,8 @@ class Engine:
         return sum(matrix.nbytes for matrix in self._matrices)
 
     @property
-    def _matrices(self) -> list[Matrix]:
-        linears = [self._family.head, *(linear for layer in self._family.layers for linear in layer.linears)]
+    def _matrices(self) -> list[QuantizedTensor]:
+        linears = [self._spec.head, *(linear for layer in self._spec.layers for linear in layer.linears)]
         return list({id(linear.matrix): linear.matrix for linear in linears}.values())
 
     def play_parts(self, kinds: Collection[str], sequences: int = 1) -> None:
@@ -115,33 +112,24 @@ class Engine:
         self._play(step.tape[sorted(place for kind in kinds for place in step.uses[kind])])
 
     def _play(self, tape: np.ndarray) -> None:
-        self._set("operations", tape.ctypes.data)
-        self._set("count", len(tape))
-        threads = min(torch.get_num_threads(), self._most_threads)
-        team = openmp() if threads > 1 else None
-        if team is None:
-            self._set("barrier", self._codes["nothing"])
-            self._alone(self._context.ctypes.data)
-            return
-        self._set("barrier", team.barrier)
-        self._set("number", team.number)
-        self._set("threads", team.threads)
-        team.parallel(self._codes["team"], self._context.ctypes.data, threads, 0)
-
-    def _set(self, field: str, value: int) -> None:
-        self._context[CONTEXT.places[field]] = value
+        with use_pool(min(torch.get_num_threads(), self._most_threads)) as pool:
+            threads = 1 if pool is None else min(torch.get_num_threads(), self._most_threads, pool.helpers + 1)
+            self._taken[0] = 0
+            values = {"operations": tape.ctypes.data, "count": len(tape), "threads": threads}
+            job = CONTEXT.pack(**values, taken=self._taken.ctypes.data, barrier=self._barrier.address)
+            launch_in_pool(self._codes["run_program"], ctypes.addressof(job), threads)
 
 
 @cache
-def _compiled(isa: str, code: Code) -> dict[str, int]:
-    """The address of every function, by name; models that differ in sizes only share them."""
+def _compiled(isa: str, code: Code) -> dict[str, Function]:
+    """Every function by its name; models that differ in sizes only share them."""
     addresses = compiled(module(ISAS[isa], code), ISAS[isa], *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
 
 @cache
-def _products(isa: str, kind: str, height: int) -> int:
-    """The address of a product of several sequences."""
+def _products(isa: str, kind: str, height: int) -> Function:
+    """The product of several sequences."""
     return compiled(products(ISAS[isa], kind, height), ISAS[isa], multiply_name(kind, height))[0]
 
 
@@ -151,11 +139,11 @@ def _height(isa: str, sequences: int) -> int:
     return -(-sequences // -(-sequences // most))
 
 
-def _check_sizes(family: Family) -> None:
+def _check_sizes(spec: ModelSpec[Linear]) -> None:
     """Refuse what the code's fixed memory is not made for."""
-    group = family.heads // family.kv_heads
-    if family.heads != group * family.kv_heads or group * family.head_dim > _MOST_SCORES:
-        raise Unfit(f"{family.heads} heads over {family.kv_heads} of {family.head_dim} numbers")
+    group = spec.heads // spec.kv_heads
+    if spec.heads != group * spec.kv_heads or group * spec.head_dim > _MOST_SCORES:
+        raise UnsupportedArchitecture(f"{spec.heads} heads over {spec.kv_heads} of {spec.head_dim} numbers")
 
 
 class NativeStepper:
@@ -191,13 +179,14 @@ class NativeStepper:
         expected = self._torch.step(token)
         self._cache.set_length(start)
         found = self.engine.step(self._decoder, [token], [self._cache])[0]
-        apart = float((found - expected).square().mean().sqrt() / expected.std())
-        if apart <= _ROUNDING[self._decoder.dtype]:
-            self.engine.verdict = ""
-            return found
-        self.engine.verdict = f"the first step in machine code came out otherwise, by {apart:.2g} of the logits' spread"
-        self._cache.set_length(start)
-        return self._torch.step(token)
+        try:
+            check_trial(found, expected, self._decoder.dtype, len(self._decoder.layers))
+        except UnsupportedArchitecture as error:
+            self.engine.verdict = f"the first step in machine code came out otherwise: {error}"
+            self._cache.set_length(start)
+            return self._torch.step(token)
+        self.engine.verdict = ""
+        return found
 
     @staticmethod
     @torch.inference_mode()

@@ -15,7 +15,9 @@ from kvtool.core.model.stepping.tape import BLOCK, HEADROOM, encode, word
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
-    from kvtool.core.model.stepping.family import Family
+    from kvtool.core.model.spec import ModelSpec
+    from kvtool.core.model.stepping.kept import Linear
+    from kvtool.core.native.compiling import Function
 
 I64 = npt.NDArray[np.int64]
 _POSITIONS = 64  # whose cos and sin are computed together
@@ -27,7 +29,7 @@ class Step:
 
     Parameters
     ----------
-    codes : the address of each compiled function.
+    functions : each compiled function by its name.
     height : how many sequences a row of weights is multiplied with at a time.
     threads : there are at most.
 
@@ -37,13 +39,15 @@ class Step:
         sequence by sequence within a layer.
     """
 
-    def __init__(self, family: Family, codes: Mapping[str, int], height: int, threads: int, sequences: int) -> None:
-        self.buffers = Buffers(family, threads, sequences)
-        operations = lay_out(family, self.buffers, height)
-        self.tape = encode(operations, codes)
+    def __init__(
+        self, spec: ModelSpec[Linear], functions: Mapping[str, Function], height: int, threads: int, sequences: int
+    ) -> None:
+        self.buffers = Buffers(spec, threads, sequences)
+        operations = lay_out(spec, self.buffers, height)
+        self.tape = encode(operations, functions)
         kinds = sorted({one.kind for one in operations})
         self.uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
-        self._family = family
+        self._spec = spec
         self._parts = torch.empty(0, dtype=torch.float32)
 
     def bind(self, caches: Sequence[PromptCache], windows: Sequence[int | None]) -> None:
@@ -58,14 +62,14 @@ class Step:
         capacities = np.array([cache.buffers[0].keys.shape[2] for cache in caches])
         seen = np.array([np.minimum(lengths, window or lengths) for window in windows])
         keys, values = (_addresses(caches, side) for side in ("keys", "values"))
-        row = self._family.head_dim * caches[0].buffers[0].keys.itemsize  # a window begins so many rows further on
+        row = self._spec.head_dim * caches[0].buffers[0].keys.itemsize  # a window begins so many rows further on
         for kind, before in (("keys", np.zeros_like(seen)), ("attend", (lengths - seen) * row)):
             self._write(kind, "key_cache", keys + before)
             self._write(kind, "value_cache", values + before)
             self._write(kind, "capacity", capacities)
         self._write("keys", "row", lengths - 1)
         blocks = -(-capacities // BLOCK)
-        parts = self._room(self._family.heads * blocks * (HEADROOM + self._family.head_dim))
+        parts = self._room(self._spec.heads * blocks * (HEADROOM + self._spec.head_dim))
         for kind in ("attend", "combine"):
             self._write(kind, "seen", seen)
             self._write(kind, "parts", parts)
@@ -86,7 +90,7 @@ class Step:
 
     def _write(self, kind: str, field: str, values: npt.NDArray[Any]) -> None:
         """Write a field of all operations of a kind: values `[layers, sequences]`, or `[sequences]` for all layers."""
-        shape = len(self._family.layers), values.shape[-1]
+        shape = len(self._spec.layers), values.shape[-1]
         self.tape[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
 
 

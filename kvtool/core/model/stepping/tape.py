@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvtool.core.native.compiling import Function
 from kvtool.core.native.job import Job
 
 WORDS = 16
@@ -61,7 +62,7 @@ FIELDS = {
     "combine": Job(parts="float*", blocks="i64", seen="i64", y="float*", heads="i64"),
 }
 # What the tape is played with.
-CONTEXT = Job(operations="i64*", count="i64", barrier="ptr", number="ptr", threads="ptr")
+CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barrier="i64*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +82,11 @@ class Operation:
     barrier: bool = False
 
 
-def encode(operations: list[Operation], codes: Mapping[str, int]) -> np.ndarray:
-    """Write a tape as int64 `[operations, WORDS]`; `codes`: the address of each compiled function."""
+def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.ndarray:
+    """Write a tape as int64 `[operations, WORDS]`; `codes`: each compiled function by its name."""
     tape = np.zeros((len(operations), WORDS), np.int64)
     for row, operation in zip(tape, operations, strict=True):
-        row[0], row[1] = codes[operation.code], operation.barrier
+        row[0], row[1] = codes[operation.code].address, operation.barrier
         fields = FIELDS[operation.kind].row(operation.values)
         row[2 : 2 + len(fields)] = fields
     return tape

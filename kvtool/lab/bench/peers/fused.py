@@ -16,7 +16,7 @@ from kvtool.core.model.load import load_model
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.stepping import Stepper, stepper_for
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.session.levels import ProfileShelf
+from kvtool.core.session.levels import ProfileCache
 from kvtool.lab.bench.flops import Architecture, flops, fused_work
 from kvtool.lab.bench.peers.plain import built
 from kvtool.lab.bench.peers.prepare import STORE
@@ -33,7 +33,7 @@ class FusedRunner:
         files = resolve(task.model, offline=task.offline)
         self._decoder = Decoder(load_model(files, device="cpu", dtype=task.dtype, packed=True))
         self._store = Store.open(Path(task.folder) / STORE)
-        self._profiles = ProfileShelf(self._store)
+        self._profiles = ProfileCache(self._store)
         options = QueryOptions(
             fusion=task.contender.mode, ratio=task.ratio, link_tokens=task.link_tokens, link=task.link
         )

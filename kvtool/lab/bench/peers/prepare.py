@@ -17,7 +17,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.resolve import resolve
-from kvtool.core.records.making import encode_layers
+from kvtool.core.records.encode import encode_layers
 from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.peers.runner import hold_to
 from kvtool.lab.bench.peers.task import PeerPrompt, Piece, prompts_file

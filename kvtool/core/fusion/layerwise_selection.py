@@ -1,0 +1,241 @@
+"""Select the rows that are recomputed, layer by layer: by what they would become, or by the question's attention.
+
+`LayerwiseSelection` ranks the candidates before some layers and keeps the highest; `question_attention` runs the
+question's rows over the reused cache once and sums up how much they look at each cached token.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvtool.core.codec.base import LayerKV
+from kvtool.core.common.timeline import Timeline, add_span
+from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.plan import Plan
+from kvtool.core.fusion.selectors.base import Pooling, Selector
+from kvtool.core.fusion.shift import Shift
+from kvtool.core.kernels.attention.eager import mean_weights
+from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.between import for_this_pass
+from kvtool.core.model.modules import CACHES
+from kvtool.core.model.probe import ForwardEnded, LayerProbe
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.tail import of_rows, tables_of_rows
+
+if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
+
+_BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt's length, not with its square
+
+
+class LayerwiseSelection:
+    """Watches one pass: waits for each layer's records, and drops rows before the layers a selector names.
+
+    A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
+    stays untouched. To rank candidates the hook runs the layer up to its cache write (norm and QKV projection only).
+    Keys and values that this gives for dropped rows are newer than the stored ones and are kept.
+
+    Attributes
+    ----------
+    rows : the rows of the layer that runs.
+    computed : number of rows computed, by layer.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: Plan,
+        selector: Selector,
+        cache: PromptCache,
+        loader: Loader,
+        rows: Rows,
+        cached: torch.Tensor,
+        shift: Shift,
+        timeline: Timeline | None = None,
+    ) -> None:
+        self.targets = selector.narrowing(plan, decoder.stored_layers)
+        self.rows = rows
+        self.computed: list[int] = []
+        self.select_s = self.shift_s = 0.0
+        self._decoder, self._selector, self._cache, self._loader = decoder, selector, cache, loader
+        self._cached, self._shift = cached, shift
+        self._shifting(shift.follow, rows)
+        self._timeline = timeline
+        self._since = time.perf_counter()
+        self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
+
+    def on_update(self, layer: int, rows: int) -> None:
+        """The cache is about to take this layer's rows: their place must have been loaded before."""
+        self._note_span(f"compute to layer {layer}", rows)
+        self._loader.wait(layer)
+        self.computed.append(rows)
+        self._shifting(self._shift.before, layer)
+        self._since = time.perf_counter()
+
+    def on_updated(self, layer: int) -> None:
+        """The layer's rows are in the cache: those that are reused beside them are shifted."""
+        self._shifting(self._shift.after, layer)
+
+    def _shifting(self, step: Callable[..., None], *given: Any) -> None:
+        """A step of the shift, whose time is told apart."""
+        started = time.perf_counter()
+        step(*given)
+        self.shift_s += time.perf_counter() - started
+
+    def end(self) -> None:
+        """The pass is through."""
+        self._note_span("compute to logits", self.computed[-1])
+
+    def _note_span(self, name: str, rows: int) -> None:
+        add_span(self._timeline, name, self._since, rows=rows)
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hooks on every layer from the first narrowing on."""
+        first = min(self.targets)
+        handles = [
+            module.register_forward_pre_hook(for_this_pass(self._hook(layer)), with_kwargs=True)
+            for layer, module in enumerate(self._decoder.layers)
+            if layer >= first
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _hook(self, layer: int) -> Any:
+        def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            hidden, more = args[0], args[1:] if self._kept is None else of_rows(args[1:], self._kept)
+            kwargs = self._with_rows(kwargs)
+            if layer in self.targets:
+                keep = self._choose(module, layer, hidden, kwargs)
+                hidden, more = hidden[:, keep], of_rows(more, keep)
+                kwargs = self._with_rows(kwargs, keep)
+            return (hidden, *more), kwargs
+
+        return narrow
+
+    def _choose(self, module: Any, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """Indices (ascending) of the current rows that stay: all that are not cached, and the highest worth."""
+        self._loader.wait(layer)
+        started = time.perf_counter()
+        keys, values = _kv_of(module, hidden, kwargs)
+        buffer = self._cache.buffers[layer]
+        # All but the worth is known without the device: it is waited for once.
+        order = torch.tensor(self.rows.order)
+        reused = self._cached[order]
+        among = reused.nonzero()[:, 0]
+        again = among.to(hidden.device, non_blocking=True)
+        where = self.rows.positions[again]
+        new = keys[:, :, again], values[:, :, again]
+        old = buffer.keys[:, :, where], buffer.values[:, :, where]
+        worth = self._selector.worth(new, old)
+        top = worth.topk(min(self.targets[layer], len(among))).indices.cpu()
+        keep = ~reused
+        keep[among[top]] = True
+        dropped = (~keep)[among].nonzero()[:, 0].to(hidden.device, non_blocking=True)
+        buffer.scatter(where[dropped], *(side[:, :, dropped] for side in new))
+        chosen = keep.nonzero()[:, 0]
+        indices = chosen.to(hidden.device, non_blocking=True)
+        self._kept = indices if self._kept is None else self._kept[indices]
+        self.rows = Rows.of(order[chosen], self._decoder.device, self.rows.turned_to)
+        self._cache.rows = self.rows
+        self.select_s += add_span(self._timeline, "select", started, layer=layer)
+        self._shifting(self._shift.follow, self.rows, self._spared(order[~keep]))
+        return indices
+
+    def _spared(self, dropped: torch.Tensor) -> torch.Tensor:
+        """Bool `[length]`: rows that the layer has made anew and drops."""
+        rows = torch.zeros_like(self._cached)
+        rows[dropped] = True
+        return rows
+
+    def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:
+        """The layer's arguments for the current rows (`keep`: of the arguments' rows; else of the first layer's)."""
+        keep = self._kept if keep is None else keep
+        if keep is None:
+            return kwargs
+        changed = {"position_embeddings": tables_of_rows(kwargs["position_embeddings"], keep), "rows": self.rows}
+        if kwargs.get("position_ids") is not None:
+            changed["position_ids"] = kwargs["position_ids"][..., keep]
+        return kwargs | changed
+
+
+def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV:
+    """Rotated keys and values `[1, kv_heads, rows, head_dim]` that a layer makes of its input."""
+    probe = LayerProbe(until="cache")
+    probe.run(module.forward, hidden, **(kwargs | {name: probe.cache for name in CACHES if name in kwargs}))
+    assert probe.kv is not None, "the layer did not write to its cache"
+    return probe.kv
+
+
+# ---- the question's attention -------------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one asked."""
+
+    def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
+        self._rows, self._count = rows, count
+        self._layers, self._pooling, self._ends = layers, pooling, ends
+        self._total = torch.zeros(length, device=rows.positions.device, dtype=torch.float32)
+
+    @property
+    def mean(self) -> torch.Tensor:
+        """Over the layers, float32 `[length]`."""
+        return self._total / len(self._layers)
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
+        """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
+        if layer not in self._layers:
+            return
+        count = 1 if self._pooling == "last" else self._count
+        seen, last = self._rows.seen(scoring.window)[slice(len(self._rows) - count, None)], self._total
+        squares = torch.zeros_like(self._total)
+        for first in range(0, count, _BLOCK):
+            some = slice(first, min(first + _BLOCK, count))
+            part = query[0, :, query.shape[2] - count :][:, some]
+            weights = mean_weights(part, key[0], seen[some], scoring)
+            squares += weights.square().sum(0)
+            last = weights[-1]
+        pooled = squares.sqrt_()
+        self._total += pooled.mul_(last).sqrt_() if self._pooling == "both" else pooled
+        if self._ends and layer == self._layers[-1]:
+            raise ForwardEnded
+
+
+def question_attention(
+    decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range, pooling: Pooling = "rows"
+) -> torch.Tensor:
+    """Attention of the question over all that is there, cached rows as they are reused, at their true positions.
+
+    Question and holes are computed, these at every layer; their rows in the cache are those of this pass.
+
+    Parameters
+    ----------
+    layers : whose attention counts; the mean is taken over them.
+    pooling : what a layer's rows become: the L2 norm over all of them (`rows`, InfoFlow KV), the `last` row, which the
+        answer begins at, or the geometric mean of the two (`both`).
+
+    Returns
+    -------
+    float32 `[plan.length]`.
+    """
+    rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.turned_to)
+    ends = not bool(plan.mask("miss").any())
+    watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
+    cache.before_update = lambda layer, count: loader.wait(layer)
+    ids = plan.ids
+    with suppress(ForwardEnded):
+        at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
+        decoder.walk([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
+    cache.before_update = None
+    return watch.mean.cpu()

@@ -1,0 +1,175 @@
+"""Products and unpacking of packed weights as calls, on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+from itertools import pairwise
+
+import torch
+
+from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.kernels.linear import gemv_ir, small_gemm_ir
+from kvtool.core.kernels.linear.gemv_ir import product, share, unpack
+from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
+from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
+from kvtool.core.kernels.machine import best_isa
+from kvtool.core.native.builder import module
+from kvtool.core.native.compiling import Function, compiled
+from kvtool.core.native.isa import AVX512_BF16, ISAS
+from kvtool.core.native.job import LINE, scratch
+from kvtool.core.native.threads import launch
+
+_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
+_FEW = 256  # rows of X at a time: both stay in a core's own cache
+_compiling = threading.Lock()
+_SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
+
+
+def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
+    """W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
+
+    Parameters
+    ----------
+    isa : one of `runnable()`; None: `best_isa()`.
+
+    Raises
+    ------
+    ValueError : x does not fit.
+    """
+    if x.dtype != torch.float32 or x.shape != (matrix.columns,) or not x.is_contiguous():
+        raise ValueError(f"x is {x.dtype} {tuple(x.shape)}, not float32 [{matrix.columns}]")
+    y = torch.empty(matrix.rows, dtype=torch.float32)
+    _run(_functions(matrix.kind, isa)["product"], matrix, x.data_ptr(), y.data_ptr(), 0, matrix.rows)
+    return y
+
+
+def small_batch_gemm(
+    matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None, isa: str | None = None
+) -> torch.Tensor:
+    """X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
+
+    Parameters
+    ----------
+    x : `[rows, columns]`, contiguous, float32 or bfloat16.
+    bias : `[matrix.rows]`.
+    isa : one of `runnable()`; None: `best_isa()`.
+
+    Raises
+    ------
+    ValueError : x or the bias does not fit, or x has fewer rows than `least_rows`.
+    """
+    name = isa or best_isa()
+    if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
+        raise ValueError(f"x is {tuple(x.shape)}, not [rows, {matrix.columns}]")
+    count, least = x.shape[0], least_rows(matrix, x.dtype, name)
+    if least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
+        raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
+    added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
+    out = torch.empty((count, matrix.rows), dtype=x.dtype)
+    function = _few(matrix.kind, _ELEMENTS[x.dtype], name or "")
+    blocks = -(-count // _FEW)  # as even as can be: the last one must not have fewer rows than the code takes
+    for first, stop in pairwise(count * number // blocks for number in range(blocks + 1)):
+        _multiply_block(function, matrix, x[first:stop], out[first:stop], added)
+    return out
+
+
+def _multiply_block(
+    function: Function, matrix: QuantizedTensor, x: torch.Tensor, out: torch.Tensor, bias: torch.Tensor
+) -> None:
+    """As many rows of X as stay in a core's own cache."""
+    threads = torch.get_num_threads()
+    share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
+    size = -(-share * matrix.columns * x.itemsize // LINE) * LINE
+    unpacked = scratch("unpacked", threads * size, "uint8")
+    job = small_gemm_ir.JOB.pack(
+        **{"next": 0, "thread": 0, "share": share, "last": matrix.rows, "columns": matrix.columns},
+        **_parts(matrix),
+        **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
+        **{"bias": bias.data_ptr(), "scratch": unpacked.ctypes.data, "scratch_bytes": size},
+    )
+    launch(function, ctypes.addressof(job), threads)
+
+
+def _parts(matrix: QuantizedTensor) -> dict[str, int]:
+    return {"data": matrix.data.data_ptr(), "scales": matrix.scales.data_ptr(), "mins": matrix.mins.data_ptr()}
+
+
+def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = None) -> int | None:
+    """The least rows of a format that `small_batch_gemm` multiplies with a matrix, here; None: there is no code."""
+    name = isa or best_isa()
+    if name is None or dtype not in _ELEMENTS or matrix.rows % OUTPUTS:
+        return None
+    if dtype == torch.bfloat16 and (name != "avx512" or "avx512bf16" not in cpu_features()):
+        return None
+    fits = matrix.columns % (ISAS[name].width * (2 if dtype == torch.bfloat16 else 1)) == 0
+    return inputs(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
+
+
+@cache
+def _few(kind: str, element: str, name: str) -> Function:
+    """A kind's function, compiled at its first use."""
+    isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
+    functions = [few(isa, kind, element)]
+    if not LAYOUTS[kind].dense:
+        functions.append(unpack(isa, kind, element))
+    with _compiling:
+        return compiled(module(*functions), isa, functions[0].name)[0]
+
+
+def dequantize_rows(
+    matrix: QuantizedTensor, first: int, last: int, out: torch.Tensor, isa: str | None = None
+) -> torch.Tensor:
+    """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
+
+    Plain numbers are not rounded further.
+
+    Parameters
+    ----------
+    out : contiguous, float32 or bfloat16.
+    isa : one of `runnable()`; None: `best_isa()`.
+
+    Raises
+    ------
+    ValueError : there are no such rows, or there is no room.
+    """
+    size = (last - first) * matrix.columns
+    if not 0 <= first <= last <= matrix.rows or not out.is_contiguous() or out.numel() < size:
+        raise ValueError(f"rows {first} to {last} of {matrix.rows}, into {out.numel()} numbers")
+    rows = out.view(-1)[:size].view(last - first, matrix.columns)
+    if matrix.layout.dense:
+        return rows.copy_(matrix.data[first:last])
+    to = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[out.dtype]
+    start = out.data_ptr() - first * matrix.columns * out.itemsize
+    _run(_functions(matrix.kind, isa)[to], matrix, 0, start, first, last)
+    return rows
+
+
+def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: int, last: int) -> None:
+    threads = torch.get_num_threads()
+    share = max(1, -(-(last - first) // (_SHARES * threads)))
+    taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
+    job = gemv_ir.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
+    launch(function, ctypes.addressof(job), threads)
+
+
+def _functions(kind: str, isa: str | None) -> dict[str, Function]:
+    name = isa or best_isa()
+    if name is None:
+        raise RuntimeError("there is no machine code here")
+    with _compiling:
+        return _compiled(kind, name)
+
+
+@cache
+def _compiled(kind: str, name: str) -> dict[str, Function]:
+    """A kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
+    isa = ISAS[name]
+    functions = {"product": product(isa, kind)}
+    for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
+        functions[to] = unpack(isa, kind, to)
+    shares = [share(function) for function in functions.values()]
+    found = compiled(module(*functions.values(), *shares), isa, *(one.name for one in shares))
+    return dict(zip(functions, found, strict=True))

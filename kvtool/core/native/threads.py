@@ -1,0 +1,367 @@
+"""A pool of threads for machine code, the same on every system; next to products of torch's, torch's own OpenMP.
+
+OpenMP's team ends when every thread of it has come by, also one that the system has not let run: where a loader, or
+another program, has that core, each of a pass's 200 jobs waits for the scheduler. In a pool the caller does all of a
+job that no helper takes. But torch's threads spin for a while after a product of torch's, on the cores that helpers
+would need: between such products OpenMP is the one to ask, where torch has it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from kvtool.core.native.builder import FunctionBuilder, Value, module
+from kvtool.core.native.compiling import Function, compiled, runnable
+from kvtool.core.native.isa import ISAS, Isa
+from kvtool.core.native.job import LINE, aligned
+
+# What a pool's threads share, in words of 8 bytes: the caller writes the first line of the cache, helpers the second.
+# `turn` is odd while a job is open, which has so many `places` for helpers; `over` ends them.
+_BOARD = ("turn", "function", "job", "places", "over", "yields", "waits", "posts", "inside", "entered", "asleep")
+_AT = {name: place for place, name in enumerate((*_BOARD, "semaphore"))}
+_WORDS = LINE // 8
+_LOOKS = 32  # at the board before another thread is let run
+_PATIENCE = 2000  # such rounds without a job, about 1 ms, before a helper sleeps
+_MANY = 1000  # looks of one who waits for others to be done, before another thread is let run
+_SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
+
+
+class ThreadPool:
+    """Threads that help a caller with one job after the other. They spin for a while after each, then they sleep.
+
+    Parameters
+    ----------
+    helpers : so many threads in addition to the calling one, at least 1.
+
+    Raises
+    ------
+    RuntimeError : they cannot be started.
+    """
+
+    def __init__(self, helpers: int) -> None:
+        self._code, self.helpers = _code(), helpers
+        self._board, semaphore = aligned(2 * _WORDS, np.int64), aligned(_SEMAPHORE, np.uint8)
+        self._kept = semaphore
+        self._board_at = self._board.ctypes.data
+        for name, address in (_system() | {"semaphore": _new_semaphore(semaphore.ctypes.data)}).items():
+            self._board[_AT[name]] = address
+        try:
+            for _ in range(helpers):  # a `threading.Thread` would be waited for until it has begun
+                _thread.start_new_thread(self._serve, ())
+        except BaseException:  # no thread left for this user, or Ctrl-C: those that have begun look for jobs
+            self.end()
+            raise
+
+    def _serve(self) -> None:
+        """Help until the pool ends. The thread holds the board meanwhile: nobody waits for its end."""
+        self._code["serve"](self._board_at)
+
+    def run(self, function: Function, job: int, threads: int) -> None:
+        """Call `void function(ptr job)` here and, if they come in time, in up to `threads` - 1 of the helpers."""
+        self._code["submit"](self._board_at, function.address, job, threads - 1)
+
+    def end(self) -> None:
+        """Let the helpers go, without waiting for them either."""
+        self._board[_AT["over"]] = 1
+        self._code["submit"](self._board_at, self._code["nothing"].address, 0, 0)  # for those that sleep
+
+
+_own = threading.local()
+_idle: list[ThreadPool] = []
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_idle.clear)  # threads stay with the parent
+
+
+def current() -> ThreadPool | None:
+    """The pool of the calling thread, if it has one just now."""
+    pool: ThreadPool | None = getattr(_own, "pool", None)
+    return pool
+
+
+@contextlib.contextmanager
+def use_pool(threads: int) -> Iterator[ThreadPool | None]:
+    """Have a pool for the calling thread's jobs inside; where it has one already, or none can be had, all stays so."""
+    pool = None if threads < 2 or current() is not None else _taken(threads - 1)
+    if pool is None:
+        yield current()
+        return
+    _own.pool = pool
+    try:
+        yield pool
+    finally:
+        _own.pool = None
+        _idle.append(pool)
+
+
+def _taken(helpers: int) -> ThreadPool | None:
+    """A pool that nobody uses; None where there is no code for one, or no thread to be had: nobody needs help."""
+    if not _system() or not runnable():
+        return None
+    with contextlib.suppress(IndexError):
+        while (pool := _idle.pop()).helpers != helpers:
+            pool.end()
+        return pool
+    with contextlib.suppress(RuntimeError):
+        return ThreadPool(helpers)
+    return None
+
+
+def launch(function: Function, job: int, threads: int = 1) -> None:
+    """Call `void function(ptr job)` in at most so many threads at once and return when all have ended.
+
+    There may be fewer of them: a function takes its share of the work from a counter in its job. The GIL is free
+    meanwhile.
+
+    Parameters
+    ----------
+    job : its address.
+    """
+    pool, team = current(), openmp() if threads > 1 else None
+    if threads < 2:
+        function(job)
+    elif pool is not None or team is None:
+        launch_in_pool(function, job, threads)
+    else:
+        team(function.address, job, threads, 0)
+
+
+def launch_in_pool(function: Function, job: int, threads: int) -> None:
+    """Launch without OpenMP: for what no product of torch's is next to."""
+    with use_pool(threads) as pool:
+        if pool is None:
+            function(job)
+        else:
+            pool.run(function, job, threads)
+
+
+class Barrier:
+    """Memory by which threads that all take part in one job wait for each other (`barrier`)."""
+
+    def __init__(self) -> None:
+        self._words = aligned(3 * _WORDS, np.int64)
+        self._words[2 * _WORDS] = _system().get("yields", 0)
+
+    @property
+    def address(self) -> int:
+        """The address of the memory."""
+        return self._words.ctypes.data
+
+
+@cache
+def openmp() -> Callable[[int, int, int, int], None] | None:
+    """GNU OpenMP's `parallel` (function, argument, threads, 0), as torch has loaded it; None where it has none.
+
+    Its threads start in 1 µs where torch's own kernels have left them spinning, on the cores that others would need.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    import torch  # brings it into the process
+
+    copies = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    # A torch that was not built for PyPI has no copy of its own: then what the whole process sees.
+    for name in [*map(str, copies), None]:
+        with contextlib.suppress(OSError, AttributeError):
+            parallel = ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_LAZY).GOMP_parallel
+            return ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)(
+                ctypes.cast(parallel, ctypes.c_void_p).value or 0
+            )
+    return None
+
+
+@cache
+def _system() -> dict[str, int]:
+    """Addresses of what lets other threads run, and of what waits for a semaphore and posts to it; none: unknown.
+
+    They are called alike, `yields()`, `waits(semaphore, -1)` and `posts(semaphore, 1, null)`: which of these a system's
+    function does not take, it does not look at.
+    """
+    if sys.platform == "win32":
+        names = {"yields": "SwitchToThread", "waits": "WaitForSingleObject", "posts": "ReleaseSemaphore"}
+    elif sys.platform == "darwin":  # whose semaphores of POSIX have names
+        names = {"yields": "sched_yield", "waits": "dispatch_semaphore_wait", "posts": "dispatch_semaphore_signal"}
+    else:
+        names = {"yields": "sched_yield", "waits": "sem_wait", "posts": "sem_post"}
+    try:
+        found = {name: ctypes.cast(getattr(_library(), it), ctypes.c_void_p).value or 0 for name, it in names.items()}
+    except (OSError, AttributeError):
+        return {}
+    return found
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("kernel32" if sys.platform == "win32" else None)
+
+
+def _new_semaphore(memory: int) -> int:
+    """What the system knows a new semaphore by. It is never given back: pools last as long as their process."""
+    if sys.platform == "win32":
+        create = _library().CreateSemaphoreW
+        create.restype = ctypes.c_void_p
+        return int(create(None, 0, 2**31 - 1, None) or 0)
+    if sys.platform == "darwin":
+        create = _library().dispatch_semaphore_create
+        create.restype = ctypes.c_void_p
+        return int(create(ctypes.c_long(0)) or 0)
+    _library().sem_init(ctypes.c_void_p(memory), 0, 0)
+    return memory
+
+
+# ---- machine code ------------------------------------------------------------------------------------------------
+
+_compiling = threading.Lock()
+
+
+def _code() -> dict[str, Function]:
+    with _compiling:
+        return _compiled()
+
+
+@cache
+def _compiled() -> dict[str, Function]:
+    isa = ISAS[runnable()[-1]]
+    names = ("submit", "serve", "nothing")
+    return dict(zip(names, compiled(pool_module(isa), isa, *names), strict=True))
+
+
+def pool_module(isa: Isa) -> str:
+    """The LLVM IR of a pool."""
+    return module(_submit(isa), _serve(isa), FunctionBuilder("nothing", isa))
+
+
+def _places(board: Value) -> dict[str, Value]:
+    pointers = ("function", "job", "yields", "waits", "posts", "semaphore")
+    return {name: board.at(at).of("ptr" if name in pointers else "i64") for name, at in _AT.items()}
+
+
+def _submit(isa: Isa) -> FunctionBuilder:
+    """Open a job, wake who sleeps, take part, close the job, and wait for those inside."""
+    k = FunctionBuilder("submit", isa, "i64* board, ptr function, ptr job, i64 places")
+    at, looks = _places(k.args.board), k.alloca("i64")
+    for name in ("function", "job", "places"):
+        at[name].store(k.args[name])
+    at["entered"].store(0)
+    k.atomic_add(at["turn"], 1, "seq_cst")
+    sleepers = k.emit_value("i64", f"atomicrmw xchg ptr {at['asleep']}, i64 0 seq_cst")
+    with k.loop(sleepers, may_be_empty=True):
+        k.do(at["posts"].load(), at["semaphore"].load(), k.constant("i64", 1), k.constant("ptr"))
+    k.do(k.args.function, k.args.job)
+    k.atomic_add(at["turn"], 1, "seq_cst")
+    _spin(k, looks, at["yields"].load(), lambda: k.atomic_load(at["inside"]).eq(0))
+    return k
+
+
+def _serve(isa: Isa) -> FunctionBuilder:
+    """Take part in each job once, until all is over.
+
+    Who is inside is waited for: a helper that finds the turn unchanged when it is inside may read what the job is.
+    """
+    k = FunctionBuilder("serve", isa, "i64* board")
+    at = _places(k.args.board)
+    served, looks = k.alloca("i64"), k.alloca("i64")
+    served.store(0)
+    names = "begin look idle tired rest announce back wait enter come work leave end".split()
+    block = {name: k.new_block() for name in names}
+
+    def begin(name: str) -> None:
+        k.begin_block(block[name])
+
+    def go(name: str, condition: Value | None = None, otherwise: str = "") -> None:
+        k.branch(block[name], condition, block.get(otherwise, ""))
+
+    def is_new(turn: Value) -> Value:
+        return (turn & 1).ne(0) & turn.ne(served.load())
+
+    go("begin")
+    begin("begin")
+    looks.store(0)
+    go("look")
+    begin("look")
+    now = k.atomic_load(at["turn"])
+    go("enter", is_new(now), "idle")
+    begin("idle")
+    looked = looks.load() + 1
+    looks.store(looked)
+    go("tired", (looked % _LOOKS).eq(0), "look")
+    begin("tired")
+    over = k.new_block()
+    k.branch(block["end"], k.atomic_load(at["over"]).ne(0), over)
+    k.begin_block(over)
+    go("announce", looked >= _LOOKS * _PATIENCE, "rest")
+    begin("rest")
+    k.do(at["yields"].load())
+    go("look")
+    begin("announce")  # before it looks once more: who opens a job looks for those that sleep after it is open
+    k.atomic_add(at["asleep"], 1, "seq_cst")
+    missed = is_new(k.atomic_load(at["turn"])) | k.atomic_load(at["over"]).ne(0)
+    go("back", missed, "wait")
+    begin("back")  # 0: the semaphore has been posted to for this one too
+    asleep, taken = k.atomic_load(at["asleep"]), k.new_block()
+    k.branch(block["wait"], asleep.eq(0), taken)
+    k.begin_block(taken)
+    pair = k.emit_value("{i64, i1}", f"cmpxchg ptr {at['asleep']}, {asleep.typed}, i64 {asleep - 1} seq_cst seq_cst")
+    go("begin", k.emit_value("i1", f"extractvalue {pair.typed}, 1"), "back")
+    begin("wait")
+    k.do(at["waits"].load(), at["semaphore"].load(), k.constant("i64", -1))
+    go("begin")
+    begin("enter")
+    k.atomic_add(at["inside"], 1, "seq_cst")
+    go("come", k.atomic_load(at["turn"]).eq(now), "leave")
+    begin("come")
+    entered = k.atomic_add(at["entered"], 1, "seq_cst")
+    go("work", entered.compare("slt", at["places"].load()), "leave")
+    begin("work")
+    k.do(at["function"].load(), at["job"].load())
+    go("leave")
+    begin("leave")
+    served.store(now)
+    k.atomic_add(at["inside"], -1, "seq_cst")
+    go("begin")
+    begin("end")
+    return k
+
+
+def barrier(isa: Isa) -> FunctionBuilder:
+    """The function `barrier(memory, threads)`: returns when so many threads have called it."""
+    k = FunctionBuilder("barrier", isa, "i64* memory, i64 threads")
+    arrived, phase, yields = (k.args.memory.at(line * _WORDS) for line in range(3))
+    looks = k.alloca("i64")
+    with k.when(k.args.threads > 1):
+        now = k.atomic_load(phase)
+        last = (k.atomic_add(arrived, 1, "seq_cst") + 1).eq(k.args.threads)
+        with k.when(last):
+            arrived.store(0)
+            k.atomic_add(phase, 1, "seq_cst")
+        _spin(k, looks, yields.of("ptr").load(), lambda: k.atomic_load(phase).ne(now))
+    return k
+
+
+def _spin(k: FunctionBuilder, looks: Value, yields: Value, until: Callable[[], Value]) -> None:
+    """Wait until a condition holds; now and then let others run.
+
+    Parameters
+    ----------
+    looks : memory of the function's own, an i64.
+    """
+    look, more, rest, after = (k.new_block() for _ in range(4))
+    looks.store(0)
+    k.branch(look)
+    k.begin_block(look)
+    k.branch(after, until(), more)
+    k.begin_block(more)
+    looked = looks.load() + 1
+    looks.store(looked)
+    k.branch(rest, (looked % _MANY).eq(0), look)
+    k.begin_block(rest)
+    k.do(yields)
+    k.branch(look)
+    k.begin_block(after)

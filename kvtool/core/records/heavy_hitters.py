@@ -1,0 +1,79 @@
+"""Select a chunk's heavy hitters, the rows worth storing when not all are: what attends to them reads the chunk again.
+
+A chunk is prefilled once more with its own tokens behind it, as if someone repeated it word for word; what a row is
+worth is the most that any head gives it while doing so, the mean over the layers (KVzip, arXiv 2505.23416, there for
+each head apart).
+
+Other rules lose more (kvtool/docs/codec.md): the attention that a chunk's own later rows give (H2O, arXiv 2306.14048)
+loses more than rows drawn by lot; times the sensitivity (records/encode.py) it is better on one model and much
+worse on another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtool.core.common.types import Ids
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
+
+SINKS = 4  # first rows of a chunk, which always stay: its later rows lean on them
+_BLOCK = 64  # rows whose weights exist at a time
+_TWICE = "each chunk is read twice to choose its rows: leave --keep out, or ingest with fewer --chunk-tokens"
+
+
+class _Watch:
+    """Collects, layer by layer, the most that a chunk's rows are looked at by those of its repetition.
+
+    Attributes
+    ----------
+    worth : float32 `[tokens]`, summed over the layers.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens = tokens
+        self.worth = torch.zeros(tokens, dtype=torch.float32)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
+        """Look at a layer's queries `[heads, 2 · tokens, head_dim]` and at all keys that the last of them sees."""
+        tokens, keys = self._tokens, key.shape[1]
+        before = keys - 2 * tokens
+        most = torch.zeros(tokens, device=key.device, dtype=torch.float32)
+        for start in range(tokens, 2 * tokens, _BLOCK):
+            stop = min(start + _BLOCK, 2 * tokens)
+            seen = KeyRanges.run(range(before + start, before + stop), scoring.window, key.device)
+            weights = attention_weights(query[:, start:stop], key, seen, scoring)
+            most = torch.maximum(most, weights[:, :, before : before + tokens].amax((0, 1)))
+        self.worth += most.cpu()
+
+
+def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[torch.Tensor]:
+    """Measure how much each row of some chunks is looked at when the chunk is repeated, float32 `[tokens]` each.
+
+    What a chunk gives does not depend on the others. Its own text before it, of a `neighbour` store, is left out.
+    Raises UsageError: a chunk and its repetition are longer than the model's context.
+    """
+    decoder.check_length(len(lead_in) + 2 * max(map(len, chunks), default=0), _TWICE)
+    watches = [_Watch(len(ids)) for ids in chunks]
+    prefill_chunks(decoder, lead_in, [PrefillItem((*ids, *ids)) for ids in chunks], watches=watches)
+    return [watch.worth for watch in watches]
+
+
+def heaviest(worth: torch.Tensor, share: int) -> Ids:
+    """Choose the rows that stay, ascending: the first ones, and of the others those of the highest worth.
+
+    Parameters
+    ----------
+    worth : as `repeated` gives it.
+    share : percent of the rows.
+    """
+    tokens = len(worth)
+    ranked = worth.clone()
+    ranked[:SINKS] = torch.inf
+    count = min(tokens, max(SINKS, -(-tokens * share // 100)))
+    chosen = ranked.argsort(descending=True, stable=True)[:count]
+    return tuple(chosen.sort().values.tolist())

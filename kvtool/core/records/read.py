@@ -1,0 +1,151 @@
+"""Read records of a store, each with the coarser one that it refines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.buffers import Room, aligned
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles, shape_of
+from kvtool.core.codec.kept import rows_of
+from kvtool.core.codec.levels import exact, level_of
+from kvtool.core.common.types import Ids
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.prefill import ChunkKV
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.link import Ahead, KVRead, RecordReader
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """Stands for a record that is as good as none, and says why."""
+
+    reason: str
+
+
+def stored_shape(shape: KVShape, tokens: int) -> Shape:
+    """The shape that a layer's records of so many tokens state."""
+    return shape_of(shape.heads, tokens, shape.key_dim, shape.value_dim)
+
+
+def stored_rows(item: Encoded, level: str) -> Ids | None:
+    """Which of a chunk's tokens a record has rows of, ascending; None: of all. Raises DamagedError."""
+    return None if level_of(level).share == 100 else rows_of(item)
+
+
+def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
+    """Read off the first layer's records of some chunks which of their tokens are stored at a level; None: all are."""
+    if level_of(level).share == 100:
+        return [None] * len(chunk_ids)
+    rows: list[Ids | Unusable | None] = []
+    for item in read_layer(store, chunk_ids, level, 0):
+        try:
+            rows.append(item if isinstance(item, Unusable) else rows_of(item))
+        except DamagedError as error:
+            rows.append(Unusable(f"damaged: {error.message}"))
+    return rows
+
+
+def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
+    """Find a level that loses nothing and is stored; None: there is none."""
+    return next(iter(exact(store.levels(chunk_id))), None)
+
+
+def read_layer(
+    store: RecordReader,
+    chunk_ids: Sequence[bytes],
+    level: str,
+    layer: int,
+    *,
+    shapes: Sequence[Shape] | None = None,
+    before: Callable[[int], None] = lambda number: None,
+    room: Room = aligned,
+    ahead: Ahead = None,
+) -> list[Encoded | Unusable]:
+    """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
+
+    Parameters
+    ----------
+    shapes : what the records must have; None: whatever they say.
+    before : told the number of each chunk before a record of it is read.
+    room : memory for a record; nobody else may write to it until the record is of no more use.
+    ahead : of each chunk, the layers that are read of it; None: it may be any.
+    """
+    read = store.read_layer(chunk_ids, level, layer, before, room, ahead)
+    opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
+    items, refined = [item for item, _ in opened], [base for _, base in opened]
+    for base in {base for base in refined if base is not None}:
+        numbers = [number for number, own in enumerate(refined) if own == base]
+        coarser = read_layer(
+            store,
+            [chunk_ids[number] for number in numbers],
+            base,
+            layer,
+            shapes=[shapes[number] for number in numbers] if shapes else None,
+            before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
+            room=room,
+            ahead=[ahead[number] for number in numbers] if ahead is not None else None,
+        )
+        for number, coarse in zip(numbers, coarser, strict=True):
+            items[number] = _refining(items[number], coarse)
+    return items
+
+
+def _refining(item: Encoded | Unusable, base: Encoded | Unusable) -> Encoded | Unusable:
+    if isinstance(item, Unusable) or isinstance(base, Unusable):
+        return base
+    return replace(item, base=base)
+
+
+def _opened(
+    record: KVRead | KvtoolError | None, level: str, shape: Shape | None
+) -> tuple[Encoded | Unusable, str | None]:
+    """Check what was read; returns it without its base, and the level of that if it needs one."""
+    if record is None:
+        return Unusable("not stored"), None
+    if isinstance(record, KvtoolError):
+        return Unusable(f"damaged: {record.message}" if isinstance(record, DamagedError) else record.message), None
+    header, payload = record
+    stored = shape_of(header.kv_heads, header.tokens, header.head_dim_k, header.head_dim_v)
+    if shape is not None and stored != shape:
+        return Unusable(f"stored shape {stored} does not fit"), None
+    try:
+        return Encoded(payload, stored, header.dtype), CODECS[level].base_of(payload)
+    except DamagedError as error:
+        return Unusable(f"damaged: {error.message}"), None
+
+
+def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
+    """Read one layer of several chunks.
+
+    Raises
+    ------
+    DamagedError : a record is missing or damaged.
+    """
+    items: list[Encoded] = []
+    for chunk_id, item in zip(chunk_ids, read_layer(store, chunk_ids, level, layer), strict=True):
+        if isinstance(item, Unusable):
+            where = f"layer {layer} of chunk {chunk_id.hex()[:12]} at level {level}"
+            raise DamagedError(f"{where} cannot be read: {item.reason}", REPAIR)
+        items.append(item)
+    return items
+
+
+def read_chunk(
+    store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
+) -> ChunkKV:
+    """Read all layers of a chunk as tensors. Raises DamagedError."""
+    return ChunkKV(*zip(*read_layers(store, chunk_id, level, layers, profiles), strict=True))
+
+
+def read_layers(
+    store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
+) -> list[LayerKV]:
+    """Read all layers of a chunk. Raises DamagedError."""
+    items = [read_records(store, [chunk_id], level, layer)[0] for layer in range(layers)]
+    return CODECS[level].decode_layers(items, profiles)
