@@ -17,9 +17,9 @@ import torch
 
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.kernels.shift_ir import JOB, offsets_module
-from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.formats import STORED
 from kvtool.core.native.isa import Isa
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.simd import lanes_for
 from kvtool.core.native.threads import current
 

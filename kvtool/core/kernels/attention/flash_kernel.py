@@ -14,7 +14,7 @@ import torch
 from kvtool.core.kernels.attention.flash_ir import JOB, attention_module
 from kvtool.core.kernels.attention.flash_tile_ir import Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
-from kvtool.core.native.compiling import Function, compiled
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
 

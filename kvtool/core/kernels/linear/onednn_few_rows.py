@@ -9,11 +9,9 @@ from functools import cache
 
 import torch
 
-from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.kernels.linear.onednn_few_rows_ir import JOB, OUTPUTS, ROWS, module
-from kvtool.core.kernels.machine import isa_here
-from kvtool.core.native.compiling import Function, compiled
-from kvtool.core.native.isa import AVX512, AVX512_BF16
+from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import launch
 
 MOST_ROWS = 320  # beyond, oneDNN's own products are as fast
@@ -47,7 +45,7 @@ class Panels:
         weight : as it was before.
         """
         outputs, columns = weight.shape
-        if isa_here() is not AVX512 or "avx512bf16" not in cpu_features() or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        if not multiplies_bfloat16(isa_here()) or not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
         size = int(torch.ops.mkldnn._nbytes(packed))
         if weight.dtype != torch.bfloat16 or outputs % OUTPUTS or columns % 2 or size != 2 * outputs * columns:

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from kvtool.core.model.stepping.ir_common import operation, share
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.row_ops import inverse_rms
-from kvtool.core.native.simd import fma, lanes_for
+from kvtool.core.native.simd import fma, inverse_rms, lanes_for
 
 Write = Callable[[Value, int], None]
 
