@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvtool.core.kernels.linear.gemv_ir import product
 from kvtool.core.model.stepping.ir_common import operation, rows
-from kvtool.core.native import row_ops
+from kvtool.core.native import simd
 from kvtool.core.native.builder import FunctionBuilder, Value, each
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.simd import fma
@@ -29,7 +29,7 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
 def norm(isa: Isa) -> FunctionBuilder:
     """The operation `norm`: root mean square layer normalisation, float32."""
     k, have = operation(isa, "norm")
-    row_ops.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
+    simd.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
     return k
 
 
@@ -50,5 +50,5 @@ def gate(isa: Isa, activation: str) -> FunctionBuilder:
     """The operation `gate`: y = act(y) · x, of this thread's rows."""
     k, have = operation(isa, "gate")
     first, count = rows(k, have.count)
-    row_ops.gate(have.y, have.x, count, activation, first)
+    simd.gate(have.y, have.x, count, activation, first)
     return k
