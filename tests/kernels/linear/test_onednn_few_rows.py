@@ -95,5 +95,5 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
 def test_without_the_instructions_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(random(64, 64)):
         pytest.skip("no bfloat16 layout here")
-    monkeypatch.setattr(panels_module, "cpu_features", lambda: frozenset({"avx2"}))
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512f")
     assert panels_of(random(64, 64)) is None
