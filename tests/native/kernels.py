@@ -96,14 +96,14 @@ def _quantised() -> Kernels:
 
 
 def _rowwise() -> Kernels:
-    from kvtool.core.kernels.linear import onednn_few_rows_ir as ir_panels
+    from kvtool.core.kernels.linear import onednn as ir_panels
     from kvtool.core.model.rowwise import ir
     from kvtool.core.native.isa import ISAS
     from kvtool.core.native.simd import ACTIVATIONS
 
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
         yield f"rowwise/{element}/{act}/{name}", lambda n=name, e=element, a=act: ir.module(ISAS[n], e, a)
-    yield "rowwise/panels/avx512bf16", ir_panels.module
+    yield "rowwise/panels/avx512bf16", ir_panels.panels_module
 
 
 def _decoding() -> Kernels:
@@ -125,7 +125,7 @@ def _decoding() -> Kernels:
 
 def _rows() -> Kernels:
     from kvtool.core.kernels.rope import rotation_module
-    from kvtool.core.kernels.shift_ir import offsets_module
+    from kvtool.core.kernels.shift import offsets_module
     from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.flash_kernel import Kernel, kernel, takes
+from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, takes
 from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.compiling import runnable

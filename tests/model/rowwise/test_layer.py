@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
-from kvtool.core.kernels.linear.onednn_few_rows import Panels
+from kvtool.core.kernels.linear.onednn import Panels, can_pack, pack_weights
 from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows

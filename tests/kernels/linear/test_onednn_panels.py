@@ -8,10 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.linear import onednn_few_rows as panels_module
-from kvtool.core.kernels.linear.onednn import ReorderedLinear, can_pack, pack_weights
-from kvtool.core.kernels.linear.onednn_few_rows import MOST_ROWS, Panels
-from kvtool.core.kernels.linear.onednn_few_rows_ir import ROWS
+from kvtool.core.kernels.linear import onednn as panels_module
+from kvtool.core.kernels.linear.onednn import MOST_ROWS, ROWS, Panels, ReorderedLinear, can_pack, pack_weights
 
 SIZES = [(64, 64), (128, 96), (192, 896), (256, 34)]  # outputs and columns
 
