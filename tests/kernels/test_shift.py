@@ -1,4 +1,4 @@
-"""Runs of rows moved by machine code are what torch makes of them."""
+"""ShiftSpans of rows moved by machine code are what torch makes of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from kvtool.core.kernels.rope import Angles, Table
-from kvtool.core.kernels.shift import Mover, Runs
-from kvtool.core.native.compiling import runnable
-from kvtool.core.native.isa import ISAS
+from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
+from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.threads import use_pool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -33,14 +32,14 @@ def table_of(rows: int, rotary_dim: int) -> Table:
     return Table({"": Angles(cos, sin)})
 
 
-def runs_of(rotary_dim: int) -> Runs:
+def runs_of(rotary_dim: int) -> ShiftSpans:
     factors = random(COUNT, seed=3).abs()
     factors[::5] = 0
     places = torch.tensor([row for rows in PROBES for row in rows])
     factors[places] = 0
     table = table_of(COUNT, rotary_dim)
     back = table[places].inverse()
-    return Runs(np.array(SPANS), np.array([len(rows) for rows in PROBES]), places, factors, table, back)
+    return ShiftSpans(np.array(SPANS), np.array([len(rows) for rows in PROBES]), places, factors, table, back)
 
 
 def turned(rows: torch.Tensor, whole: Table) -> torch.Tensor:
@@ -51,8 +50,10 @@ def turned(rows: torch.Tensor, whole: Table) -> torch.Tensor:
     return torch.cat([ahead, rows[..., size:]], -1)
 
 
-def by_torch(rows: torch.Tensor, old: torch.Tensor, runs: Runs, rotated: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows after it, and squares as `Mover.add` gives them of values."""
+def by_torch(
+    rows: torch.Tensor, old: torch.Tensor, runs: ShiftSpans, rotated: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows after it, and squares as `ShiftKernel.add` gives them of values."""
     rows, first, squares = rows.clone(), 0, []
     for (start, stop), probes in zip(SPANS, PROBES, strict=True):
         change = rows[:, probes].float() - old[:, probes].float()
@@ -69,20 +70,20 @@ def by_torch(rows: torch.Tensor, old: torch.Tensor, runs: Runs, rotated: bool) -
     return rows, torch.stack(squares, -1).unflatten(-1, (-1, 2)).transpose(0, 1)
 
 
-def moved_by_code(runs: Runs, sides: list[torch.Tensor], isa: str, rotated: bool = True) -> torch.Tensor:
+def moved_by_code(runs: ShiftSpans, sides: list[torch.Tensor], isa: str, rotated: bool = True) -> torch.Tensor:
     """Probes are written anew between the two calls, as a pass writes them."""
-    mover = Mover(runs, [(sides[0], sides[1])], ISAS[isa], ["" if rotated else None])
+    mover = ShiftKernel(runs, [(sides[0], sides[1])], ISAS[isa], ["" if rotated else None])
     mover.keep(0)
     written(sides, runs)
     return mover.add(0)
 
 
-def written(sides: list[torch.Tensor], runs: Runs) -> None:
+def written(sides: list[torch.Tensor], runs: ShiftSpans) -> None:
     for number, side in enumerate(sides):
         side[:, runs.places] = random(len(side), len(runs.places), side.shape[2], seed=8 + number).to(side.dtype)
 
 
-def check(sides: list[torch.Tensor], runs: Runs, isa: str, rotated: bool) -> None:
+def check(sides: list[torch.Tensor], runs: ShiftSpans, isa: str, rotated: bool) -> None:
     old, new = [side.clone() for side in sides], [side.clone() for side in sides]
     written(new, runs)
     keys, _ = by_torch(new[0], old[0], runs, rotated)
@@ -131,7 +132,7 @@ def test_helpers_give_the_same_bits() -> None:
 def test_factors_of_one_layer_take_the_place_of_the_others() -> None:
     runs, layers = runs_of(16), [(random(2, COUNT, 16), random(2, COUNT, 16, seed=1)) for _ in range(2)]
     before = [side.clone() for side in layers[1]]
-    mover = Mover(runs, layers, ISAS[NATIVE[0]], [""] * len(layers))
+    mover = ShiftKernel(runs, layers, ISAS[NATIVE[0]], [""] * len(layers))
     mover.keep(0)
     mover.add(1, torch.zeros(COUNT))
     assert all(torch.equal(*pair) for pair in zip(before, layers[1], strict=True))
@@ -150,11 +151,11 @@ def test_what_machine_code_does_not_know_is_refused() -> None:
         random(2, COUNT, 20),
     ):
         with pytest.raises(ValueError, match="no machine code"):
-            Mover(runs, [(bad, bad)], isa, [""])
+            ShiftKernel(runs, [(bad, bad)], isa, [""])
     for other in (random(3, COUNT, 16), good.half(), random(2, COUNT + 1, 16), random(COUNT, 2, 16).transpose(0, 1)):
         for layers in ([(good, other)], [(good, good), (other, good)]):
             with pytest.raises(ValueError, match="no machine code"):
-                Mover(runs, layers, isa, [""] * len(layers))
+                ShiftKernel(runs, layers, isa, [""] * len(layers))
 
 
 def test_runs_that_reach_beyond_their_rows_do_not_fit() -> None:

@@ -96,19 +96,18 @@ def _quantised() -> Kernels:
 
 
 def _rowwise() -> Kernels:
-    from kvtool.core.kernels.linear import onednn_few_rows_ir as ir_panels
+    from kvtool.core.kernels.linear import onednn as ir_panels
     from kvtool.core.model.rowwise import ir
     from kvtool.core.native.isa import ISAS
     from kvtool.core.native.simd import ACTIVATIONS
 
     for name, element, act in product(ISAS, ("float32", "bfloat16"), ACTIVATIONS):
         yield f"rowwise/{element}/{act}/{name}", lambda n=name, e=element, a=act: ir.module(ISAS[n], e, a)
-    yield "rowwise/panels/avx512bf16", ir_panels.module
+    yield "rowwise/panels/avx512bf16", ir_panels.panels_module
 
 
 def _decoding() -> Kernels:
-    from kvtool.core.model.stepping.ir_heads import Heads
-    from kvtool.core.model.stepping.ir_play import Code, module, products
+    from kvtool.core.kernels.decode_ir import Code, Heads, module, products
     from kvtool.core.native.isa import ISAS
 
     codes = {
@@ -125,7 +124,7 @@ def _decoding() -> Kernels:
 
 def _rows() -> Kernels:
     from kvtool.core.kernels.rope import rotation_module
-    from kvtool.core.kernels.shift_ir import offsets_module
+    from kvtool.core.kernels.shift import offsets_module
     from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX2
 
@@ -324,10 +323,10 @@ def _compared(name: str, before: str, after: str) -> str:
 
 
 def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
-    from kvtool.core.native import compiling
+    from kvtool.core.native import jit
     from kvtool.core.native.isa import AVX512_BF16, ISAS
 
-    llvm = compiling._llvm()
+    llvm = jit.llvm()
     isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)

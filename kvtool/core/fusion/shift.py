@@ -17,12 +17,12 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.kernels.rope import Table
-from kvtool.core.kernels.shift import Mover, Runs
+from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.native.isa import isa_here
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -205,7 +205,7 @@ class Shift:
         self.decoder, self.plan, self.cache = decoder, plan, cache
         self._wanted, self._loader = wanted and not plan.dropped, loader
         self._probes: Probes | None = None
-        self._mover: Mover | None = None
+        self._mover: ShiftKernel | None = None
         self._spared: torch.Tensor | None = None
         self._old: LayerKV | None = None
         self._rows = plan.mask()
@@ -260,14 +260,16 @@ class Shift:
         keys, values = changes
         return probes.weights @ keys, probes.weights @ values
 
-    def _mover_of(self, probes: Probes) -> Mover | None:
+    def _mover_of(self, probes: Probes) -> ShiftKernel | None:
         """The chunks as machine code takes them; None: it does not, or somebody estimates otherwise."""
         isa = isa_here() if self.decoder.device == "cpu" else None
         if isa is None or not self.decoder.rotary.halves or type(self).offsets is not _MEANS:
             return None
-        runs = Runs(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unturned)
+        runs = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unturned)
         try:
-            return Mover(runs, self._layers, isa, [kind.rotation for kind in self.decoder.kinds[: len(self._layers)]])
+            return ShiftKernel(
+                runs, self._layers, isa, [kind.rotation for kind in self.decoder.kinds[: len(self._layers)]]
+            )
         except ValueError:
             return None
 

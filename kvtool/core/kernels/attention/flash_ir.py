@@ -170,7 +170,7 @@ class _Block:
             self._place(side, "float") for side in (places.scores, places.now_largest, places.shrink)
         )
         largest, sums = (self._place(side, "float").at(lane) for side in (places.largest, places.sums))
-        queries, groups = self._strip(self._queries, strip, self._steps), count // tiling.keys_once
+        queries, groups = self._strip(self._queries, strip, self._steps), count // tiling.key_unroll
         k.do("scores", queries, self._keys, self._steps, groups, scores, largest, now)
         with k.when(job.bend.compare("une", 0.0)):
             k.do("cap", scores, count, largest, now, job.bend, job.top)
@@ -181,7 +181,7 @@ class _Block:
         k.do("weights", scores, count, largest, now, sums, shrink, job.scale)
         for at in tiling.starts:
             largest.store(now.load(at, tiling.width), at)
-        steps, columns = count >> (1 if tiling.pairs else 0), job.value_dim // tiling.keys_once
+        steps, columns = count >> (1 if tiling.pairs else 0), job.value_dim // tiling.key_unroll
         results = self._strip(self._results, strip, job.value_dim)
         k.do("sum", scores, self._values, steps, columns, shrink, results)
 

@@ -10,7 +10,7 @@ from kvtool.core.native.isa import AVX512, Isa
 from kvtool.core.native.job import LINE
 from kvtool.core.native.simd import MAGIC, dot_pairs, fma, larger, transpose
 
-KEYS = 96  # of a tile: a multiple of every `keys_once`
+KEYS = 96  # of a tile: a multiple of every `key_unroll`
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Tiling:
         return 3
 
     @property
-    def keys_once(self) -> int:
+    def key_unroll(self) -> int:
         """Keys, or columns of values, that a product holds below each other: with `registers` all that there are."""
         return 8 if self.width == AVX512.width else 4
 
@@ -108,7 +108,7 @@ _UNROLLED = 2  # steps of a sum: rows are a multiple of it
 def scores_function(tiling: Tiling) -> FunctionBuilder:
     """`void scores(queries, keys, steps, groups, scores, before, largest)`: scores of one strip and a tile of keys.
 
-    queries `[steps, strip]`, keys `[groups · keys_once, steps]`, in numbers (or pairs) of 32 bits. `largest` is the
+    queries `[steps, strip]`, keys `[groups · key_unroll, steps]`, in numbers (or pairs) of 32 bits. `largest` is the
     larger of `before` and what a lane finds.
     """
     k = tiling.function(
@@ -116,11 +116,11 @@ def scores_function(tiling: Tiling) -> FunctionBuilder:
     )
     args = k.args
     group = k.loop(args.groups, *(args.before.load(lane, k.width) for lane in tiling.starts))
-    row = group.index * tiling.keys_once
-    rows = [args.keys.at((row + key) * args.steps) for key in range(tiling.keys_once)]
+    row = group.index * tiling.key_unroll
+    rows = [args.keys.at((row + key) * args.steps) for key in range(tiling.key_unroll)]
     sums = iter(_product(tiling, args.queries, rows, 1, args.steps))
     largest = list(group.values)
-    for key in range(tiling.keys_once):
+    for key in range(tiling.key_unroll):
         start = (row + key) * tiling.strip
         for at, lane in enumerate(tiling.starts):
             value = next(sums)
@@ -134,19 +134,19 @@ def scores_function(tiling: Tiling) -> FunctionBuilder:
 def sum_function(tiling: Tiling) -> FunctionBuilder:
     """`void sum(weights, values, steps, groups, shrink, results)`: results · shrink + values · weights of one strip.
 
-    weights `[steps, strip]`, values `[steps, groups · keys_once]`, in numbers (or pairs of keys) of 32 bits; results
-    float32 `[groups · keys_once, strip]`.
+    weights `[steps, strip]`, values `[steps, groups · key_unroll]`, in numbers (or pairs of keys) of 32 bits; results
+    float32 `[groups · key_unroll, strip]`.
     """
     k = tiling.function("sum", "float* weights, float* values, i64 steps, i64 groups, float* shrink, float* results")
     args = k.args
     shrink = [args.shrink.load(lane, k.width) for lane in tiling.starts]
-    columns = args.groups * tiling.keys_once
+    columns = args.groups * tiling.key_unroll
     with k.loop(args.groups) as group:
-        column = group * tiling.keys_once
-        starts = [(column + at) * tiling.strip for at in range(tiling.keys_once)]
+        column = group * tiling.key_unroll
+        starts = [(column + at) * tiling.strip for at in range(tiling.key_unroll)]
         places = [start + lane for start in starts for lane in tiling.starts]
         first = [args.results.load(place, k.width) * shrink[at % len(shrink)] for at, place in enumerate(places)]
-        values = [args["values"].at(column + at) for at in range(tiling.keys_once)]
+        values = [args["values"].at(column + at) for at in range(tiling.key_unroll)]
         sums = _product(tiling, args.weights, values, columns, args.steps, first)
         for place, value in zip(places, sums, strict=True):
             args.results.store(value, place)

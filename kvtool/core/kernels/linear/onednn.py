@@ -5,13 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from kvtool.core.kernels.linear.onednn_few_rows import Panels
+from kvtool.core.native import builder
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue
+from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
+from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.job import Job
+from kvtool.core.native.simd import dot_pairs
+from kvtool.core.native.threads import launch
 
 _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
@@ -53,30 +61,29 @@ def pack_weights(model: torch.nn.Module) -> int:
 def _pack(linear: torch.nn.Linear, keep: bool) -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _ROWS)
     changed: Any = linear
-    changed.forward = LaidOut(packed, linear.bias, Panels.of(packed, linear.weight, linear.bias))
+    changed.__class__ = ReorderedLinear
+    changed.reordered, changed.panels = packed, Panels.of(packed, linear.weight, linear.bias)
     if not keep:  # its shape stays known
         changed.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaidOut:
-    """The product of a linear layer whose weight oneDNN has laid out, in place of its own forward.
+class ReorderedLinear(torch.nn.Linear):
+    """A linear layer whose weight oneDNN has laid out, which is only run forward.
 
     Attributes
     ----------
-    panels : the same memory, as our own kernel for few rows reads it; None: it does not.
+    reordered : the weight. panels: the same memory, as our own kernel for few rows reads it; None: it does not.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    reordered: torch.Tensor
     panels: Panels | None
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute `[..., outputs]` of `[..., columns]`, as torch would, bit for bit."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute `[..., out_features]` of `[..., in_features]`, as torch would, bit for bit."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.reordered, self.bias, "none", [], "")
         return out
 
-    def in_team(self, rows: int) -> bool:
+    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
         return self.panels is not None and self.panels.serves(rows)
 
@@ -84,7 +91,7 @@ class LaidOut:
         """Multiply rows of a prompt in the way that is fast for so many: sums may come in another order."""
         panels = self.panels
         if panels is None or not panels.serves(rows.numel() // panels.columns):
-            return self(rows)
+            return self(rows)  # type: ignore[no-any-return]
         few = rows.reshape(-1, panels.columns).contiguous()
         return panels.multiply(few).view(*rows.shape[:-1], panels.outputs)
 
@@ -119,3 +126,160 @@ def _set_thresholds(size: int) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, size)
         mallopt(_M_TRIM_THRESHOLD, size)
+
+
+MOST_ROWS = 320  # beyond, oneDNN's own products are as fast
+_SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
+_PROBED = 512  # numbers of a weight that must lie where they are expected
+_compiling = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """A weight `[outputs, columns]` in oneDNN's layout of panels, and the bias.
+
+    Attributes
+    ----------
+    kept : what owns the memory at `address`.
+    bias : float32 `[outputs]`.
+    """
+
+    kept: torch.Tensor
+    address: int
+    outputs: int
+    columns: int
+    bias: torch.Tensor
+
+    @classmethod
+    def of(cls, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Panels | None:
+        """Find a packed bfloat16 weight's panels; None: it is laid out otherwise, or there is no code for this CPU.
+
+        Parameters
+        ----------
+        weight : as it was before.
+        """
+        outputs, columns = weight.shape
+        if not multiplies_bfloat16(isa_here()) or not hasattr(torch.ops.mkldnn, "data_ptr"):
+            return None
+        size = int(torch.ops.mkldnn._nbytes(packed))
+        if weight.dtype != torch.bfloat16 or outputs % OUTPUTS or columns % 2 or size != 2 * outputs * columns:
+            return None
+        address = int(torch.ops.mkldnn.data_ptr(packed))
+        if not _lies_in_panels(address, weight):
+            return None
+        added = torch.zeros(outputs, dtype=torch.float32) if bias is None else bias.detach().float().contiguous()
+        return cls(packed, address, outputs, columns, added)
+
+    def serves(self, rows: int) -> bool:
+        """Whether so many rows are multiplied faster here."""
+        return ROWS <= rows <= MOST_ROWS
+
+    def multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """X · Wᵀ, bfloat16 `[rows, outputs]`.
+
+        Parameters
+        ----------
+        x : bfloat16 `[rows, columns]`, contiguous, of at least `ROWS` rows.
+        """
+        fits = x.dtype == torch.bfloat16 and x.is_contiguous() and x.is_cpu and x.dim() == 2
+        if not fits or x.shape[0] < ROWS or x.shape[1] != self.columns:
+            raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {self.outputs} × {self.columns} weights")
+        out = torch.empty((x.shape[0], self.outputs), dtype=torch.bfloat16)
+        threads, panels = torch.get_num_threads(), self.outputs // OUTPUTS
+        share = max(1, panels // (_SHARES * threads))
+        job = JOB.pack(
+            **{"next": 0, "share": share, "panels": panels, "weights": self.address, "columns": self.columns},
+            **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "bias": self.bias.data_ptr()},
+        )
+        launch(_function(), ctypes.addressof(job), min(threads, panels))
+        return out
+
+
+def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
+    """Whether numbers drawn from a weight are found where panels have them."""
+    outputs, columns = weight.shape
+    numbers = (ctypes.c_int16 * weight.numel()).from_address(address)
+    laid = torch.frombuffer(numbers, dtype=torch.int16).view(outputs // OUTPUTS, columns // 2, OUTPUTS, 2)
+    draw = torch.Generator().manual_seed(0)
+    row, column = (torch.randint(end, (_PROBED,), generator=draw) for end in weight.shape)
+    found = laid[row // OUTPUTS, column // 2, row % OUTPUTS, column % 2]
+    return torch.equal(found, weight.detach()[row, column].view(torch.int16))
+
+
+def _function() -> Function:
+    with _compiling:
+        return _compiled()
+
+
+@cache
+def _compiled() -> Function:
+    return compiled(panels_module(), AVX512_BF16, "panels")[0]
+
+
+OUTPUTS = 64  # of a panel
+ROWS = 8  # of X in a tile: the least that there must be
+_WIDTH = AVX512_BF16.width
+_VECTORS = 2  # of outputs in a tile: sixteen sums, and few loads of weights, which come from a second cache
+_LINES = OUTPUTS // _WIDTH  # of a pair of columns
+# `next` is the first panel that nobody has taken yet, `share` how many are taken at once.
+JOB = Job(
+    **{"next": "i64", "share": "i64", "panels": "i64", "weights": "i16*", "columns": "i64", "x": "i16*", "rows": "i64"},
+    **{"out": "bfloat16*", "bias": "float*"},
+)
+
+
+def panels_module() -> str:
+    """Return LLVM IR of `void panels(ptr job)`, Y = X · Wᵀ for few rows of X: any number of threads may run it with the
+    same job.
+
+    W is laid out in panels of 64 outputs, each `[columns / 2, 64, 2]`: pairs of columns, as AVX-512 BF16 multiplies
+    them. oneDNN's own products of 32 rows wait for each panel to come from memory; here the next one is asked for while
+    this one is multiplied.
+    """
+    k = FunctionBuilder("panels", AVX512_BF16, "i64* job")
+    job = JOB.load(k, k.args.job)
+    with WorkQueue(k, k.args.job, job.share, job.panels) as queue, k.loop(queue.last - queue.first) as index:
+        _panel(k, job, queue.first + index)
+    return builder.module(k)
+
+
+def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
+    """All rows of X by one panel, a tile after the other; the last begins where it ends with the last row."""
+    size = job.columns * OUTPUTS
+    weights = job.weights.at(panel * size)
+    behind, output = weights.at(size), panel * OUTPUTS
+    tiles = _LINES // _VECTORS
+    with k.loop((job.rows + (ROWS - 1)) // ROWS * tiles) as tile:
+        row = k.minimum(tile // tiles * ROWS, job.rows - ROWS, signed=True)
+        across = tile % tiles * (_VECTORS * _WIDTH)
+        line = (tile & (_LINES - 1)) * (2 * _WIDTH)
+        x = job.x.at(row * job.columns)
+        own = weights.of("i32").at(across).of("i16")
+        _store(job, _sums(k, job.columns, x, own, behind.at(line)), row, output + across)
+
+
+def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: Value) -> list[Value]:
+    """The tile's sums; every step asks for a line of the next panel, each tile of four for another one."""
+    rows = [x.at(columns * number).of("i32") for number in range(ROWS)]
+    deep = k.loop(columns // 2, *[k.zeros(_WIDTH)] * (ROWS * _VECTORS))
+    place = deep.index * (2 * OUTPUTS)
+    k.prefetch(ahead.at(place))
+    own = weights.at(place).of("i32")
+    loaded = [own.load(number * _WIDTH, _WIDTH) for number in range(_VECTORS)]
+    grown = []
+    for number, row in enumerate(rows):
+        pair = row.load(deep.index).splat(_WIDTH)
+        sums = deep.values[number * _VECTORS : (number + 1) * _VECTORS]
+        grown += [dot_pairs(pair, right, onto) for right, onto in zip(loaded, sums, strict=True)]
+    return deep.close(*grown)
+
+
+def _store(job: Fields, sums: list[Value], row: Value, output: Value) -> None:
+    """Add the bias, round to bfloat16, and write a tile."""
+    width = job.panels * OUTPUTS
+    for vector in range(_VECTORS):
+        place = output + vector * _WIDTH
+        bias = job.bias.load(place, _WIDTH)
+        for number in range(ROWS):
+            at = (row + number) * width
+            job.out.store(sums[number * _VECTORS + vector] + bias, at + place)

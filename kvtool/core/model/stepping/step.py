@@ -9,15 +9,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.kernels.decode_program import BLOCK, HEADROOM, encode, word
 from kvtool.core.model.stepping.layout import Buffers, lay_out
-from kvtool.core.model.stepping.tape import BLOCK, HEADROOM, encode, word
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.model.spec import ModelSpec
     from kvtool.core.model.stepping.kept import Linear
-    from kvtool.core.native.compiling import Function
+    from kvtool.core.native.jit import Function
 
 I64 = npt.NDArray[np.int64]
 _POSITIONS = 64  # whose cos and sin are computed together
