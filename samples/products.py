@@ -99,7 +99,7 @@ def rows(kind: str, dtype: torch.dtype, layers: int, rounds: int, clock: Callabl
             calls["few"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in packed]
         if laid_out:
             calls["onednn"] = lambda g=given: [layer(g[layer.in_features]) for layer in laid_out]
-            calls["panels"] = lambda g=given: [layer.forward.rows_product(g[layer.in_features]) for layer in laid_out]
+            calls["panels"] = lambda g=given: [layer.rows_product(g[layer.in_features]) for layer in laid_out]
         if number <= 16:
             calls["by row"] = lambda g=given: [
                 layer(row[None]) for layer in packed for row in g[layer.in_features].unbind()

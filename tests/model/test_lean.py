@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import Angles
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.lean import LeanPass, lean_pass
 from kvtool.core.model.lean.heads import in_halves
-from kvtool.core.model.lean.reading import HeadNorm
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.trial import UnsupportedArchitecture
 from tests.codec.processes import needs_triton, triton_process
@@ -153,7 +153,7 @@ def _kernel_and_torch(
     heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, rows: int, fused: bool
 ) -> list[list[torch.Tensor]]:
     """Queries, keys and values of the kernel, and of torch's operations."""
-    from kvtool.core.model.lean.triton_heads import place
+    from kvtool.core.kernels.heads_triton import place
 
     draw = torch.Generator().manual_seed(rows)
     sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
@@ -211,7 +211,7 @@ def test_the_kernel_places_heads(
 
 @pytest.mark.parametrize("wrong", ["keys", "at", "table", "buffer"])
 def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
-    from kvtool.core.model.lean.triton_heads import place
+    from kvtool.core.kernels.heads_triton import place
 
     parts = {"queries": torch.zeros(3, 64), "keys": torch.zeros(3, 32), "values": torch.zeros(3, 32)}
     table = Angles(torch.ones(1, 3, 16), torch.ones(1, 3, 16))

@@ -107,8 +107,7 @@ def _rowwise() -> Kernels:
 
 
 def _decoding() -> Kernels:
-    from kvtool.core.model.stepping.ir_heads import Heads
-    from kvtool.core.model.stepping.ir_play import Code, module, products
+    from kvtool.core.kernels.decode_ir import Code, Heads, module, products
     from kvtool.core.native.isa import ISAS
 
     codes = {

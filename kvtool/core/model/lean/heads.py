@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.machine import has_triton
 from kvtool.core.kernels.rope import Angles, Table
-from kvtool.core.model.lean.reading import HeadNorm
 from kvtool.core.model.spec import ModelSpec, Projection
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class Heads:
         """
         rotated = table.by_name[self._name] if self._rotates[layer] else None
         if self.by_kernel:
-            from kvtool.core.model.lean.triton_heads import place
+            from kvtool.core.kernels.heads_triton import place
 
             return place(queries, keys, values, self._norms[layer], rotated, at, buffer.keys, buffer.values)
         query, key, value = (

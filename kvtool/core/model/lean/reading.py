@@ -13,18 +13,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.model.spec import LayerSpec, NormSpec, Projection
 from kvtool.core.model.trial import UnsupportedArchitecture
 
 Map = Callable[[torch.Tensor], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class HeadNorm:
-    """Root mean square norm of each head: its weight `[head_dim]`, in the model's dtype."""
-
-    weight: torch.Tensor
-    epsilon: float
 
 
 @dataclass(frozen=True, slots=True)

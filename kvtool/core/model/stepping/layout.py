@@ -7,12 +7,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kvtool.core.kernels.decode_ir import Code, Heads, multiply_name
+from kvtool.core.kernels.decode_program import Operation
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec
-from kvtool.core.model.stepping.ir_heads import Heads
-from kvtool.core.model.stepping.ir_play import Code
-from kvtool.core.model.stepping.ir_rows import multiply_name
 from kvtool.core.model.stepping.kept import Linear
-from kvtool.core.model.stepping.tape import Operation
 
 _LINE = 16  # floats of a cache line: what different threads write lies in lines of their own
 

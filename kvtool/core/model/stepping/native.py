@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from kvtool.core.kernels.decode_ir import Code, module, multiply_name, products
+from kvtool.core.kernels.decode_program import CONTEXT
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.spec import ModelSpec
-from kvtool.core.model.stepping.ir_play import Code, module, products
-from kvtool.core.model.stepping.ir_rows import multiply_name
 from kvtool.core.model.stepping.kept import Linear, decoding_spec
 from kvtool.core.model.stepping.layout import code_of
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.step import Angles, Step
-from kvtool.core.model.stepping.tape import CONTEXT
 from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
 from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS

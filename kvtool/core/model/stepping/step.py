@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvtool.core.kernels.decode_program import BLOCK, HEADROOM, encode, word
 from kvtool.core.model.stepping.layout import Buffers, lay_out
-from kvtool.core.model.stepping.tape import BLOCK, HEADROOM, encode, word
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

@@ -6,6 +6,7 @@ A program takes some rows of one head: of queries, keys or values. With `TRITON_
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +14,19 @@ import torch
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError
 from kvtool.core.kernels.rope import Angles
-from kvtool.core.model.lean.reading import HeadNorm
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 _ROWS = 16  # of one program
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """Root mean square norm of each head: its weight `[head_dim]`, in the model's dtype."""
+
+    weight: torch.Tensor
+    epsilon: float
 
 
 def place(

@@ -1,0 +1,370 @@
+"""LLVM IR of decoding: operations on heads and rows, attention over a cache, and the interpreter of programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvtool.core.kernels.decode_program import BLOCK, CONTEXT, FIELDS, HEADROOM, UNIT, WORDS
+from kvtool.core.kernels.linear.gemv_ir import product
+from kvtool.core.native import row_ops
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, each
+from kvtool.core.native.builder import module as text_of
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.row_ops import inverse_rms
+from kvtool.core.native.simd import exp, fma, lanes_for, larger, largest, total
+from kvtool.core.native.threads import barrier
+
+ARGUMENTS = "i64* op, i64* context, i64 thread, i64 threads"
+
+
+def operation(isa: Isa, kind: str, name: str = "") -> tuple[FunctionBuilder, Fields]:
+    """Begin the function of an operation; its fields. A pointer with a stride is this thread's own."""
+    k = FunctionBuilder(name or kind, isa, ARGUMENTS)
+    loaded = FIELDS[kind].load(k, k.args.op, 2)
+    found = dict(zip(loaded.names, loaded, strict=True))
+    for field, value in found.items():
+        if f"{field}_stride" in found:
+            own = value.of("i8").at(k.args.thread * found[f"{field}_stride"])
+            found[field] = own.of(value.target)
+    return k, Fields(found)
+
+
+def share(k: FunctionBuilder, count: Value, unit: int = 1) -> tuple[Value, Value]:
+    """This thread's part of `count` things: the first, and how many; the threads differ by one unit at most."""
+    units = count if unit == 1 else (count + (unit - 1)) // unit
+    bounds = [units * number // k.args.threads for number in (k.args.thread, k.args.thread + 1)]
+    if unit != 1:
+        bounds = [k.minimum(bound * unit, count) for bound in bounds]
+    return bounds[0], bounds[1] - bounds[0]
+
+
+def rows(k: FunctionBuilder, count: Value) -> tuple[Value, Value]:
+    """This thread's part of the rows of a product and of what follows it row by row."""
+    return share(k, count, UNIT)
+
+
+def tiles(count: int, most: int) -> Sequence[range]:
+    """`count` things, at most so many at a time."""
+    return [range(start, min(start + most, count)) for start in range(0, count, most)]
+
+
+Write = Callable[[Value, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """What the code of heads is made for.
+
+    Attributes
+    ----------
+    dim : numbers of a head; `group`: query heads that share a head of keys.
+    normed : whether queries and keys are normed head by head.
+    cache : "float32" or "bfloat16": how keys and values are kept.
+    """
+
+    dim: int
+    group: int
+    normed: bool
+    cache: str
+
+
+def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
+    """The operation `queries_ROTARY`: this thread's query heads, scaled for the softmax.
+
+    rotary : how many numbers of a head, from the first, are rotated, in halves; even.
+    """
+    k, have = operation(isa, "queries", f"queries_{rotary}")
+    row = _Row(k, have, heads, rotary)
+    first, count = share(k, have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        at = (first + index) * heads.dim
+        out = have.y.at(at)
+        row.emit(have.x.at(at), lambda value, start: out.store(value * have.scale.splat(value.lanes), start))
+    return k
+
+
+def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
+    """The operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
+    k, have = operation(isa, "keys", f"keys_{rotary}")
+    row = _Row(k, have, heads, rotary)
+    first, count = share(k, have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        head = first + index
+        place = (head * have.capacity + have.row) * heads.dim
+        at = head * heads.dim
+        key, value = (side.of(heads.cache).at(place) for side in (have.key_cache, have.value_cache))
+        row.emit(have.x.at(at), key.store)
+        source, lanes = have["values"].at(at), lanes_for(k.width, heads.dim)
+        for start in range(0, heads.dim, lanes):
+            value.store(source.load(start, lanes), start)
+    return k
+
+
+class _Row:
+    """One head's numbers on their way: normed, then rotated."""
+
+    def __init__(self, k: FunctionBuilder, have: Fields, heads: Heads, rotary: int) -> None:
+        self._k, self._have, self._heads, self._rotary = k, have, heads, rotary
+        self._normed = k.alloca("float", heads.dim) if heads.normed else None
+
+    def emit(self, source: Value, write: Write) -> None:
+        """Emit all of it for the head at `source`; `write(value, index)` is handed the result."""
+        if self._normed:
+            self._norm(source, self._normed)
+            source = self._normed
+        rest = self._heads.dim - self._rotary
+        lanes = lanes_for(self._k.width, self._rotary // 2)
+        for start in range(0, self._rotary, lanes):
+            write(self._rotated(lanes, source, start), start)
+        lanes = lanes_for(self._k.width, rest, self._rotary)
+        for start in range(self._rotary, self._heads.dim, lanes):
+            write(source.load(start, lanes), start)
+
+    def _norm(self, source: Value, normed: Value) -> None:
+        lanes = lanes_for(self._k.width, self._heads.dim)
+        factor = inverse_rms(source, self._heads.dim, self._have.epsilon).splat(lanes)
+        for start in range(0, self._heads.dim, lanes):
+            normed.store(source.load(start, lanes) * factor * self._have.weight.load(start, lanes), start)
+
+    def _rotated(self, lanes: int, source: Value, start: int) -> Value:
+        """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
+        half = self._rotary // 2
+        other = source.load(start + half if start < half else start - half, lanes)
+        turned = (-other if start < half else other) * self._have.sin.load(start, lanes)
+        return fma(source.load(start, lanes), self._have.cos.load(start, lanes), turned)
+
+
+def multiply_name(kind: str, height: int) -> str:
+    """The name of an operation that `multiply` makes."""
+    return f"multiply_{kind}" if height == 1 else f"multiply_{kind}_{height}"
+
+
+def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
+    """The operation `multiply_KIND`, this thread's rows of a product, and what it calls; of `height` inputs."""
+    function = product(isa, kind, height)
+    k, have = operation(isa, "product", multiply_name(kind, height))
+    first, count = rows(k, have.rows)
+    first = have.first + first
+    given = {"first": first, "last": first + count, "out": have.y}
+    k.do(function.name, *(given[name] if name in given else have[name] for name in function.args.names))
+    return [function, k]
+
+
+def norm(isa: Isa) -> FunctionBuilder:
+    """The operation `norm`: root mean square layer normalisation, float32."""
+    k, have = operation(isa, "norm")
+    row_ops.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
+    return k
+
+
+def blend(isa: Isa) -> FunctionBuilder:
+    """The operation `blend`: y = a · y + b · x, of this thread's rows."""
+    k, have = operation(isa, "blend")
+
+    def mix(lanes: int, index: Value) -> None:
+        y = have.y.load(index, lanes) * have.a.splat(lanes)
+        have.y.store(fma(have.x.load(index, lanes), have.b.splat(lanes), y), index)
+
+    first, count = rows(k, have.count)
+    each(k, count, mix, first)
+    return k
+
+
+def gate(isa: Isa, activation: str) -> FunctionBuilder:
+    """The operation `gate`: y = act(y) · x, of this thread's rows."""
+    k, have = operation(isa, "gate")
+    first, count = rows(k, have.count)
+    row_ops.gate(have.y, have.x, count, activation, first)
+    return k
+
+
+_LOW = -1e30  # below every score
+_ROW = BLOCK + 16  # room for the scores of one query head
+_TOGETHER = 4  # query heads at a time: their sums stay in registers
+_COLUMNS = 2  # vectors of values at a time
+
+
+def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
+    """Emit the operation `attend`, of one row: this thread's blocks of keys, each for all query heads that share them.
+
+    A block's result is its largest score, the sum of e to the power of every score less that, and the values weighed
+    so: blocks are then joined by their largest scores (log-sum-exp). Which thread took a block changes no bit of it.
+    """
+    k, have = operation(isa, "attend")
+    scores = k.alloca("float", heads.group * _ROW)
+    blocks = (have.seen + (BLOCK - 1)) // BLOCK
+    first, count = share(k, blocks * have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        task = first + index
+        _Block(k, heads, have, scores, task // blocks, task % blocks).emit()
+    return k
+
+
+class _Block:
+    """One block of keys of one head."""
+
+    def __init__(
+        self, k: FunctionBuilder, heads: Heads, have: Fields, scores: Value, head: Value, block: Value
+    ) -> None:
+        self._k, self._heads, self._scores = k, heads, scores
+        self._lanes = lanes_for(k.width, heads.dim)
+        start = block * BLOCK
+        self._count = k.minimum(have.seen - start, BLOCK)
+        at = (head * have.capacity + start) * heads.dim
+        self._keys, self._values = (side.of(heads.cache).at(at) for side in (have.key_cache, have.value_cache))
+        first = head * heads.group
+        self._queries = have.x.at(first * heads.dim)
+        self._slot = have.blocks * (HEADROOM + heads.dim)  # floats from one head's to the next's
+        self._parts = have.parts.at(first * self._slot).at(block * (HEADROOM + heads.dim))
+
+    def emit(self) -> None:
+        """Emit scores, weights and sums of the block."""
+        self._hide_the_rest()
+        for tile in tiles(self._heads.group, _TOGETHER):
+            self._score(tile)
+        self._weigh()
+        for tile in tiles(self._heads.group, _TOGETHER):
+            for columns in tiles(self._heads.dim // self._lanes, _COLUMNS):
+                self._sum(tile, columns)
+
+    def _hide_the_rest(self) -> None:
+        """Lowest scores from the last whole vector on: those of keys that are there are written over them."""
+        width = self._k.width
+        behind = self._count // width * width
+        low = self._k.zeros(width).like(_LOW)
+        for head in range(self._heads.group):
+            self._scores.at(head * _ROW).store(low, behind)
+
+    def _score(self, tile: range) -> None:
+        """The scores of some query heads: every key is read once for all of them."""
+        k, lanes, dim = self._k, self._lanes, self._heads.dim
+        with k.loop(self._count) as index:
+            key = self._keys.at(index * dim)
+            sums = [k.zeros(lanes)] * len(tile)
+            for start in range(0, dim, lanes):
+                numbers = key.load(start, lanes)
+                queries = [self._queries.load(head * dim + start, lanes) for head in tile]
+                sums = [fma(query, numbers, before) for query, before in zip(queries, sums, strict=True)]
+            for head, value in zip(tile, sums, strict=True):
+                self._scores.at(head * _ROW).store(total(value), index)
+
+    def _weigh(self) -> None:
+        """Scores to weights; the largest score and the sum of the weights go into the head's slot."""
+        k, width = self._k, self._k.width
+        steps = (self._count + (width - 1)) // width
+        with k.loop(self._heads.group) as head:
+            row = self._scores.at(head * _ROW)
+            loop = k.loop(steps, k.zeros(width).like(_LOW))
+            (most,) = loop.close(larger(row.load(loop.index * width, width), loop.values[0]))
+            top = largest(most)
+            loop = k.loop(steps, k.zeros(width))
+            at = loop.index * width
+            score = row.load(at, width)
+            weight = exp(score - top.splat(width))
+            weight = (score > _LOW).select(weight, 0.0)  # nothing for a key that is not there
+            row.store(weight, at)
+            (sums,) = loop.close(loop.values[0] + weight)
+            slot = self._parts.at(head * self._slot)
+            slot.store(top)
+            slot.store(total(sums), 1)
+
+    def _sum(self, tile: range, columns: range) -> None:
+        """Some columns of the values, weighed for some query heads."""
+        k, lanes, dim = self._k, self._lanes, self._heads.dim
+        places = [(head, column) for head in tile for column in columns]
+        loop = k.loop(self._count, *[k.zeros(lanes)] * len(places))
+        value = self._values.at(loop.index * dim)
+        numbers = {column: value.load(column * lanes, lanes) for column in columns}
+        weights = {head: self._scores.at(head * _ROW).load(loop.index).splat(lanes) for head in tile}
+        sums = loop.close(
+            *(
+                fma(weights[head], numbers[column], before)
+                for (head, column), before in zip(places, loop.values, strict=True)
+            )
+        )
+        for (head, column), value in zip(places, sums, strict=True):
+            self._parts.at(self._slot * head).store(value, HEADROOM + column * lanes)
+
+
+def combine(isa: Isa, heads: Heads) -> FunctionBuilder:
+    """The operation `combine`: the blocks of this thread's query heads together."""
+    k, have = operation(isa, "combine")
+    blocks, each = (have.seen + (BLOCK - 1)) // BLOCK, HEADROOM + heads.dim
+    first, count = share(k, have.heads)
+    with k.loop(count, may_be_empty=True) as index:
+        head = first + index
+        slots = have.parts.at(head * have.blocks * each)
+        out = have.y.at(head * heads.dim)
+        _join(k, heads.dim, blocks, lambda block: slots.at(block * each), out)
+    return k
+
+
+def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], Value], out: Value) -> None:
+    loop = k.loop(blocks, k.constant("float", _LOW))
+    (top,) = loop.close(larger(slot(loop.index).load(), loop.values[0]))
+    lanes = lanes_for(k.width, dim)
+    places = range(0, dim, lanes)
+    loop = k.loop(blocks, k.constant("float"), *[k.zeros(lanes)] * len(places))
+    here, (whole, *sums) = slot(loop.index), loop.values
+    less = here.load() - top
+    weight = exp(k.poison("<1 x float>").with_lane(0, less)).lane(0)
+    whole = whole + weight * here.load(1)
+    wide = weight.splat(lanes)
+    sums = [fma(wide, here.load(HEADROOM + start, lanes), before) for start, before in zip(places, sums, strict=True)]
+    whole, *sums = loop.close(whole, *sums)
+    inverse = (1.0 / whole).splat(lanes)
+    for start, value in zip(places, sums, strict=True):
+        out.store(value * inverse, start)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """What the code of one model is made for.
+
+    Attributes
+    ----------
+    kinds : of its matrices.
+    rotaries : how many numbers of a head are rotated, of every layer that differs in that.
+    """
+
+    heads: Heads
+    kinds: frozenset[str]
+    rotaries: frozenset[int]
+    activation: str
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The functions of the module."""
+        kinds = [f"multiply_{kind}" for kind in sorted(self.kinds)]
+        turns = [f"{what}_{rotary}" for rotary in sorted(self.rotaries) for what in ("queries", "keys")]
+        return ("run_program", "norm", "blend", "gate", "attend", "combine", *kinds, *turns)
+
+
+def module(isa: Isa, code: Code) -> str:
+    """The LLVM IR of all that a model's tape for one sequence calls."""
+    parts = [function for kind in sorted(code.kinds) for function in multiply(isa, kind)]
+    parts += [norm(isa), blend(isa), gate(isa, code.activation)]
+    for rotary in sorted(code.rotaries):
+        parts += [queries(isa, code.heads, rotary), keys(isa, code.heads, rotary)]
+    parts += [attend(isa, code.heads), combine(isa, code.heads)]
+    return text_of(*parts, barrier(isa), _run_program(isa))
+
+
+def products(isa: Isa, kind: str, height: int) -> str:
+    """The LLVM IR of `multiply_KIND_HEIGHT`, which a tape for several sequences calls for its products."""
+    return text_of(*multiply(isa, kind, height))
+
+
+def _run_program(isa: Isa) -> FunctionBuilder:
+    """Every operation in turn, by one of the threads, of which all have to come."""
+    k = FunctionBuilder("run_program", isa, "i64* context")
+    have = CONTEXT.load(k, k.args.context)
+    thread = k.atomic_add(have.taken, 1)
+    with k.loop(have.count) as index:
+        operation = have.operations.at(index * WORDS)
+        k.do(operation.of("ptr").load(), operation, k.args.context, thread, have.threads)
+        with k.when(operation.load(1).ne(0)):
+            k.do("barrier", have.barrier, have.threads)
+    k.do("barrier", have.barrier, have.threads)
+    return k
