@@ -105,9 +105,7 @@ def by_openmp(run: Callable[[], object]) -> None:
 
 
 def _product_of(linear: torch.nn.Linear) -> Callable[[torch.Tensor], torch.Tensor]:
-    chosen: Callable[[torch.Tensor], torch.Tensor] = getattr(
-        vars(linear).get("forward", linear), "rows_product", linear
-    )
+    chosen: Callable[[torch.Tensor], torch.Tensor] = getattr(linear, "rows_product", linear)
     return chosen
 
 

@@ -8,8 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.linear import onednn as panels_module
-from kvtool.core.kernels.linear.onednn import MOST_ROWS, ROWS, LaidOut, Panels, can_pack, pack_weights
+from kvtool.core.kernels.linear.onednn import MOST_ROWS, ROWS, Panels, ReorderedLinear, can_pack, pack_weights
 
 SIZES = [(64, 64), (128, 96), (192, 896), (256, 34)]  # outputs and columns
 
@@ -69,12 +68,11 @@ def test_a_packed_layer_takes_it_for_few_rows(rows: int, monkeypatch: pytest.Mon
     linear: Any = torch.nn.Linear(64, 128, dtype=torch.bfloat16)
     weight, taken = linear.weight.detach().clone(), []
     assert pack_weights(torch.nn.ModuleList([linear])) == 1
-    laid_out = linear.forward
-    assert isinstance(laid_out, LaidOut)
+    assert type(linear) is ReorderedLinear
     multiply = Panels.multiply
     monkeypatch.setattr(Panels, "multiply", lambda self, x: taken.append(len(x)) or multiply(self, x))
     x = random(1, rows, 64, seed=3)
-    found, own = laid_out.rows_product(x), linear(x)
+    found, own = linear.rows_product(x), linear(x)
     assert taken == ([rows] if rows == ROWS else [])
     assert torch.equal(own, F.linear(x, weight, linear.bias))
     torch.testing.assert_close(found, own, rtol=2**-7, atol=2**-7)
@@ -93,5 +91,5 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
 def test_without_the_instructions_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(random(64, 64)):
         pytest.skip("no bfloat16 layout here")
-    monkeypatch.setattr(panels_module, "cpu_features", lambda: frozenset({"avx2"}))
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512f")
     assert panels_of(random(64, 64)) is None

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvtool.core.kernels.linear.onednn import Panels, can_pack, pack_weights
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -20,6 +19,7 @@ from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.rowwise import layer as layer_module
 from kvtool.core.model.rowwise.layer import FusedLayer, install_fused_layers
 from kvtool.core.model.swap import own_class, swapped_by
+from kvtool.core.native.isa import isa_here
 from kvtool.core.native.threads import use_pool
 from tests.fusion.making import NAMES, new_case
 
@@ -220,7 +220,7 @@ def test_few_rows_have_a_crew_where_all_their_products_are_our_own(monkeypatch: 
 @pytest.mark.parametrize("count", [1, 8, 320, 321])
 def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn((64, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
-    linear = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    linear: Any = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     linear.weight = torch.nn.Parameter(weight, requires_grad=False)
     if not can_pack(linear.weight):
         pytest.skip("this CPU has no layout of its own")
@@ -229,5 +229,5 @@ def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.M
     multiply = Panels.multiply
     monkeypatch.setattr(Panels, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
     with torch.inference_mode():
-        vars(linear)["forward"].rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
+        linear.rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
     assert layer_module._is_in_team(linear, count, torch.bfloat16) == bool(calls)

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.native import builder
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue
-from kvtool.core.native.compiling import Function, compiled
-from kvtool.core.native.isa import AVX512, AVX512_BF16
+from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import Job
 from kvtool.core.native.simd import dot_pairs
 from kvtool.core.native.threads import launch
@@ -63,30 +61,29 @@ def pack_weights(model: torch.nn.Module) -> int:
 def _pack(linear: torch.nn.Linear, keep: bool) -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _ROWS)
     changed: Any = linear
-    changed.forward = LaidOut(packed, linear.bias, Panels.of(packed, linear.weight, linear.bias))
+    changed.__class__ = ReorderedLinear
+    changed.reordered, changed.panels = packed, Panels.of(packed, linear.weight, linear.bias)
     if not keep:  # its shape stays known
         changed.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LaidOut:
-    """The product of a linear layer whose weight oneDNN has laid out, in place of its own forward.
+class ReorderedLinear(torch.nn.Linear):
+    """A linear layer whose weight oneDNN has laid out, which is only run forward.
 
     Attributes
     ----------
-    panels : the same memory, as our own kernel for few rows reads it; None: it does not.
+    reordered : the weight. panels: the same memory, as our own kernel for few rows reads it; None: it does not.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor | None
+    reordered: torch.Tensor
     panels: Panels | None
 
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Compute `[..., outputs]` of `[..., columns]`, as torch would, bit for bit."""
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(rows, self.weight, self.bias, "none", [], "")
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Compute `[..., out_features]` of `[..., in_features]`, as torch would, bit for bit."""
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(input, self.reordered, self.bias, "none", [], "")
         return out
 
-    def in_team(self, rows: int) -> bool:
+    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
         return self.panels is not None and self.panels.serves(rows)
 
@@ -94,7 +91,7 @@ class LaidOut:
         """Multiply rows of a prompt in the way that is fast for so many: sums may come in another order."""
         panels = self.panels
         if panels is None or not panels.serves(rows.numel() // panels.columns):
-            return self(rows)
+            return self(rows)  # type: ignore[no-any-return]
         few = rows.reshape(-1, panels.columns).contiguous()
         return panels.multiply(few).view(*rows.shape[:-1], panels.outputs)
 
@@ -162,7 +159,7 @@ class Panels:
         weight : as it was before.
         """
         outputs, columns = weight.shape
-        if isa_here() is not AVX512 or "avx512bf16" not in cpu_features() or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        if not multiplies_bfloat16(isa_here()) or not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
         size = int(torch.ops.mkldnn._nbytes(packed))
         if weight.dtype != torch.bfloat16 or outputs % OUTPUTS or columns % 2 or size != 2 * outputs * columns:

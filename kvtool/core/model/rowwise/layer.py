@@ -15,8 +15,7 @@ import torch
 
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.onednn import LaidOut
-from kvtool.core.kernels.machine import isa_here
+from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import cache_name
@@ -25,11 +24,12 @@ from kvtool.core.model.rowwise.native import ELEMENTS, Code, code_for
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection
 from kvtool.core.model.swap import Swapped, own_class, swap, swapped_by
 from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, isa_here
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
 
+_BY_ROWS = (PackedLinear, ReorderedLinear)  # whose products of few rows have a way of their own
 _TRIED = 3  # rows that both ways compute of a layer before the fused one is taken
 _installing = threading.Lock()
 
@@ -184,16 +184,8 @@ def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
     """A linear layer's product, in the way that is fast for few rows where its weight is kept for that."""
-    laid_out = vars(linear).get("forward")
-    out: torch.Tensor
-    if linear._forward_hooks or linear._forward_pre_hooks:
-        out = linear(rows)
-    elif isinstance(laid_out, LaidOut):
-        out = laid_out.rows_product(rows)
-    elif isinstance(linear, PackedLinear) and laid_out is None:
-        out = linear.rows_product(rows)
-    else:
-        out = linear(rows)
+    by_rows = isinstance(linear, _BY_ROWS) and not _is_touched(linear)
+    out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out
 
 
@@ -211,10 +203,7 @@ def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
 
 
 def _is_in_team(linear: Any, count: int, dtype: torch.dtype) -> bool:
-    laid_out = vars(linear).get("forward")
-    if isinstance(laid_out, LaidOut):
-        return laid_out.in_team(count)
-    return isinstance(linear, PackedLinear) and laid_out is None and linear.in_team(count, dtype)
+    return isinstance(linear, _BY_ROWS) and "forward" not in vars(linear) and linear.in_team(count, dtype)
 
 
 def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:

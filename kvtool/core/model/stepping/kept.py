@@ -13,6 +13,7 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedLinear
+from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.spec import ModelSpec, Projection
@@ -82,7 +83,7 @@ class WeightSource:
         """
         if isinstance(module, PackedLinear):
             return module.matrix
-        if type(module) is not torch.nn.Linear:
+        if type(module) not in (torch.nn.Linear, ReorderedLinear):
             raise UnsupportedArchitecture(f"{type(module).__name__} is no plain linear layer")
         weight = module.weight
         plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
