@@ -163,6 +163,7 @@ def test_a_folder_of_such_files(folder: Path, fresh: Any, tmp_path: Path) -> Non
 def test_a_key_is_found_behind_the_first_bytes_and_a_packed_text_is_not_too_long(fresh: Any, tmp_path: Path) -> None:
     made, key = tmp_path / "keys", b"-----BEGIN OPENSSH PRIVATE KEY-----\nQUJD\n"
     made.mkdir()
+    (made / "fine.txt").write_text(WORDS)
     (made / "late.lst").write_bytes(WORDS.encode() * 1000 + key)
     (made / "late.gz").write_bytes(gzip.compress(WORDS.encode() * 1000 + key))
     (made / "second.gz").write_bytes(gzip.compress(WORDS.encode()) + gzip.compress(key))
