@@ -231,6 +231,8 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
     if isinstance(raised, typer.TyperException):
         return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
+        if sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write("\n")  # behind the terminal's own ^C, which no wrapping of lines knows of
         return KvtoolError("interrupted", _LEFT.get(command, RESUME)), EXIT_INTERRUPTED
     if isinstance(raised, Terminated) or (isinstance(raised, SystemExit) and _SIGTERM_CAME.is_set()):
         return KvtoolError("terminated", _LEFT.get(command, RESUME)), EXIT_TERMINATED

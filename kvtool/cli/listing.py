@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvtool.cli.options import Run, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.marks import as_named_here
+from kvtool.core.common.sizes import counted
 from kvtool.core.upkeep.options import ListOptions
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def ls(run: Run) -> None:
         rows = [row for row in listing.rows_of(store) if meets(row)]
         rows = in_order(rows) if options.chunks else rows
         documents = listing.documents_of(rows)
+        unfinished = len(store.unfinished_chunks())
         if not options.filter.strip():
             documents += listing.without_chunks(store)
     documents = documents if options.chunks else in_order(documents)
@@ -48,7 +50,9 @@ def ls(run: Run) -> None:
 
     run.out.result({} if run.out.human else listing.listed(documents, rows), human=show)
     if not rows:
-        run.out.status("no chunk meets the filter" if options.filter else "the store holds no chunk")
+        run.out.status("no chunk meets the filter" if options.filter else "the store holds no whole document")
+    if unfinished:
+        run.out.status(f"{counted(unfinished, 'chunk')} of files that an ingest did not finish; the next goes on there")
 
 
 def _chunk(row: Row) -> tuple[object, ...]:

@@ -101,8 +101,7 @@ def query(
         return hold(run)
     modes = _modes(flags.compare)
     if question is None and flags.batch is None and _is_piped():
-        run.out.doing("reading the question from stdin")
-        question = _from_stdin() or None
+        question = _piped(run)
     requests = _requests(question, flags.batch, run.get(ChunkChoice))
     if flags.timeline is not None:
         _check_writable(flags.timeline)
@@ -198,6 +197,14 @@ def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> 
 def _is_piped() -> bool:
     """Return True if stdin is a pipe or a file, which may hold the question."""
     return sys.stdin is not None and not sys.stdin.closed and not sys.stdin.isatty()
+
+
+def _piped(run: Run) -> str | None:
+    run.out.doing("reading the question from stdin")
+    question = _from_stdin()
+    if lines := question.count("\n"):
+        run.out.status(f"{lines + 1} lines are one question; `kvtool chat` and --batch answer one after another")
+    return question or None
 
 
 def _from_stdin() -> str:

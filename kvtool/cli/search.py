@@ -13,6 +13,7 @@ from kvtool.cli.sessions import open_any_store
 from kvtool.cli.sources import cited
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
+from kvtool.core.errors import UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions
 
@@ -40,6 +41,8 @@ def search(
     from kvtool.core.retrieval.finder import Finder
 
     options, question = run.get(QueryOptions), " ".join(words)
+    if not question.strip():
+        raise UsageError("the question is empty", "search for something")
     with open_any_store(run) as store:
         hits, cut = Finder(store, run.out.warning).find(question, options.top_k, retrieval_of(options))
         chunks = with_changes(store, [reply_chunk(store, hit) for hit in hits])

@@ -30,3 +30,4 @@ def test_words_that_stand_nowhere_and_no_words_are_errors(store: Path) -> None:
     assert nothing.code == 1
     assert "no chunk matches" in nothing.err
     assert kvtool("search", "--store", store).code == 2
+    assert kvtool("search", " ", "--store", store).code == 2
