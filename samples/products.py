@@ -24,8 +24,7 @@ from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize, none
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
-from kvtool.core.kernels.machine import best_isa
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import best_isa, runnable
 
 HIDDEN, INNER = 1024, 2816  # of a model of half a billion parameters
 SHAPES = [(HIDDEN, HIDDEN), (HIDDEN // 4, HIDDEN), (HIDDEN // 4, HIDDEN), (HIDDEN, HIDDEN)]

@@ -68,7 +68,7 @@ def imported(node: ast.AST) -> list[str]:
 def room_of(parts: tuple[str, ...], rooms: set[str]) -> str:
     """The room of a module, such as ("kvtool", "core", "cache", "store"); "" for the package's own files."""
     inner = parts[1:] if parts[1:2] != ("core",) else parts[2:]
-    if not inner or inner[0] == "__init__":
+    if not inner or inner[0].startswith("__"):
         return ""
     if inner[0] in rooms:
         return inner[0]

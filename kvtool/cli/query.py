@@ -128,7 +128,7 @@ def query(
         session.finder = finder
         if flags.batch is not None:
             if modes is None and is_found:  # modes that are compared each load for themselves
-                session.keep_hot(flags.hot_memory)
+                session.cache_chunks(flags.hot_memory)
             return Batch(run, session, options, modes).run(requests)
         if modes is not None:
             _compare(run, session, requests[0], options, modes)

@@ -80,8 +80,8 @@ class Resident:
             if decoder is not None and not _is_of(decoder, identity):
                 decoder = None
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
-            session.keep_hot(self._hot_memory)
-            session.hot = None  # what is held is read faster, and does not decide what is found
+            session.cache_chunks(self._hot_memory)
+            session.recent_chunks = None  # what is held is read faster, and does not decide what is found
         except BaseException:
             store.close()
             raise

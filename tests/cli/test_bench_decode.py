@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import runnable
 from tests.cli.working import kvtool
 
 TINY = ("bench", "decode", "--shape", "tiny", "--dtype", "float32", "--context", "40", "--new-tokens", "3")

@@ -10,7 +10,7 @@ import torch
 
 from kvtool.core.evaluate.reference import forced_logits
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds
-from kvtool.core.fusion.engine import Fused, condensed, extend_fused, joined
+from kvtool.core.fusion.engine import Fused, compact_plan, extend_fused, joined
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
@@ -191,7 +191,7 @@ def test_the_answer_goes_on_behind_the_question(family: str) -> None:
 
 
 def test_the_sensitivity_is_that_of_the_rows_that_stand(llama: Case) -> None:
-    whole, plan = plan_of(llama), condensed(plan_of(llama), Reuse(), 4)
+    whole, plan = plan_of(llama), compact_plan(plan_of(llama), Reuse(), 4)
     at = plan.positions
     assert torch.equal(plan.sensitivity()[: plan.chunks[-1].stop], whole.sensitivity()[at][: plan.chunks[-1].stop])
     assert plan.dropped == DROPPED
@@ -203,7 +203,7 @@ def test_the_sensitivity_is_that_of_the_rows_that_stand(llama: Case) -> None:
 
 def test_a_plan_of_whole_chunks_is_left_alone(llama: Case) -> None:
     plan = llama.plan()
-    assert condensed(plan, Reuse(), 4) is plan
+    assert compact_plan(plan, Reuse(), 4) is plan
 
 
 def test_a_record_that_cannot_be_read_is_a_whole_hole(llama: Case) -> None:

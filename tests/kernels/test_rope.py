@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from kvtool.core.kernels.linear.onednn import pack_weights
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.kernels.rope import Angles, Move, move_all, rotate_halves
 from kvtool.core.model import rotary
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.native.compiling import runnable
-from kvtool.core.native.isa import ISAS, Isa
+from kvtool.core.native.isa import ISAS, Isa, isa_here, runnable
 from tests.families import tiny_model
 from tests.fusion.making import NAMES, case, new_case
 

@@ -10,8 +10,7 @@ import torch
 
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
-from kvtool.core.native.compiling import runnable
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.threads import use_pool
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -323,10 +323,10 @@ def _compared(name: str, before: str, after: str) -> str:
 
 
 def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
-    from kvtool.core.native import compiling
+    from kvtool.core.native import jit
     from kvtool.core.native.isa import AVX512_BF16, ISAS
 
-    llvm = compiling._llvm()
+    llvm = jit.llvm()
     isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
     target = llvm.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)

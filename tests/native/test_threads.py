@@ -16,8 +16,8 @@ import pytest
 
 from kvtool.core.native import threads
 from kvtool.core.native.builder import FunctionBuilder, module
-from kvtool.core.native.compiling import Function, compiled, runnable
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, runnable
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import JOBS
 from kvtool.core.native.threads import Barrier, ThreadPool, barrier, current, launch, launch_in_pool, use_pool
 

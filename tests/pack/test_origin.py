@@ -288,7 +288,7 @@ def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_pa
     honest, options = scene.ask("--fusion", "reuse"), QueryOptions(max_tokens=8, fusion="reuse", force=True)
     with Store.open(new) as store:
         session = Session(store)
-        session.keep_hot(2**24)
+        session.cache_chunks(2**24)
         answer(session, question, options)
         scene.ingest(store=new)
         assert answer(session, question, options).answer == honest["answer"]

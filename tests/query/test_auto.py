@@ -274,7 +274,7 @@ def test_chunks_that_are_held_are_not_counted_as_read(path: Path, watch: Stopwat
     auto, reuse = QueryOptions(fusion="auto", max_tokens=2), QueryOptions(fusion="reuse", max_tokens=2)
     with Store.open(path) as store:
         session = Session.open(store)
-        session.keep_hot(10**9)
+        session.cache_chunks(10**9)
         modes = [answer(session, request, options).fusion for options in (auto, reuse, auto)]
         assert modes == ["full", "reuse", "union"]
 

@@ -278,7 +278,7 @@ def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
     scores = [hit.score for hit in everything]
     tied = next(number for number in range(1, len(scores)) if scores[number] == scores[number - 1])
     better, worse = everything[tied - 1].passage.chunk_id, everything[tied].passage.chunk_id
-    session.keep_hot(10**9)
+    session.cache_chunks(10**9)
     answer(session, Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
     found = hits(tied)
     assert found[-1].passage.chunk_id == worse  # it stands where the other did, beyond which none was wanted

@@ -147,7 +147,7 @@ def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> 
     options = replace(OPTIONS, level="4", fusion="reuse")
     with Store.open(store) as opened, Store.open(store) as other:
         session = Session.open(opened)
-        session.keep_hot(2**30)
+        session.cache_chunks(2**30)
         before = answer(session, Request("third mill"), options)
         with other.writer() as writer:
             writer.drop_level(other.chunk_ids(), "4")

@@ -18,9 +18,9 @@ from kvtool.core.codec.entropy import native
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.arithmetic import cpu_features, is_fast
-from kvtool.core.native.compiling import Function
 from kvtool.core.native.gemm import Tile, panels
-from kvtool.core.native.isa import AVX512
+from kvtool.core.native.isa import multiplies_bfloat16
+from kvtool.core.native.jit import Function
 from kvtool.core.native.job import Jobs, address, scratch
 
 F32 = npt.NDArray[np.float32]
@@ -82,9 +82,8 @@ def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
 
 def multiplies_pairs(dtype: torch.dtype) -> bool:
     """Whether the kernels here multiply bfloat16 as such: the CPU can, and has nothing faster that torch would take."""
-    features = cpu_features()
-    able = dtype == torch.bfloat16 and native.isa() is AVX512 and is_fast(NAMES[dtype])
-    return able and "avx512bf16" in features and "amxbf16" not in features
+    able = dtype == torch.bfloat16 and multiplies_bfloat16(native.isa()) and is_fast(NAMES[dtype])
+    return able and "amxbf16" not in cpu_features()
 
 
 def torch_is_faster(dtype: torch.dtype) -> bool:

@@ -107,12 +107,12 @@ def fuse(
     patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
     """
     while True:
-        there = condensed(plan, selector, decoder.stored_layers)
+        there = compact_plan(plan, selector, decoder.stored_layers)
         cache = decoder.new_cache(there.length + reserve)
         try:
             return fuse_into(cache, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            plan = plan.without_all(in_full(plan, there, missing.unusable), missing.stored)
+            plan = plan.without_all(in_original(plan, there, missing.unusable), missing.stored)
 
 
 def fuse_into(
@@ -128,7 +128,7 @@ def fuse_into(
 
     Parameters
     ----------
-    plan : a condensed one.
+    plan : as `compact_plan` gives it.
 
     Raises
     ------
@@ -242,7 +242,7 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 # places as ever. Only what rotates by position has to ask a plan for it.
 
 
-def condensed(plan: Plan, selector: Selector, layers: int) -> Plan:
+def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
     """The plan as a mode computes it, from one in which every token has a place.
 
     A chunk that is computed whole is there whole, whatever is stored of it: recomputing everything is full prefill. Of
@@ -280,9 +280,9 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
     return rows if stay >= int(rows.sum()) else torch.zeros_like(cached)
 
 
-def in_full(plan: Plan, condensed: Plan, unusable: Sequence[tuple[Segment, str]]) -> list[tuple[Segment, str]]:
-    """Segments of a condensed plan as they are in the one that it was made of."""
-    own = {id(small): large for small, large in zip(condensed.segments, plan.segments, strict=True)}
+def in_original(plan: Plan, compact: Plan, unusable: Sequence[tuple[Segment, str]]) -> list[tuple[Segment, str]]:
+    """Return segments of a compact plan as they are in the one that it was made of."""
+    own = {id(small): large for small, large in zip(compact.segments, plan.segments, strict=True)}
     return [(own[id(segment)], reason) for segment, reason in unusable]
 
 
@@ -340,11 +340,11 @@ def fuse_after(
     """
     while True:
         cache.reserve(plan.length + reserve)
-        there = condensed(plan, selector, decoder.stored_layers)
+        there = compact_plan(plan, selector, decoder.stored_layers)
         try:
             return fuse_into(cache, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            plan = plan.without_all(in_full(plan, there, missing.unusable), missing.stored)
+            plan = plan.without_all(in_original(plan, there, missing.unusable), missing.stored)
             if missing.stored:  # the thread that reads it still may write into these buffers
                 cache = copied(decoder, cache, there.segments[0].stop)
 

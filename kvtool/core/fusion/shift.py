@@ -17,12 +17,12 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.kernels.rope import Table
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.native.isa import isa_here
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 
 from kvtool.core.kernels.decode_program import BLOCK, CONTEXT, FIELDS, HEADROOM, UNIT, WORDS
 from kvtool.core.kernels.linear.gemv_ir import product
-from kvtool.core.native import row_ops
+from kvtool.core.native import simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, each
 from kvtool.core.native.builder import module as text_of
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.row_ops import inverse_rms
-from kvtool.core.native.simd import exp, fma, lanes_for, larger, largest, total
+from kvtool.core.native.simd import exp, fma, inverse_rms, lanes_for, larger, largest, total
 from kvtool.core.native.threads import barrier
 
 ARGUMENTS = "i64* op, i64* context, i64 thread, i64 threads"
@@ -154,7 +153,7 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
 def norm(isa: Isa) -> FunctionBuilder:
     """The operation `norm`: root mean square layer normalisation, float32."""
     k, have = operation(isa, "norm")
-    row_ops.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
+    simd.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
     return k
 
 
@@ -175,7 +174,7 @@ def gate(isa: Isa, activation: str) -> FunctionBuilder:
     """The operation `gate`: y = act(y) · x, of this thread's rows."""
     k, have = operation(isa, "gate")
     first, count = rows(k, have.count)
-    row_ops.gate(have.y, have.x, count, activation, first)
+    simd.gate(have.y, have.x, count, activation, first)
     return k
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.core.native.compiling import Function
+from kvtool.core.native.jit import Function
 from kvtool.core.native.job import Job
 
 WORDS = 16

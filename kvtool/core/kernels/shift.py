@@ -17,9 +17,9 @@ import torch
 
 from kvtool.core.kernels.rope import Angles, Table
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, module
-from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.formats import SIZES, STORED
 from kvtool.core.native.isa import Isa
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import Job
 from kvtool.core.native.simd import lanes_for, rotate, total
 from kvtool.core.native.threads import current

@@ -12,11 +12,11 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.machine import has_triton, isa_here
+from kvtool.core.kernels.machine import has_triton
 from kvtool.core.kernels.rope import Angles, Move, Table, move_all, rotate_halves
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
-from kvtool.core.native.isa import Isa
+from kvtool.core.native.isa import Isa, isa_here
 
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model

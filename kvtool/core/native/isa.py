@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from functools import cache
+
+from kvtool.core.common.arithmetic import FEATURES, cpu_features
+from kvtool.core.native import jit
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +37,40 @@ AVX2 = Isa(8, "x86-64-v3", _V3)
 AVX512_BF16 = Isa(16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
 SCALAR = Isa(8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
 ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
+_HELD = {"default": ("scalar",), "avx2": ("avx2", "scalar")}  # by what torch's own kernels are held to
+
+
+@cache
+def runnable() -> tuple[str, ...]:
+    """Names of the ISAS that this machine can run, best first; none where llvmlite cannot be imported.
+
+    Where a variable says what the CPU has (`common/arithmetic.py`), vectors that it does not name are not there.
+    """
+    binding = jit.llvm()
+    if binding is None:
+        return ()
+    host = {name for name, present in binding.get_host_cpu_features().items() if present}
+    if os.environ.get(FEATURES):
+        told = cpu_features()
+        host = {name for name in host if name in told or not name.startswith("avx")}
+    return tuple(name for name, isa in ISAS.items() if isa.features <= host)
+
+
+def best_isa() -> str | None:
+    """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`); None:
+    there is no machine code here."""
+    there = runnable()
+    allowed = _HELD.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), there)
+    return next((name for name in there if name in allowed), None)
+
+
+def isa_here() -> Isa | None:
+    """Return the best instruction set with vectors, for kernels that without them would be slower than torch's; None:
+    there is none."""
+    isa = ISAS.get(best_isa() or "")
+    return None if isa is SCALAR else isa
+
+
+def multiplies_bfloat16(isa: Isa | None) -> bool:
+    """Return whether the CPU multiplies pairs of bfloat16 by instructions on top of this set (`AVX512_BF16`)."""
+    return isa is AVX512 and "avx512bf16" in cpu_features()

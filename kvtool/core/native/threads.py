@@ -21,8 +21,8 @@ from pathlib import Path
 import numpy as np
 
 from kvtool.core.native.builder import FunctionBuilder, Value, module
-from kvtool.core.native.compiling import Function, compiled, runnable
-from kvtool.core.native.isa import ISAS, Isa
+from kvtool.core.native.isa import ISAS, Isa, runnable
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import LINE, aligned
 
 # What a pool's threads share, in words of 8 bytes: the caller writes the first line of the cache, helpers the second.

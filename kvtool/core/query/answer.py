@@ -230,9 +230,9 @@ def _standing_chunks(session: Session, asked: Asked) -> list[ReplyChunk]:
 def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bool) -> None:
     """Note what was used, and store what was missing."""
     cached = fused.plan.cached_chunks
-    if session.hot is not None:
+    if session.recent_chunks is not None:
         for segment in cached:
-            session.hot.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
+            session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
     missed = len(fused.plan.chunks) - len(cached)
     session.store.note_access([one.source.chunk_id for one in cached], missed, again)
     holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]

@@ -161,7 +161,7 @@ def _found(
     """Find the chunks for a request: those that are new, those that stand already, and how many were cut. Where
     something stands, a question that finds nothing is asked of that."""
     try:
-        hits, cut = chunks_for(session.finder, request, options, session.hot)
+        hits, cut = chunks_for(session.finder, request, options, session.recent_chunks)
     except NothingFoundError:
         if behind is None and must_find:
             raise

@@ -19,7 +19,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFou
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embeds, embedder_of
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, hot_first, stands_in
+from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, recent_first, stands_in
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.tables import Array
@@ -105,7 +105,7 @@ class Finder:
             self.follow()
             search = self._search(retrieval)
             hits = self._best(search, question, top_k if prefer is None else top_k + _TIES, retrieval)
-            hits = hits if prefer is None else hot_first(hits, prefer)[:top_k]
+            hits = hits if prefer is None else recent_first(hits, prefer)[:top_k]
             if not retrieval.min_score or retrieval.retriever == "dense":
                 return Found(hits)
             kept = search.helpful(question, hits, retrieval.min_score)

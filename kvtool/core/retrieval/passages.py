@@ -41,9 +41,9 @@ class Found(NamedTuple):
     cut: int = 0
 
 
-def hot_first(hits: Sequence[Hit], hot: Container[bytes]) -> list[Hit]:
-    """Sort hits, best first; among equal scores, chunks that are hot (in memory, given by id) come first."""
-    return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in hot))
+def recent_first(hits: Sequence[Hit], recent: Container[bytes]) -> list[Hit]:
+    """Sort hits, best first; among equal scores, recently used chunks (in memory, given by id) come first."""
+    return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in recent))
 
 
 def passages_in(document: DocumentEntry) -> list[Passage]:

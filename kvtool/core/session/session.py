@@ -62,7 +62,7 @@ class Session:
     warn_once : as `warn`, but what was said is not said again, though every question would.
     timeline : collects what ran when; None: nobody wants to know.
     say : told before the machine's speeds are measured, which takes seconds.
-    hot : the chunks that need not be read again; None where nothing is kept.
+    recent_chunks : the chunks that need not be read again; None where nothing is kept.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Session:
         self.say: Callable[[str], None] = lambda text: None
         self.profiles = ProfileCache(store)
         self.losses = MeasuredLosses(store)
-        self.hot: RecentChunks | None = None
+        self.recent_chunks: RecentChunks | None = None
         self._conformance: ConformanceResult | None = None
         self._revision = -1  # of what was read of the store before this
         if decoder is not None:
@@ -274,7 +274,7 @@ class Session:
 
     @cached_property
     def source(self) -> KVSource:
-        """Where KV is read: the store, behind a memory of what was read if :meth:`keep_hot` was called."""
+        """Where KV is read: the store, behind a memory of what was read if :meth:`cache_chunks` was called."""
         return StoreSource(self.store, self.decoder, self.profiles)
 
     @cached_property
@@ -284,10 +284,10 @@ class Session:
 
         return SpeedBook(self.store, self.decoder, self.identity.fingerprint, self.say)
 
-    def keep_hot(self, limit: int) -> None:
+    def cache_chunks(self, limit: int) -> None:
         """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
         self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
-        self.hot = RecentChunks(limit)
+        self.recent_chunks = RecentChunks(limit)
 
     def holds(self, segment: Segment) -> bool:
         """Whether all of a segment's KV is held in memory."""

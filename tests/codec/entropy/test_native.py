@@ -14,7 +14,8 @@ from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import decode
 from kvtool.core.codec.entropy.encoder import encode
 from kvtool.core.errors import UsageError
-from kvtool.core.native import compiling
+from kvtool.core.native import isa as isas
+from kvtool.core.native import jit
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import JOBS
@@ -24,7 +25,7 @@ from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is found out once in a process is found out anew, here and after."""
-    caches = compiling.runnable, native._kernel, compiling._llvm, native._warn_slow, compiling._warn_slow
+    caches = isas.runnable, native._kernel, jit.llvm, native._warn_slow, jit._warn_slow
     yield
     for found in caches:
         found.cache_clear()
@@ -49,7 +50,7 @@ def test_the_variable_decides(back_end: str, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_best_is_chosen() -> None:
     assert native.chosen() == native.available()[0]
-    assert list(native.available()) == [name for name in (*compiling.ISAS, "numpy") if name in native.available()]
+    assert list(native.available()) == [name for name in (*isas.ISAS, "numpy") if name in native.available()]
 
 
 @pytest.mark.parametrize("name", ["sse9", "AVX2", " scalar"])
@@ -64,10 +65,10 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old:
         @staticmethod
         def get_host_cpu_features() -> dict[str, bool]:
-            return {name: name != "avx512vbmi2" and name != "bmi2" for name in compiling.ISAS["avx512"].features}
+            return {name: name != "avx512vbmi2" and name != "bmi2" for name in isas.ISAS["avx512"].features}
 
-    compiling.runnable.cache_clear()
-    monkeypatch.setattr(compiling, "_llvm", Old)
+    isas.runnable.cache_clear()
+    monkeypatch.setattr(jit, "llvm", Old)
     assert native.available() == ("scalar", "numpy")
     monkeypatch.setenv(native.VARIABLE, "avx2")
     with pytest.raises(UsageError):
@@ -78,27 +79,27 @@ def test_a_cpu_that_is_told_to_have_less_gets_less(monkeypatch: pytest.MonkeyPat
     class New:
         @staticmethod
         def get_host_cpu_features() -> dict[str, bool]:
-            return dict.fromkeys(compiling.ISAS["avx512"].features, True)
+            return dict.fromkeys(isas.ISAS["avx512"].features, True)
 
-    monkeypatch.setattr(compiling, "_llvm", New)
+    monkeypatch.setattr(jit, "llvm", New)
     for told, names in {
         "sse4_2 avx avx2 fma bmi2": ("avx2", "scalar"),
         "sse4_2": ("scalar",),
         "avx avx2 avx512f avx512_vbmi2": ("avx2", "scalar"),
         "": ("avx512", "avx2", "scalar"),
     }.items():
-        compiling.runnable.cache_clear()
+        isas.runnable.cache_clear()
         monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
-        assert compiling.runnable() == names
+        assert isas.runnable() == names
 
 
 def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing(name: str) -> Any:
         raise ImportError(name)
 
-    compiling.runnable.cache_clear()
-    compiling._llvm.cache_clear()
-    compiling._warn_slow.cache_clear()
+    isas.runnable.cache_clear()
+    jit.llvm.cache_clear()
+    jit._warn_slow.cache_clear()
     monkeypatch.setattr(importlib, "import_module", nothing)
 
 
@@ -141,7 +142,7 @@ def next_states(isa: Isa) -> Any:
     with k.loop(k.args.number) as step:
         loaded = [part.load(step * isa.width, isa.width) for part in parts[:3]]
         parts[3].store(encode_ir.next_state(*loaded), step * isa.width)
-    (function,) = compiling.compiled(module(k), isa, "run")
+    (function,) = jit.compiled(module(k), isa, "run")
 
     def run(states: Any, frequencies: Any, cumulative: Any) -> Any:
         results = np.empty_like(states)
@@ -155,7 +156,7 @@ def next_states(isa: Isa) -> Any:
 @pytest.mark.parametrize("name", [name for name in native.available() if name not in ("scalar", "numpy")])
 def test_the_division_is_exact(name: str) -> None:
     """For every frequency: multiples of it, their neighbours and both ends, over all the states an encoder meets."""
-    run, random = next_states(compiling.ISAS[name]), np.random.default_rng(0)
+    run, random = next_states(isas.ISAS[name]), np.random.default_rng(0)
     for frequency in range(1, 2049):
         quotients = np.concatenate(
             [

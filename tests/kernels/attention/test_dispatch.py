@@ -31,8 +31,8 @@ def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AV
     """Another CPU, as far as a backend is chosen by it."""
     there = ("avx512", "avx2") if able == "AVX512" else ("avx2",)
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
-    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: able)
-    monkeypatch.setattr("kvtool.core.kernels.machine.runnable", lambda: there)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", able.lower())
+    monkeypatch.setattr("kvtool.core.native.isa.runnable", lambda: there)
     monkeypatch.setattr(flash_cpu, "_compiled", lambda tiling: tiling)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", f"avx2 fma {features}")
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kvtool.core.kernels.attention import eager as weights
+from kvtool.core.kernels.attention import eager
 from kvtool.core.kernels.attention.eager import attention_weights, mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
@@ -32,7 +32,7 @@ def test_the_mean_over_heads(
     scoring, seen = replace(scoring, sinks=sinks), Rows.of(at, "cpu").seen(scoring.window)
     expected = attention_weights(query, key, seen, scoring).mean(0)
     torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
-    monkeypatch.setattr(weights, "_WEIGHT_BYTES", 4 * heads[0] * 40 * 3)  # a few rows at a time
+    monkeypatch.setattr(eager, "_WEIGHT_BYTES", 4 * heads[0] * 40 * 3)  # a few rows at a time
     torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
     places = torch.arange(40)
     assert torch.equal(expected.gt(0), (places <= at[:, None]) & (places > at[:, None] - (scoring.window or 40)))

@@ -11,8 +11,7 @@ from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, takes
 from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
-from kvtool.core.native.compiling import runnable
-from kvtool.core.native.isa import AVX512_BF16, ISAS
+from kvtool.core.native.isa import AVX512_BF16, ISAS, runnable
 
 NAMES = [name for name in runnable() if name != "scalar"]
 TILINGS = [Tiling(ISAS[name], stored) for name in NAMES for stored in ("float32", "bfloat16", "float16")]

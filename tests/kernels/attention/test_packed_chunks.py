@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from kvtool.core.common.switches import ATTENTION
 from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model.attention import PackedChunks
+from kvtool.core.native.isa import isa_here
 
 HEADS, KV_HEADS, DIM, LEAD = 4, 2, 16, 11
 LENGTHS = (5, 1, 23, 16)

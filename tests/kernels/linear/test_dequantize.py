@@ -10,8 +10,8 @@ import torch
 from kvtool.core.kernels.linear.gemv_ir import unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize, none, packed_codes, take_rows, unpacked_codes
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import compiled, runnable
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, runnable
+from kvtool.core.native.jit import compiled
 from tests.kernels.linear.matrices import random_matrix
 
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]

@@ -12,8 +12,8 @@ import torch
 from kvtool.core.kernels.linear.gemv_ir import product
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import compiled, runnable
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, runnable
+from kvtool.core.native.jit import compiled
 from tests.kernels.linear.matrices import random_matrix
 
 Product = Callable[..., None]

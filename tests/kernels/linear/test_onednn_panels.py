@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.linear import onednn as panels_module
 from kvtool.core.kernels.linear.onednn import MOST_ROWS, ROWS, Panels, ReorderedLinear, can_pack, pack_weights
 
 SIZES = [(64, 64), (128, 96), (192, 896), (256, 34)]  # outputs and columns
@@ -92,5 +91,5 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
 def test_without_the_instructions_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     if not can_pack(random(64, 64)):
         pytest.skip("no bfloat16 layout here")
-    monkeypatch.setattr(panels_module, "cpu_features", lambda: frozenset({"avx2"}))
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512f")
     assert panels_of(random(64, 64)) is None

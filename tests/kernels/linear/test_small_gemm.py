@@ -9,7 +9,7 @@ from kvtool.core.kernels.linear import quantized as native
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
 from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import runnable
 from tests.kernels.linear.matrices import random_matrix
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")

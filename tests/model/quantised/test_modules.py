@@ -14,7 +14,6 @@ from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
-from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import PACKED, ModelFiles
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -23,6 +22,7 @@ from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.quantised.loading import packed_model
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.text import wanted_part
+from kvtool.core.native.isa import best_isa
 from tests import families
 from tests.families import save_tiny
 from tests.kernels.linear.matrices import random_matrix

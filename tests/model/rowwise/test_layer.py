@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from kvtool.core.kernels.linear.onednn import Panels, can_pack, pack_weights
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -20,6 +19,7 @@ from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.rowwise import layer as layer_module
 from kvtool.core.model.rowwise.layer import FusedLayer, install_fused_layers
 from kvtool.core.model.swap import own_class, swapped_by
+from kvtool.core.native.isa import isa_here
 from kvtool.core.native.threads import use_pool
 from tests.fusion.making import NAMES, new_case
 

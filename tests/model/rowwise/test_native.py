@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from kvtool.core.model.rowwise import native
 from kvtool.core.model.rowwise.ir import Rounding
 from kvtool.core.model.rowwise.native import Code, code_for
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import runnable
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -21,7 +21,7 @@ from kvtool.core.model.stepping.kept import WeightSource
 from kvtool.core.model.stepping.native import Engine
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.trial import UnsupportedArchitecture
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import runnable
 from tests.families import save_tiny, tiny_model
 from tests.fusion.making import decoder_of, tokens
 from tests.kernels.linear.matrices import random_matrix

@@ -13,7 +13,7 @@ from kvtool.core.model.stepping.kept import decoding_spec
 from kvtool.core.model.stepping.native import Engine, NativeStepper
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.trial import UnsupportedArchitecture
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import runnable
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import case, decoder_of, new_case, rms, tokens
 

@@ -12,7 +12,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.stepping import Stepper, step_together, stepper_for
 from kvtool.core.model.stepping import native as native_steps
 from kvtool.core.model.stepping.native import Engine, NativeStepper
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import runnable
 from tests.families import NATIVE
 from tests.fusion.making import case, new_case, tokens
 

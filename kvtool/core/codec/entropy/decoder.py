@@ -19,7 +19,7 @@ from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.reference import LANES, MOST_CONTEXT, U16, Stream
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.compiling import Function
+from kvtool.core.native.jit import Function
 from kvtool.core.native.job import address
 
 Form = Literal["int16", "bfloat16", "float16"]

@@ -13,7 +13,7 @@ from kvtool.core.codec.entropy import encode_ir, native, reference
 from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE, MOST_CONTEXT, U8, U16, U32, Stream
 from kvtool.core.codec.entropy.tables import TableSet
-from kvtool.core.native.compiling import Function
+from kvtool.core.native.jit import Function
 from kvtool.core.native.job import Jobs, address, scratch
 
 _SLACK = 16  # words an encoder may write behind the last: those of a register

@@ -18,8 +18,8 @@ from kvtool.core.codec.entropy.encode_ir import (
 )
 from kvtool.core.common.switches import ENTROPY_CODER, asked
 from kvtool.core.errors import UsageError
-from kvtool.core.native.compiling import Function, compiled, runnable
-from kvtool.core.native.isa import ISAS, Isa
+from kvtool.core.native.isa import ISAS, Isa, best_isa, runnable
+from kvtool.core.native.jit import Function, compiled
 
 VARIABLE = ENTROPY_CODER
 NUMPY = "numpy"
@@ -55,7 +55,7 @@ def chosen() -> str:
     """
     name = asked(VARIABLE)
     if not name:
-        return available()[0]
+        return best_isa() or NUMPY
     if name not in available():
         raise UsageError(f"{VARIABLE}={name}: no such entropy coder here", f"one of {', '.join(available())}, or unset")
     return name

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 
@@ -42,7 +42,7 @@ class AttentionBackend(Protocol):
 
 
 # In this order; the last one declines nothing.
-BACKENDS = cast("tuple[AttentionBackend, ...]", (triton_rows, flash_cpu, sdpa, eager))
+BACKENDS: tuple[AttentionBackend, ...] = (triton_rows, flash_cpu, sdpa, eager)
 
 
 @dataclass(frozen=True, slots=True)

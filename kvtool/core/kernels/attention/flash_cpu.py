@@ -13,14 +13,12 @@ from functools import cache
 
 import torch
 
-from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.kernels.attention.flash_ir import JOB, attention_module
 from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
-from kvtool.core.kernels.machine import isa_here
-from kvtool.core.native.compiling import Function, compiled
-from kvtool.core.native.isa import AVX512, AVX512_BF16
+from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
 
@@ -90,7 +88,7 @@ def tiling_here(dtype: torch.dtype) -> Tiling | None:
     stored, isa = _STORED.get(dtype), isa_here()
     if stored is None or isa is None:
         return None
-    if isa is AVX512 and stored == "bfloat16" and "avx512bf16" in cpu_features():
+    if stored == "bfloat16" and multiplies_bfloat16(isa):
         return Tiling(AVX512_BF16, stored, pairs=True)
     return Tiling(isa, stored)
 

@@ -13,12 +13,10 @@ from typing import Any
 
 import torch
 
-from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.native import builder
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue
-from kvtool.core.native.compiling import Function, compiled
-from kvtool.core.native.isa import AVX512, AVX512_BF16
+from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import Job
 from kvtool.core.native.simd import dot_pairs
 from kvtool.core.native.threads import launch
@@ -161,7 +159,7 @@ class Panels:
         weight : as it was before.
         """
         outputs, columns = weight.shape
-        if isa_here() is not AVX512 or "avx512bf16" not in cpu_features() or not hasattr(torch.ops.mkldnn, "data_ptr"):
+        if not multiplies_bfloat16(isa_here()) or not hasattr(torch.ops.mkldnn, "data_ptr"):
             return None
         size = int(torch.ops.mkldnn._nbytes(packed))
         if weight.dtype != torch.bfloat16 or outputs % OUTPUTS or columns % 2 or size != 2 * outputs * columns:

@@ -9,15 +9,13 @@ from itertools import pairwise
 
 import torch
 
-from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.kernels.linear import gemv_ir, small_gemm_ir
 from kvtool.core.kernels.linear.gemv_ir import product, share, unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
-from kvtool.core.kernels.machine import best_isa
 from kvtool.core.native.builder import module
-from kvtool.core.native.compiling import Function, compiled
-from kvtool.core.native.isa import AVX512_BF16, ISAS
+from kvtool.core.native.isa import AVX512_BF16, ISAS, best_isa, multiplies_bfloat16
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
 
@@ -102,7 +100,7 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = No
     name = isa or best_isa()
     if name is None or dtype not in _ELEMENTS or matrix.rows % OUTPUTS:
         return None
-    if dtype == torch.bfloat16 and (name != "avx512" or "avx512bf16" not in cpu_features()):
+    if dtype == torch.bfloat16 and not multiplies_bfloat16(ISAS[name]):
         return None
     fits = matrix.columns % (ISAS[name].width * (2 if dtype == torch.bfloat16 else 1)) == 0
     return inputs(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None

@@ -20,9 +20,9 @@ from safetensors.torch import save_file
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dequantize, take_rows, tensor_of_blocks
 from kvtool.core.kernels.linear.quantized import dequantize_rows
-from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.files import PACKED, weight_files
 from kvtool.core.model.gguf_header import GgufHeader, TensorInfo
+from kvtool.core.native.isa import best_isa
 
 _PARTS = ("data", "scales", "mins")
 _ROWS = 4096  # unpacked at a time

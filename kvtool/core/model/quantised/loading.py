@@ -11,11 +11,11 @@ from safetensors import safe_open
 
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
-from kvtool.core.kernels.machine import best_isa
 from kvtool.core.model.attention import plain_attention
 from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.quantised.folder import read_packed
 from kvtool.core.model.text import Part
+from kvtool.core.native.isa import best_isa
 
 
 def packed_model(folder: Path, part: Part, dtype: str) -> Any:

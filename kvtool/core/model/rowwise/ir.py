@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvtool.core.native import builder, row_ops
+from kvtool.core.native import builder, simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, each
 from kvtool.core.native.formats import rounded
 from kvtool.core.native.isa import Isa
@@ -67,7 +67,7 @@ def module(isa: Isa, element: str, activation: str, rounding: Rounding = AS_LLAM
         _norm(job, rounding.norm_first, *sides)
     with _each_row(functions["gate"]) as (job, row):
         x, y = (side.of(element).at(row * job.count) for side in (job.x, job.y))
-        row_ops.gate(y, x, job.count, activation)
+        simd.gate(y, x, job.count, activation)
     with _each_row(functions["turn"]) as (job, row):
         _rotate(job, element, "float32" if rounding.rope_in_float32 else element, row)
     return builder.module(*functions.values())
@@ -90,7 +90,7 @@ def _norm(job: Fields, rounds_first: bool, x: Value, more: Value, sum_: Value, y
 
     each(k, job.count, add)
     (source,) = some.close(sum_)
-    row_ops.rms_norm(source, job.weight, y, job.count, job.epsilon, rounds_first)
+    simd.rms_norm(source, job.weight, y, job.count, job.epsilon, rounds_first)
 
 
 def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:

@@ -16,7 +16,6 @@ import torch
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
-from kvtool.core.kernels.machine import isa_here
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import cache_name
@@ -25,7 +24,7 @@ from kvtool.core.model.rowwise.native import ELEMENTS, Code, code_for
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection
 from kvtool.core.model.swap import Swapped, own_class, swap, swapped_by
 from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
-from kvtool.core.native.isa import ISAS
+from kvtool.core.native.isa import ISAS, isa_here
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

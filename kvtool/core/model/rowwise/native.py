@@ -10,8 +10,8 @@ from functools import cache
 import torch
 
 from kvtool.core.model.rowwise.ir import AS_LLAMA, JOBS, Rounding, module
-from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import launch
 
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}

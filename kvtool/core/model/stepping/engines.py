@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from kvtool.core.common.switches import STEPPER, asked
 from kvtool.core.model.stepping.native import Engine
 from kvtool.core.model.trial import UnsupportedArchitecture
-from kvtool.core.native.compiling import runnable
+from kvtool.core.native.isa import best_isa
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -52,12 +52,12 @@ def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
 
 
 def _made(decoder: Decoder) -> Engine | str:
-    wanted, isas = asked(STEPPER), runnable()
+    wanted, isa = asked(STEPPER), best_isa()
     if wanted == "torch":
         return f"{STEPPER} asks for it"
-    if not isas:
+    if isa is None:
         return "there is no machine code here"
     try:
-        return Engine(decoder, isas[0])
+        return Engine(decoder, isa)
     except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
         return str(error)

@@ -21,8 +21,8 @@ from kvtool.core.model.stepping.layout import code_of
 from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.core.model.stepping.step import Angles, Step
 from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
-from kvtool.core.native.compiling import Function, compiled
 from kvtool.core.native.isa import ISAS
+from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import Barrier, launch_in_pool, use_pool
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.model.spec import ModelSpec
     from kvtool.core.model.stepping.kept import Linear
-    from kvtool.core.native.compiling import Function
+    from kvtool.core.native.jit import Function
 
 I64 = npt.NDArray[np.int64]
 _POSITIONS = 64  # whose cos and sin are computed together

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from kvtool.core.common.places import cache_dir
-from kvtool.core.native import compiling, objects
-from kvtool.core.native.compiling import compiled, runnable
-from kvtool.core.native.isa import ISAS
-from kvtool.core.native.objects import keep_code, kept_code, key_of
+from kvtool.core.native import jit
+from kvtool.core.native.isa import ISAS, runnable
+from kvtool.core.native.jit import compiled, keep_code, kept_code, key_of
 
 needs_llvm = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="folders are kept by other means")
@@ -39,7 +38,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         keys.append(key)
         keep_code(key, code)
 
-    monkeypatch.setattr(compiling, "keep_code", noted)
+    monkeypatch.setattr(jit, "keep_code", noted)
     return keys
 
 
@@ -103,7 +102,7 @@ def test_a_folder_that_others_can_write_to_is_left_alone(mode: int) -> None:
 @posix
 def test_what_belongs_to_somebody_else_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     keep_code(KEY, b"code")
-    monkeypatch.setattr(objects.os, "geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr(jit.os, "geteuid", lambda: os.getuid() + 1)
     assert kept_code(KEY) is None
 
 
@@ -133,19 +132,19 @@ def test_a_cache_that_cannot_be_written_is_no_error(monkeypatch: pytest.MonkeyPa
     def full(*args: Any, **kwargs: Any) -> Any:
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr(objects.tempfile, "mkstemp", full)
+    monkeypatch.setattr(jit.tempfile, "mkstemp", full)
     keep_code(KEY, b"code")
     assert kept_code(KEY) is None
 
 
 def test_too_much_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_MOST_BYTES", 40)
+    monkeypatch.setattr(jit, "_MOST_BYTES", 40)
     keep_code(KEY, bytes(9))
     assert kept_code(KEY) is None
 
 
 def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_MOST_FILES", 4)
+    monkeypatch.setattr(jit, "_MOST_FILES", 4)
     keys = [key_of(str(number)) for number in range(6)]
     for age, key in enumerate(keys):
         keep_code(key, b"code")
@@ -154,7 +153,7 @@ def test_the_oldest_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_folder_in_the_cache_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_MOST_FILES", 2)
+    monkeypatch.setattr(jit, "_MOST_FILES", 2)
     keep_code(KEY, b"code")
     inside = cache_dir() / "native" / "folder"
     inside.mkdir()

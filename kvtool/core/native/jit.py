@@ -1,0 +1,187 @@
+"""Just-in-time compilation of LLVM IR to machine code in this process, without a C compiler, and its cache on disk.
+
+LLVM takes a tenth of a second for what is read back in a millisecond. What is read here is run: it is taken only from a
+folder of the user's own that nobody else can write to, and only if its digest, which covers what it was made of, is
+right; anything else is as if nothing were there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import os
+import platform
+import stat
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.places import cache_dir
+from kvtool.core.common.private import make_folder
+from kvtool.core.errors import KvtoolError
+
+if TYPE_CHECKING:
+    from kvtool.core.native.isa import Isa
+
+_OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
+_X86 = ("x86_64", "AMD64")
+_CALLABLE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
+_engines: list[Any] = []  # own the machine code: never freed
+
+_MOST_BYTES = 2**22  # of one piece of code
+_MOST_FILES = 256
+_DIGEST = 32
+_FOR_READING = os.O_RDONLY  # no link is followed, and nobody waits for the other end of a pipe
+for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
+    _FOR_READING |= getattr(os, _flag, 0)
+
+
+class Function:
+    """Machine code that is called with up to four addresses or whole numbers; the GIL is free meanwhile.
+
+    Attributes
+    ----------
+    address : by which other machine code calls it.
+    """
+
+    __slots__ = ("_call", "address")
+
+    def __init__(self, address: int) -> None:
+        self.address = address
+        self._call = _CALLABLE(address)
+
+    def __call__(self, first: int, second: int = 0, third: int = 0, fourth: int = 0) -> None:
+        """Call it in this thread; what it does not take it does not look at."""
+        self._call(first, second, third, fourth)
+
+
+def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
+    """Compile functions of an LLVM IR module to machine code that lives as long as the process.
+
+    The code is kept on disk for the next process.
+
+    Raises
+    ------
+    RuntimeError : the text is not LLVM IR, or there is no code for this machine.
+    """
+    binding = llvm()
+    if binding is None:
+        raise RuntimeError("llvmlite cannot be imported")
+    least = "x86-64" if platform.machine() in _X86 else ""
+    target = binding.Target.from_default_triple()
+    machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
+    key = key_of(*_compiler(binding), target.triple, isa.cpu or least, isa.extra, text)
+    code = kept_code(key)
+    if code is None:
+        code = machine.emit_object(binding.parse_assembly(text))
+        keep_code(key, code)
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(""), machine)
+    engine.add_object_file(binding.ObjectFileRef.from_data(code))
+    engine.finalize_object()
+    _engines.append(engine)
+    return tuple(Function(int(engine.get_function_address(name))) for name in names)
+
+
+def _compiler(binding: Any) -> tuple[str, ...]:
+    """What makes other code of the same text."""
+    version = ".".join(map(str, binding.llvm_version_info))
+    return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
+
+
+@cache
+def llvm() -> Any:
+    """llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
+    try:
+        binding = importlib.import_module("llvmlite.binding")
+    except (ImportError, OSError) as error:
+        _warn_slow(str(error))
+        return None
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    """Say once that decoding takes ten times as long, and why."""
+    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
+
+
+# ---- kept on disk ------------------------------------------------------------------------------------------------
+
+
+def key_of(*parts: str) -> str:
+    """The name of code that is made of these texts: compiler, instruction set, source."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part.encode())
+    return digest.hexdigest()
+
+
+def kept_code(key: str) -> bytes | None:
+    """The code of that name, if it is kept and whole."""
+    folder = _folder(make=False)
+    if folder is None:
+        return None
+    try:
+        descriptor = os.open(folder / key, _FOR_READING)
+        with os.fdopen(descriptor, "rb") as file:
+            about = os.fstat(descriptor)
+            found = file.read(_MOST_BYTES + 1) if stat.S_ISREG(about.st_mode) and _is_ours(about) else b""
+    except OSError:
+        return None
+    code = found[_DIGEST:]
+    return code if len(found) <= _MOST_BYTES and code and found[:_DIGEST] == _digest(key, code) else None
+
+
+def keep_code(key: str, code: bytes) -> None:
+    """Keep code under a name; where that is not possible it is made anew next time."""
+    folder = _folder(make=True)
+    if folder is None or len(code) + _DIGEST > _MOST_BYTES:
+        return
+    with contextlib.suppress(OSError):
+        _make_room(folder)
+        descriptor, part = tempfile.mkstemp(dir=folder)  # for the user's eyes only
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(_digest(key, code) + code)
+            os.replace(part, folder / key)
+        except BaseException:
+            os.unlink(part)
+            raise
+
+
+def _folder(make: bool) -> Path | None:
+    """Where code is kept; None where there is no such folder that is the user's alone."""
+    try:
+        folder = cache_dir() / "native"
+        if make:
+            make_folder(folder)
+        found = os.lstat(folder)
+    except (OSError, KvtoolError):
+        return None
+    return folder if stat.S_ISDIR(found.st_mode) and _is_ours(found) else None
+
+
+def _is_ours(found: os.stat_result) -> bool:
+    """Whether it belongs to this user, and no other can write to it. Windows keeps its folders by other means."""
+    if not hasattr(os, "geteuid"):
+        return True
+    return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _digest(key: str, code: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _make_room(folder: Path) -> None:
+    """Let go of the oldest: code of versions that are no longer there."""
+    files = [Path(entry.path) for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)]
+    if len(files) >= _MOST_FILES:
+        for path in sorted(files, key=lambda one: one.stat().st_mtime)[: _MOST_FILES // 2]:
+            path.unlink(missing_ok=True)
