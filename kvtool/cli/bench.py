@@ -109,7 +109,7 @@ def _show_codec(run: Run, result: CodecBench) -> None:
     ]
     head = ("what", "threads", "GB/s of 16-bit KV", "bits/element", "GFLOP/s", "FLOPs/byte", "at once")
     run.out.table(head, rows)
-    about = "the store's profile" if result.profile else "no profile: the mean predictor"
+    about = "the store's profile" if result.profile else "a profile fitted to these"
     run.out.print(
         f"{result.model}: {counted(result.chunks, 'chunk')}, {counted(result.tokens, 'token')}, {about}; "
         f"decoded to {result.decoded_to}; entropy coder {result.backend}; medians of {result.repeat} rounds"

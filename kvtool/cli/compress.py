@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -23,9 +22,12 @@ app = new_app()
 
 
 @app.command(cls=ManyValues)
-@takes(CompressOptions, StoreOptions, examples=("compress --fit", "compress --level 3 --level 1 --drop-raw"))
+@takes(CompressOptions, StoreOptions, examples=("compress", "compress --level 3 --level 1 --drop-raw"))
 def compress(run: Run) -> None:
-    """Encode stored records: small, fast to read, with a loss that is measured and shown."""
+    """Encode stored records: small, fast to read, with a loss that is measured and shown.
+
+    The first time the codec's profile is learned from the store's own chunks.
+    """
     options = run.get(CompressOptions)
     if options.max_loss is None:
         options = replace(options, levels=options.levels or (DEFAULT_LOSSY,), max_loss=run.max_loss)
@@ -71,7 +73,7 @@ def _show(run: Run, options: CompressOptions, report: CompressReport) -> None:
         f"{counted(report.encoded, 'chunk')} encoded, {report.kept} unchanged, "
         f"{report.skipped} without an exact record, {report.seconds:.1f} s"
     )
-    if options.fit:
+    if report.fitted:
         _tell_of_profile(run, report)
     _tell_of_losses(run, report)
     if report.dropped and _lacks_rows(report):
@@ -107,12 +109,12 @@ def _why_they_stay(report: CompressReport) -> str:
 
 
 def _tell_of_profile(run: Run, report: CompressReport) -> None:
-    """Say where a profile takes more than it saves. Records without one are about twice as large."""
+    """Say where a profile takes more than the records that it was fitted for."""
     size, level = (report.profile or {}).get("bytes", 0), max(report.levels, key=lambda level: level.bytes)
     if level.chunks and level_of(level.level).profiled and size > level.bytes > 0:
         run.out.status(
-            f"the codec's profile takes {shown_size(size)}, once, and saves {counted(level.chunks, 'chunk')} about "
-            f"{shown_size(level.bytes)}: --fit pays from {math.ceil(size * level.chunks / level.bytes):,} such on"
+            f"the codec's profile takes {shown_size(size)}, once, more than the {shown_size(level.bytes)} of "
+            f"{counted(level.chunks, 'chunk')}: it pays in a larger store, or with --profile STORE"
         )
 
 

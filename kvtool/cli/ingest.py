@@ -59,7 +59,7 @@ def _what_is_lost(level: str, loss: float | None, allowed: float) -> tuple[str, 
     if loss is None:
         return (
             f"nobody has measured what level {level} loses here, and no exact records are there to measure it on",
-            "ingest without --level, then `kvtool compress --fit --drop-raw` measures it before anything exact goes",
+            "ingest without --level, then `kvtool compress --drop-raw` measures it before anything exact goes",
         )
     return (
         f"level {level} loses {loss:.4f} nats a token, more than the {allowed:g} that questions allow",

@@ -118,7 +118,7 @@ def _what_is_lost(report: PruneReport) -> tuple[str, str]:
     allowed = f"more than the {MAX_LOSS:g} that questions allow"
     return (
         f"{counted(report.lossy, 'chunk')} {left} at levels that lose up to {report.worst:.2g} nats a token, {allowed}",
-        "`kvtool compress --fit --level 2` beforehand gives what loses less"
+        "`kvtool compress --level 2` beforehand gives what loses less"
         if report.dry_run
         else "exact records and finer levels come of ingest into a new store",
     )

@@ -14,9 +14,9 @@ import pytest
 
 import kvtool as kvtool_package
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.levels import DEFAULT_LOSSY, MAX_LOSS
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.transform_codec import TransformCodec
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.errors import DamagedError, UsageError
 from tests.cli.working import (
@@ -65,7 +65,7 @@ def on_terminal(typed: bytes, *args: object) -> tuple[str, int]:
     return shown.decode(), child.returncode
 
 
-FAST = ("--questions", "0")  # the loss is most of the time
+FAST = ("--questions", "0", "--fit-prompts", "4")  # the loss is most of the time
 NUMBERS = ("bytes", "bits_per_element", "ratio_vs_16bit", "ratio_vs_8bit", "relative_error")
 
 
@@ -127,9 +127,7 @@ def test_the_default(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--json", *FAST).fine()
     check_report(done.json, plain, before)
     assert [level["level"] for level in done.json["levels"]] == [DEFAULT_LOSSY]
-    assert done.json["profile"] is None
-    assert done.err.startswith("warning: no profile is fitted")
-    assert "--fit" in done.err
+    assert done.json["profile"]["digest"] == state_of(plain)["profile"]
     before, files = stats(plain), files_below(plain)
     again = kvtool("compress", "--store", plain, "--json", *FAST).fine().json
     check_report(again, plain, before)
@@ -221,7 +219,6 @@ def test_profile_of_another_store(plain: Path, fitted: Path) -> None:
         ("--max-loss", "-1"),
         ("--max-loss", "little"),
         ("--questions", "-1"),
-        ("--predictor", "oracle"),
         ("--fit", "--profile", "nowhere"),
         ("--chunks", "00" * 20),
         ("--chunks", "no hex"),
@@ -261,7 +258,9 @@ def test_12_another_model(plain: Path, fitted: Path, tmp_path: Path, form: Any) 
 
 
 def test_1_no_profile_there(plain: Path, fitted: Path, form: Any) -> None:
-    kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form).failed(1, "has no profile", "--fit")
+    kvtool("compress", "--store", fitted, "--profile", plain, *FAST, *form).failed(
+        1, "has no profile", "kvtool compress"
+    )
 
 
 def test_13_a_lost_profile(fitted: Path, form: Any) -> None:
@@ -275,7 +274,7 @@ def test_13_what_does_not_come_back(plain: Path, form: Any, monkeypatch: pytest.
     def decode(*_: Any) -> Any:
         raise DamagedError("a compressed record that ends too early", "tell us")
 
-    monkeypatch.setattr(CacheGen, "decode", decode)
+    monkeypatch.setattr(TransformCodec, "decode", decode)
     kvtool("compress", "--store", plain, "--drop-raw", "--yes", *FAST, *form).failed(13, "ends too early")
     assert all("raw" in levels for levels in levels_in(plain).values())
 
@@ -285,7 +284,7 @@ def test_130_interrupted(plain: Path, form: Any, monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(CacheGen, "decode", decode)
+        patch.setattr(TransformCodec, "decode", decode)
         done = kvtool("compress", "--store", plain, "--drop-raw", "--yes", *FAST, *form).failed(130, "interrupted")
     assert "run the same command again" in done.err
     assert all("raw" in levels for levels in levels_in(plain).values())
@@ -392,8 +391,8 @@ def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
 
 def test_a_profile_that_takes_more_than_it_saves_is_told(plain: Path) -> None:
     at = ("compress", "--store", plain, "--chunks", chunks_in(plain)[0], *FAST)
-    assert "--fit pays from " in kvtool(*at, "--fit").fine().err
-    assert "--fit pays" not in kvtool(*at).fine().err
+    assert "it pays in a larger store" in kvtool(*at).fine().err
+    assert "it pays in a larger store" not in kvtool(*at).fine().err
 
 
 def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
@@ -428,9 +427,8 @@ def test_jsonl(plain: Path) -> None:
     before = stats(plain)
     done = kvtool("compress", "--store", plain, "--level", "4", "--questions", "1", "--jsonl", "-v").fine()
     *events, summary = done.lines
-    assert {event["type"] for event in events} == {"status", "warning"}
+    assert {event["type"] for event in events} == {"status"}
     assert all(event["schema"] == 2 for event in done.lines)
-    assert any("no profile is fitted" in event["message"] for event in events)
     assert summary["type"] == "summary"
     check_report(summary, plain, before)
     (error,) = kvtool("compress", "--store", plain, "--level", "raw", "--jsonl").lines

@@ -14,7 +14,7 @@ from kvtool.core.codec.nested import NESTED
 from tests.cli.working import QUESTION, kvtool
 from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, make_fitted, make_plain, replace_record
 
-SCHEMES = {"int8", "int4", *(f"{name}-{level}" for name in ("anchor", "mean") for level in NESTED)}
+SCHEMES = {"int8", "int4", *(f"cachegen-{level}" for level in NESTED)}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
         assert sum(bits) / LAYERS == pytest.approx(scheme["bits_per_element"])
         sides = ("k_relative_error", "v_relative_error")
         assert all(0 < layer[side] < 2 for layer in scheme["layers"] for side in sides)
-    for names in (("int8", "int4"), *([NESTED] if profile else []), *([f"mean-{n}" for n in NESTED],)):
+    for names in (("int8", "int4"), *([NESTED] if profile else []), *([f"cachegen-{n}" for n in NESTED],)):
         bits, losses = ([found[name][key] for name in names] for key in ("bits_per_element", "kl_answer"))
         assert bits == sorted(bits, reverse=True)
         assert losses[0] < losses[-1]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 import torch
 
-from kvtool.core.codec.base import Encoded, Profiles
-from kvtool.core.codec.cachegen import encode_nested
+from kvtool.core.codec import analysis
+from kvtool.core.codec.base import Encoded, Payload, Profiles
+from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.fit import fit_profile
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
@@ -91,16 +93,31 @@ def item_of(payload: bytes, like: torch.Tensor, base: Encoded | None = None) -> 
     return Encoded(payload, (heads, tokens, dim), NAMES[like.dtype], base)
 
 
+def encode_nested(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    layer: int,
+    levels: Sequence[str],
+    profile: Profile | None = None,
+    bases: Mapping[str, Payload] = MappingProxyType({}),
+) -> dict[str, list[Payload]]:
+    """One layer's records, as parts; without a profile those of the paper's scheme, for a layer of `LAYERS`."""
+    if profile is None:
+        return {level: [*CacheGen(f"cachegen-{level}")._encoded((keys, values), layer, LAYERS)] for level in levels}
+    below = {level: [[base]] for level, base in bases.items()}
+    made = analysis.encode(profile, [layer], [(keys, values)], levels, below)
+    return {level: records[0] for level, records in made.items()}
+
+
 def encoded(
     keys: torch.Tensor,
     values: torch.Tensor,
     levels: Sequence[str],
     profile: Profile | None = None,
     layer: int = 0,
-    predictor: str = "auto",
 ) -> dict[str, Encoded]:
     """Records of some levels, each with those that it refines."""
-    made = encode_nested(keys, values, layer, levels, profile, predictor=predictor, layers=LAYERS)
+    made = encode_nested(keys, values, layer, levels, profile)
     out: dict[str, Encoded] = {}
     for level in sorted(levels, reverse=True):  # coarsest first
         payload = b"".join(made[level])

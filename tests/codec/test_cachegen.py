@@ -1,4 +1,7 @@
-"""Levels 1 to 4: what comes back is within the error that the record states (law 7), whatever went in."""
+"""Levels 1 to 4, and the paper's: what comes back is within the error that the record states (law 7), whatever went in.
+
+Records of the paper's scheme are read at levels 1 to 4, too: an earlier kvtool made them without a profile.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from hypothesis import strategies as st
 
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded, no_profiles
-from kvtool.core.codec.cachegen import encode_nested
+from kvtool.core.codec.cachegen import shipped
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.symbols import refinement, to_symbols
@@ -22,27 +25,40 @@ from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.numbers import HostNumbers
-from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError, KvtoolError
-from tests.codec.synthetic import KV, LAYERS, Model, encoded, fitted, item_of, model, profile, relative, shelf
+from tests.codec.synthetic import (
+    KV,
+    LAYERS,
+    Model,
+    encode_nested,
+    encoded,
+    fitted,
+    item_of,
+    model,
+    profile,
+    relative,
+    shelf,
+)
 
-SCHEMES = ["whole", "heads", "mean", "anchor", "auto"]
+SCHEMES = ["whole", "heads", "anchor"]
 ROUNDING = 1 + 1e-5  # of the stated error, a float32 sum
 
 
-def made_with(scheme: str) -> tuple[Profile | None, str]:
-    """Profile and predictor."""
-    if scheme in ("whole", "heads"):
-        return profile(groups=1 if scheme == "whole" else 2), "auto"
-    return None, scheme
+def made_with(scheme: str) -> Profile | None:
+    """The profile; None: the paper's scheme."""
+    return None if scheme == "anchor" else profile(groups=1 if scheme == "whole" else 2)
 
 
 def decoded(item: Encoded, level: str, *profiles: Profile, layer: int = 0) -> KV:
-    """By the codec of a level."""
-    return CODECS[level].decode([item], layer, shelf(*profiles))[0]
+    """By the codec of a level; where there is no profile, by the paper's, too."""
+    made = CODECS[level].decode([item], layer, shelf(*profiles))[0]
+    if not profiles:
+        again = CODECS[f"cachegen-{level}"].decode([item], layer)[0]
+        assert all(torch.equal(*pair) for pair in zip(made, again, strict=True))
+    return made
 
 
 def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: int = 0) -> tuple[float, float]:
@@ -62,12 +78,12 @@ def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: i
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_within_the_stated_error(scheme: str, dtype: str) -> None:
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     for layer in (0, 2):
         kv = model().kv(layer, 60, dtype=DTYPES[dtype])
         before = (0.0, 0.0)
         for level in NESTED:
-            item = encoded(*kv, [level], of, layer, predictor)[level]
+            item = encoded(*kv, [level], of, layer)[level]
             errors = check_law(item, level, kv, *([of] if of else []), layer=layer)
             assert all(error < 1 for error in errors)
             assert all(coarse > fine for coarse, fine in zip(errors, before, strict=True))
@@ -77,9 +93,9 @@ def test_within_the_stated_error(scheme: str, dtype: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 2, 9, 10, 11, 257])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     kv = model().kv(1, tokens, dtype=torch.bfloat16)
-    for level, item in encoded(*kv, NESTED, of, 1, predictor).items():
+    for level, item in encoded(*kv, NESTED, of, 1).items():
         errors = check_law(item, level, kv, *([of] if of else []), layer=1)
         assert max(errors) < 1.1
 
@@ -88,44 +104,35 @@ def test_any_number_of_tokens(scheme: str, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_one_number_for_all(scheme: str, dtype: str, number: float) -> None:
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     side = torch.full((2, 20, 24), number, dtype=DTYPES[dtype])
-    for level, item in encoded(side, side, NESTED, of, 0, predictor).items():
+    for level, item in encoded(side, side, NESTED, of, 0).items():
         check_law(item, level, (side, side), *([of] if of else []))
         if of is None:
             assert relative(decoded(item, level)[0], side) < 0.005
             assert len(item.payload) < 2500  # nothing is there to be told, and escapes do not tell it
 
 
-def test_what_is_finer_than_its_mean() -> None:
-    """Of one token nothing is left but the means, in bfloat16: they are not made good by an escape a number."""
-    kv = model().kv(0, 1)
-    item = encoded(*kv, ["1"])["1"]
-    assert max(check_law(item, "1", kv)) < 2**-8
-    assert len(item.payload) < 1200
-
-
-@pytest.mark.parametrize("scheme", ["whole", "heads", "mean", "anchor"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_numbers_far_outside(scheme: str) -> None:
     """They are escapes; each comes back as well as any other number does."""
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     dice = torch.Generator().manual_seed(4)
     for size in (30.0, 3e3):
         sides = model().sides(0, 80, seed=2)
-        plain = encoded(*model().heads_of(sides), ["1"], of, 0, predictor)["1"]
+        plain = encoded(*model().heads_of(sides), ["1"], of, 0)["1"]
         for side in range(2):
             rows, columns = (torch.randint(most, (12,), generator=dice) for most in (80, 48))
             sides[side, rows, columns] += size * (2 * torch.rand(12, generator=dice) - 1)
         kv = model().heads_of(sides)
-        for level, item in encoded(*kv, NESTED, of, 0, predictor).items():
+        for level, item in encoded(*kv, NESTED, of, 0).items():
             check_law(item, level, kv, *([of] if of else []))
-        item = encoded(*kv, ["1"], of, 0, predictor)["1"]
+        item = encoded(*kv, ["1"], of, 0)["1"]
         escapes = Coded.parse(item.payload).escapes
         if size == 3e3 and scheme != "anchor":  # anchors' steps grow with the largest
             assert len(escapes.places) + len(escapes.marked) > 0
         wrong = (decoded(item, "1", *([of] if of else []))[0] - kv[0]).abs().max()
-        if predictor == "auto":  # the step is the profile's
-            assert of is not None
+        if of is not None:  # the step is the profile's
             usual = (decoded(plain, "1", of)[0] - model().heads_of(model().sides(0, 80, seed=2))[0]).abs().max()
             assert wrong < 1.5 * usual
 
@@ -177,14 +184,14 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
     """As each alone, in order, with chunks of other profiles and none among them."""
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     other = profile(groups=2 if scheme == "whole" else 1)
-    sources: list[tuple[Profile | None, str]] = [(of, predictor), (None, "mean"), (of, predictor), (other, "auto")]
+    sources = [of, None, of, other]
     for level in ("1", "3"):
         items, kvs = [], []
-        for number, (source, name) in enumerate(sources):
+        for number, source in enumerate(sources):
             kvs.append(model().kv(2, 5 + 13 * number, seed=number, dtype=DTYPES[dtype]))
-            items.append(encoded(*kvs[-1], NESTED if number % 2 else [level], source, 2, name)[level])
+            items.append(encoded(*kvs[-1], NESTED if number % 2 else [level], source, 2)[level])
         found = shelf(other, *([of] if of else []))
         together = CODECS[level].decode(items, 2, found)
         assert len(together) == len(items)
@@ -214,13 +221,13 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
     """What decoding them one by one gives, bit for bit: whether they stand alone, refine others, or have escapes."""
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     profiles = shelf(*([of] if of else []))
     kvs = [model().kv(layer, 40, dtype=DTYPES[dtype]) for layer in range(LAYERS)]
     kvs[1][0][0, 3] *= 50  # beyond what the tables know
     for levels in ([level] for level in NESTED), [NESTED]:
         for some in levels:
-            found = [encoded(*kv, some, of, layer, predictor) for layer, kv in enumerate(kvs)]
+            found = [encoded(*kv, some, of, layer) for layer, kv in enumerate(kvs)]
             for level in some:
                 items = [made[level] for made in found]
                 one_by_one = [CODECS[level].decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
@@ -319,9 +326,8 @@ def test_which_level_refines_which() -> None:
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
     assert [CODECS[level].base_of(b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
-    for predictor in ("mean", "anchor"):  # a profile is left alone
-        made = Coded.parse(b"".join(encode_nested(*kv, 0, ["1", "2"], of, predictor=predictor)["1"]))
-        assert (made.profile, made.base) == (NO_PROFILE, 0)
+    made = Coded.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left alone
+    assert (made.profile, made.base) == (NO_PROFILE, 0)
     assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
 
 
@@ -344,25 +350,13 @@ def test_a_profile_takes_less_than_none() -> None:
     of = fitted(some, tokens=2000, step=0.3)
     with_it, without = (encoded(*kv, ["1"], one)["1"] for one in (of, None))
     assert len(with_it.payload) < kv[0].nbytes * 2 / 3.5
-    assert len(without.payload) < kv[0].nbytes * 2 / 2.5
-
-
-def test_the_cheaper_predictor_is_chosen_for_each_side() -> None:
-    """Keys that stand still for ten tokens and then jump; values without any order."""
-    dice = torch.Generator().manual_seed(1)
-    keys = torch.randn(2, 40, 24, generator=dice).repeat_interleave(10, 1)
-    keys += 0.02 * torch.randn(keys.shape, generator=dice)
-    values = torch.randn(keys.shape, generator=dice)
-    coded = Coded.parse(encoded(keys, values, ["1"])["1"].payload)
-    assert coded.predictors == (Predictor.ANCHOR, Predictor.MEAN)
-    check_law(encoded(keys, values, ["1"])["1"], "1", (keys, values))
+    assert len(with_it.payload) < len(without.payload) < kv[0].nbytes * 2 / 1.8
 
 
 def test_the_papers_thirds() -> None:
     kv = model().kv(0, 50)
     steps = []
-    for layer in range(6):
-        made = encode_nested(*kv, layer, ["2"], predictor="anchor", layers=6)["2"]
+    for made in CODECS["cachegen-2"].encode_layers([kv] * 6):
         steps.append(Coded.parse(b"".join(made)).steps[0])
     assert np.allclose(np.array(steps) / steps[0], [1, 1, 2, 2, 3, 3])
 
@@ -420,14 +414,14 @@ def test_a_table_that_knows_escapes_only() -> None:
     assert symbols[0, 1] == ZERO - 5
 
 
-@pytest.mark.parametrize("scheme", ["whole", "heads", "mean", "anchor"])
+@pytest.mark.parametrize("scheme", SCHEMES)
 def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
     """Farther out than numbers go: the error is as large as it is stated to be, and the others do not suffer."""
-    of, predictor = made_with(scheme)
+    of = made_with(scheme)
     keys, values = model().kv(0, 40)
     exact = keys.clone()
     keys[1, 7, 5] = 1e6
-    for level, item in encoded(keys, values, NESTED, of, 0, predictor).items():
+    for level, item in encoded(keys, values, NESTED, of, 0).items():
         check_law(item, level, (keys, values), *([of] if of else []))
         made = decoded(item, level, *([of] if of else []))[0]
         assert torch.isfinite(made).all()
@@ -440,15 +434,15 @@ def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
 @settings(max_examples=25, deadline=None)
 @given(
     heads=st.integers(1, 3), tokens=st.integers(1, 25), dim=st.integers(1, 40), seed=st.integers(0, 99),
-    level=st.sampled_from(NESTED), predictor=st.sampled_from(["auto", "mean", "anchor"]),
+    level=st.sampled_from(NESTED),
     dtype=st.sampled_from(sorted(DTYPES)), size=st.sampled_from([1e-3, 1.0, 50.0]),
 )  # fmt: skip
 def test_law_7_of_any_shape_without_a_profile(
-    heads: int, tokens: int, dim: int, seed: int, level: str, predictor: str, dtype: str, size: float
+    heads: int, tokens: int, dim: int, seed: int, level: str, dtype: str, size: float
 ) -> None:
     dice = torch.Generator().manual_seed(seed)
     keys, values = (size * torch.randn(2, heads, tokens, dim, generator=dice)).to(DTYPES[dtype])
-    check_law(encoded(keys, values, [level], predictor=predictor)[level], level, (keys, values))
+    check_law(encoded(keys, values, [level])[level], level, (keys, values))
 
 
 def test_views_and_their_strides() -> None:
@@ -609,10 +603,9 @@ def test_a_transformed_record_among_those_without_a_profile() -> None:
             CODECS["1"].decode(items, 0, shelf())
 
 
-@pytest.mark.parametrize("predictor", ["mean", "anchor"])
-def test_side_information_that_does_not_fit(predictor: str) -> None:
+def test_side_information_that_does_not_fit() -> None:
     kv = model().kv(0, 30)
-    coded = Coded.parse(encoded(*kv, ["1"], predictor=predictor)["1"].payload)
+    coded = Coded.parse(encoded(*kv, ["1"])["1"].payload)
     unknown = bytes([len(shipped())])
     for side in (coded.side + b"\0", coded.side[:-1], b"", coded.side[:-1] + unknown, b"\xff" * len(coded.side)):
         payload = b"".join(dataclasses.replace(coded, side=side).pack())
@@ -659,5 +652,12 @@ def test_a_refinement_knows_no_marks() -> None:
 def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     values[1, 2, 3] = odd
-    with pytest.raises(KvtoolError, match="finite"):
-        encode_nested(keys, values, 0, ["2"])
+    for level in ("2", "cachegen-2"):
+        with pytest.raises(KvtoolError, match="finite"):
+            CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
+
+
+def test_no_profile_no_record() -> None:
+    with pytest.raises(KvtoolError, match="needs a codec profile") as raised:
+        CODECS["2"].encode(*model().kv(0, 5))
+    assert "kvtool compress" in raised.value.hint

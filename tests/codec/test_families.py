@@ -12,7 +12,7 @@ from kvtool.core.codec.base import Encoded, LayerKV, shape_of_layer
 from kvtool.core.codec.raw import NAMES as DTYPES
 from tests.fusion.making import BOS, CHUNKS, NAMES, case
 
-LEVELS = ("raw", "lossless", "2")
+LEVELS = ("raw", "lossless", "cachegen-2")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -19,14 +19,13 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.cachegen import encode_nested
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import FORMAT, Coded, Predictor
 from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
 from kvtool.core.codec.profile import Profile
-from tests.codec.synthetic import KV, item_of, shelf
+from tests.codec.synthetic import KV, encode_nested, item_of, shelf
 
 FOLDER = Path(__file__).with_name("golden")
 HEADS, TOKENS, DIM = 2, 12, 20
@@ -113,9 +112,8 @@ def written(profile: Profile) -> dict[str, bytes]:
     for level, parts in encode_nested(*kv, 0, NESTED, profile).items():
         if level in REFINED:
             out[f"refined-{level}"] = b"".join(parts)
-    for name in PLAIN:
-        predictor, level = name.split("-")
-        out[name] = b"".join(encode_nested(*kv, 0, [level], predictor=predictor)[level])
+    for level in ("1", "3"):  # those with means are of earlier versions, and only read
+        out[f"anchor-{level}"] = b"".join(encode_nested(*kv, 0, [level])[level])
     return out
 
 
@@ -166,7 +164,7 @@ def test_a_profile_is_read_as_it_was() -> None:
     assert np.array_equal(read.tables.frequencies, made.tables.frequencies)
 
 
-@pytest.mark.parametrize("name", [*TRANSFORMED, *PLAIN])
+@pytest.mark.parametrize("name", [*TRANSFORMED, *(name for name in PLAIN if name.startswith("anchor"))])
 def test_records_are_written_as_they_were(name: str, back_end: None) -> None:
     """But for the last bit of the errors that they state: float32 sums, which not every CPU takes in the same order."""
     profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()

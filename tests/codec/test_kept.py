@@ -13,7 +13,7 @@ from kvtool.core.codec.encode import encode_rows, some_rows
 from kvtool.core.codec.kept import inner_of, rows_of, tail_of
 from kvtool.core.codec.levels import LEVELS, SHARES, WHOLE, keeping, known, level_of, lossy, nested, profiled, whole
 from kvtool.core.errors import DamagedError
-from tests.codec.synthetic import model
+from tests.codec.synthetic import model, profile, shelf
 
 TOKENS, ROWS = 37, (0, 1, 2, 3, 9, 17, 36)
 SPARSE = [level for level in LEVELS if level not in WHOLE]
@@ -22,13 +22,14 @@ SPARSE = [level for level in LEVELS if level not in WHOLE]
 def records(level: str, rows: tuple[int, ...] = ROWS) -> tuple[list[tuple[torch.Tensor, torch.Tensor]], list[Encoded]]:
     """Three layers, and what is stored of them."""
     kvs = [model().kv(layer, TOKENS) for layer in range(3)]
-    made = encode_rows(range(3), kvs, rows, level, layers=3)
+    made = encode_rows(kvs, rows, level, profile())
     keys, _ = kvs[0]
     return kvs, [Encoded(bytearray().join(parts), tuple(keys.shape), "float32") for parts in made]
 
 
 def test_names() -> None:
-    assert {keeping(level, share) for level in WHOLE for share in SHARES} == {*SPARSE}
+    kept = [level for level in WHOLE if not level_of(level).baseline]
+    assert {keeping(level, share) for level in kept for share in SHARES} == {*SPARSE}
     assert whole() == [*WHOLE]
     assert keeping("2", 100) == "2"
     assert not set(SPARSE) & {*nested()}
@@ -43,9 +44,9 @@ def test_the_rows_come_back(level: str) -> None:
     kvs, items = records(level)
     assert {rows_of(item) for item in items} == {ROWS}
     inner = CODECS[level_of(level).inner]
-    expected = inner.decode_layers([inner_of(item) for item in items])
-    one_by_one = [CODECS[level].decode([item], layer)[0] for layer, item in enumerate(items)]
-    for back in (CODECS[level].decode_layers(items), one_by_one):
+    expected = inner.decode_layers([inner_of(item) for item in items], shelf(profile()))
+    one_by_one = [CODECS[level].decode([item], layer, shelf(profile()))[0] for layer, item in enumerate(items)]
+    for back in (CODECS[level].decode_layers(items, shelf(profile())), one_by_one):
         for own, made, right in zip(back, expected, some_rows(kvs, ROWS), strict=True):
             for side, other, exact in zip(own, made, right, strict=True):
                 assert torch.equal(side, other)
@@ -58,7 +59,7 @@ def test_the_rows_come_back(level: str) -> None:
 
 def test_several_chunks_at_once() -> None:
     (_, one), (_, other) = records("keep50-2"), records("keep50-2", (0, 5))
-    made = CODECS["keep50-2"].decode([one[1], other[1]], 1)
+    made = CODECS["keep50-2"].decode([one[1], other[1]], 1, shelf(profile()))
     assert [keys.shape[1] for keys, _ in made] == [7, 2]
 
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.core.codec import plain
+from kvtool.core.codec.cachegen import cheapest, shipped
 from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO
-from kvtool.core.codec.parametric import bell, frequencies, made, shipped
+from kvtool.core.codec.parametric import bell, frequencies, made
 
 DIGEST = "b9c0f1000a6b8c4edce0785ebc46f1cc"  # of version 1: records name its tables by number
 
@@ -104,16 +104,14 @@ def test_the_cheapest_table_of_each_column(spread: float) -> None:
     """By the cost of every number, an escape's symbol and its 16 bits included; also of what no table knows."""
     numbers = np.rint(np.random.default_rng(1).normal(0, spread, (33, 64))).clip(-ZERO).astype(np.int16)
     numbers[5, 7], numbers[6, 7] = (3000, 127) if spread > 1 else (0, 0)
-    ids, bits = plain.cheapest(numbers)
+    ids = cheapest(numbers)
     costs = shipped().costs.astype(np.float64)
     symbols = numbers.astype(np.int64) + ZERO
     inside = (symbols >= 0) & (symbols < ESCAPE)
     each = costs[:, np.where(inside, symbols, ESCAPE)]
     each = np.where(np.isfinite(each) & inside, each, costs[:, ESCAPE, None, None] + 16).sum(1)
     assert np.allclose(each[ids, np.arange(64)], each.min(0))
-    assert bits == pytest.approx(each.min(0).sum())
 
 
 def test_nothing_costs_nothing() -> None:
-    ids, bits = plain.cheapest(np.zeros((0, 64), np.int16))
-    assert (ids.shape, bits) == ((64,), 0.0)
+    assert not cheapest(np.zeros((0, 64), np.int16)).any()

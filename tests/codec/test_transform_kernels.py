@@ -10,20 +10,19 @@ import torch
 
 from kvtool.core.codec import analysis, transform
 from kvtool.core.codec import transform_kernels as products
-from kvtool.core.codec.cachegen import encode_layers, encode_nested
+from kvtool.core.codec.cachegen import shipped
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.symbols import finer_symbols, has_strays, refinement, wider
 from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.common.arithmetic import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
 from kvtool.core.native.isa import ISAS
-from tests.codec.synthetic import KV, LAYERS, model, profile
+from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
 
 MACHINES = [name for name in native.available() if name != native.NUMPY]
 
@@ -202,8 +201,8 @@ def test_a_record_does_not_depend_on_its_batch(
     of, kvs = profile(groups=groups), some_layers(53)
     single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
     monkeypatch.setattr(analysis, "AT_ONCE", at_once)
-    encode_layers(range(LAYERS), some_layers(70), NESTED, of)
-    together = encode_layers(range(LAYERS), kvs, NESTED, of)
+    analysis.encode(of, range(LAYERS), some_layers(70), NESTED)
+    together = analysis.encode(of, range(LAYERS), kvs, NESTED)
     for level in NESTED:
         assert joined(together[level]) == [b"".join(one[level]) for one in single]
 
@@ -213,7 +212,7 @@ def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: p
     made = []
     for name in ("avx2", "avx512"):
         monkeypatch.setenv(native.VARIABLE, name)
-        made.append(encode_layers(range(LAYERS), some_layers(40), ["1", "2"], profile()))
+        made.append(analysis.encode(profile(), range(LAYERS), some_layers(40), ["1", "2"]))
     wanted, other = ([record[80:] for level in ("1", "2") for record in joined(one[level])] for one in made)
     assert wanted == other
 
@@ -228,13 +227,13 @@ def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch)
         run(self, kernel)
 
     monkeypatch.setattr(products.Jobs, "run", counted)
-    encode_layers(range(LAYERS), some_layers(40), ["2"], profile())
+    analysis.encode(profile(), range(LAYERS), some_layers(40), ["2"])
     assert len(calls) <= 7
 
 
 def test_rows_without_tokens(back_end: str) -> None:
     kvs = some_layers(0)
-    for records in encode_layers(range(LAYERS), kvs, ["1", "4"], profile()).values():
+    for records in analysis.encode(profile(), range(LAYERS), kvs, ["1", "4"]).values():
         assert len(joined(records)) == LAYERS
 
 

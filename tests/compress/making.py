@@ -13,6 +13,7 @@ import torch
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.nested import NESTED
 from kvtool.core.codec.payload import Coded
 from kvtool.core.common.progress import Events
@@ -21,6 +22,7 @@ from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.encode import sealed
 from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.levels import MeasuredLosses, ProfileCache
@@ -33,7 +35,7 @@ LOSSES = {"1": 0.001, "2": 0.004, "3": 0.02, "4": 0.05}  # what `fixed_losses` m
 
 def run(path: Path, *levels: str, events: Events | None = None, **options: Any) -> CompressReport:
     """Compress without measuring, which is most of the time of such a small store."""
-    options = {"questions": 0, "yes": True} | options
+    options = {"questions": 0, "yes": True, "fit_prompts": 4} | options
     return compress(path, CompressOptions(levels=levels, **options), events)
 
 
@@ -157,6 +159,19 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
     data = encode_record(bytes.fromhex(chunk), header, [changed])
     with Store.open(path) as store:
         store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
+
+
+def without_profile(path: Path, level: str) -> None:
+    """Put records at a level 1 to 4 that name no profile, as earlier versions made them of a store that had none."""
+    codec = CacheGen(f"cachegen-{level}")
+    with Store.open(path) as store, store.writer() as writer:
+        for chunk in map(bytes.fromhex, chunks_in(path)):
+            kvs = read_chunk(store, chunk, "raw", LAYERS).layers
+            records = codec.encode_layers(kvs)
+            info = store.chunk_info(chunk)
+            assert info is not None
+            layers = [sealed(chunk, kvs[layer], level, layer, parts) for layer, parts in enumerate(records)]
+            writer.put_chunk(chunk, info, level, layers)
 
 
 # ---- stores ------------------------------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ import torch
 from kvtool.core.cache import writer as writers
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.transform_codec import TransformCodec
 from kvtool.core.compress import encode, encoding
 from kvtool.core.errors import DamagedError
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool
@@ -339,7 +339,7 @@ def test_exact_records_stay_where_the_others_do_not_come_back(
     how: str, level: str, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
-    kind = CacheGen if level == "1" else Lossless
+    kind = TransformCodec if level == "1" else Lossless
     with monkeypatch.context() as patch:
         patch.setattr(kind, "decode", BROKEN[how](kind.decode))
         with pytest.raises(DamagedError):

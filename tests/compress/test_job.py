@@ -12,7 +12,7 @@ from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import NO_PROFILE, Predictor
+from kvtool.core.codec.payload import NO_PROFILE
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.options import CompressOptions
@@ -38,33 +38,50 @@ from tests.compress.making import (
     rows,
     run,
     state_of,
+    without_profile,
 )
 from tests.families import save_tiny
 
 
-def test_without_a_profile_the_default_level_is_made_and_the_profile_missed(plain: Path) -> None:
+def test_the_first_time_a_profile_is_fitted(plain: Path) -> None:
     said: list[str] = []
     report = run(plain, events=Events(warn=lambda text, hint: said.append(f"{text}: {hint}")))
-    chunks = chunks_in(plain)
+    chunks, digest = chunks_in(plain), state_of(plain)["profile"]
     assert [level.level for level in report.levels] == [DEFAULT_LOSSY]
     assert (report.encoded, report.kept, report.skipped) == (len(chunks), 0, 0)
-    assert len(said) == len(report.warnings) == 1
-    assert "no profile is fitted" in said[0]
-    assert "--fit" in said[0]
+    assert said == report.warnings == []
+    assert report.fitted
     found = coded_in(plain, DEFAULT_LOSSY)
     assert set(found) == {(chunk, layer) for chunk in chunks for layer in range(LAYERS)}
-    assert {coded.profile for coded in found.values()} == {NO_PROFILE}
+    assert {coded.profile.hex() for coded in found.values()} == {digest}
     assert levels_in(plain) == {chunk: [DEFAULT_LOSSY, "raw"] for chunk in chunks} | {prefix_of(plain): ["raw"]}
     assert damages(plain) == []
+    again = run(plain, "3")
+    assert (again.fitted, state_of(plain)["profile"]) == (False, digest)
 
 
-@pytest.mark.parametrize("predictor", ["mean", "anchor"])
-def test_a_named_predictor(predictor: str, fitted: Path) -> None:
-    """It goes before the profile, and over records of another one."""
-    run(fitted, "1", predictor=predictor)
-    kinds = {kind for coded in coded_in(fitted, "1").values() for kind in coded.predictors}
-    assert kinds == {Predictor[predictor.upper()]}
-    assert run(fitted, "1", predictor=predictor).encoded == 0
+@pytest.mark.parametrize("levels", [("cachegen-2",), ("lossless",), ("cachegen-1", "cachegen-4")])
+def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -> None:
+    report = run(plain, *levels)
+    assert report.encoded == len(chunks_in(plain))
+    assert (report.profile, state_of(plain).get("profile")) == (None, None)
+    assert run(plain, *levels).encoded == 0
+    assert damages(plain) == []
+    for chunk in chunks_in(plain):
+        assert {*levels, "raw"} == {*levels_in(plain)[chunk]}
+        assert all(error_of(plain, chunk, level) < 0.9 for level in levels)
+
+
+def test_records_of_an_earlier_version_without_a_profile_are_read_and_made_anew(plain: Path) -> None:
+    without_profile(plain, "2")
+    chunks = chunks_in(plain)
+    assert {coded.profile for coded in coded_in(plain, "2").values()} == {NO_PROFILE}
+    assert all(error_of(plain, chunk, "2") < 0.5 for chunk in chunks)
+    assert damages(plain) == []
+    assert run(plain, "3").encoded == len(chunks)
+    assert {*levels_in(plain)[chunks[0]]} == {"2", "3", "raw"}
+    assert {coded.profile.hex() for coded in coded_in(plain, "2").values()} == {state_of(plain)["profile"]}
+    assert damages(plain) == []
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
@@ -171,22 +188,12 @@ def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
     assert (losses_of(fitted, one), losses_of(fitted, other)) == ({"2": 0.25}, {"2": LOSSES["2"]})
 
 
-def test_losses_of_a_named_predictor_are_not_the_levels(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fixed_losses(monkeypatch)
-    run(fitted, "2", questions=1)
-    one, other, *_ = chunks_in(fitted)
-    fixed_losses(monkeypatch, {"2": 0.7})
-    report = run(fitted, "2", predictor="anchor", questions=1, chunks=(one,))
-    assert report.levels[0].to_json()["kl_answer"] == 0.7
-    assert (losses_of(fitted, one), losses_of(fitted, other)) == ({}, {"2": LOSSES["2"]})
-
-
 # ---- profiles ----------------------------------------------------------------------------------------------------
 
 
 def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
-    """With it some level is both smaller and less lossy than one without, and never the other way round."""
-    untransformed = run(plain, *NESTED, questions=2)
+    """With it some level is both smaller and less lossy than one of the paper's, and never the other way round."""
+    untransformed = run(plain, *(f"cachegen-{level}" for level in NESTED), questions=2)
     report = run(plain, *NESTED, fit=True, fit_prompts=12, questions=2)
     assert report.warnings == []
     assert report.profile is not None
@@ -249,7 +256,7 @@ def test_a_profile_of_another_model_is_refused(fitted: Path, tmp_path: Path) -> 
 def test_a_store_that_has_no_profile_gives_none(fitted: Path, plain: Path) -> None:
     with pytest.raises(KvtoolError, match="has no profile") as raised:
         run(fitted, "1", profile=plain)
-    assert "--fit" in raised.value.hint
+    assert "kvtool compress" in raised.value.hint
     with pytest.raises(StoreNotFoundError):
         run(fitted, "1", profile=fitted / "nowhere")
 
@@ -349,8 +356,8 @@ def test_only_these_chunks_lose_their_raw_records(plain: Path) -> None:
 def test_dropping_raw_spends_the_disks_reserve(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))
     with pytest.raises(NoSpaceError, match="reserve"):
-        run(plain, "3")
-    report = run(plain, "3", keep_raw=False)
+        run(plain, "cachegen-3")
+    report = run(plain, "cachegen-3", keep_raw=False)
     assert report.freed > 0
     assert not report.warnings or all("as long as before" not in text for text in report.warnings)
 
@@ -374,16 +381,3 @@ def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
     assert report.encode_seconds > 0
     assert report.decode_seconds > 0
     assert report.seconds > report.encode_seconds + report.decode_seconds
-
-
-def test_a_named_predictors_records_are_not_judged_by_what_was_measured_of_others(fitted: Path) -> None:
-    """`auto` would read them, as if the profile's loss were theirs."""
-    with Store.open(fitted) as store, store.writer() as writer:
-        losses = {level: {"kl_answer": 0.001} for level in NESTED}
-        rows = dict.fromkeys((store.codec_state()["profile"], NO_PROFILE.hex()), losses)
-        writer.set_codec_state(store.codec_state() | {"losses": rows})
-    one, *others = chunks_in(fitted)
-    assert all(set(losses_of(fitted, chunk)) == set(NESTED) for chunk in (one, *others))
-    run(fitted, "2", predictor="anchor", chunks=(one,))
-    assert losses_of(fitted, one) == {}
-    assert all(set(losses_of(fitted, chunk)) == set(NESTED) for chunk in others)

@@ -11,7 +11,6 @@ import torch
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, shape_of_layer
-from kvtool.core.codec.cachegen import encode_layers
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.layout import channels_of, wide_sides
 from kvtool.core.codec.nested import NESTED
@@ -74,7 +73,7 @@ def assert_within(path: Path, chunk: str, level: str) -> None:
         for one, other, stated in zip(*sides, coded[chunk, layer].errors, strict=True):
             assert one.shape == other.shape
             off = float((other.double() - one.double()).norm() / one.double().norm())
-            assert 0 < off <= stated * (1 + 1e-6) < 0.5  # it is stated in 32 bits
+            assert 0 < off <= stated * (1 + 1e-6) < 1  # it is stated in 32 bits
 
 
 def test_every_level_loses_what_it_states(stored: Path) -> None:
@@ -127,12 +126,10 @@ def profile() -> Profile:
     return fit_profile(lambda layer: wide_sides(kvs[layer], channels), matters, default_groups(shapes), {}, 0.1)
 
 
-@pytest.mark.parametrize("fitted", [False, True])
-@pytest.mark.parametrize("level", NESTED)
-def test_layers_of_different_shapes(level: str, fitted: bool, profile: Profile) -> None:
+@pytest.mark.parametrize("level", [*NESTED, "cachegen-2"])
+def test_layers_of_different_shapes(level: str, profile: Profile) -> None:
     kvs = layers_of(37, 1)
-    given = profile if fitted else None
-    records = encode_layers(range(3), kvs, [level], given, layers=3)[level]
+    records = CODECS[level].encode_layers(kvs, profile)
     items = [
         Encoded(bytearray().join(parts), shape_of_layer(kv), "float32") for parts, kv in zip(records, kvs, strict=True)
     ]
@@ -156,7 +153,7 @@ def test_sides_of_different_width_to_the_bit(level: str) -> None:
 def test_zeros_behind_a_narrow_side_take_next_to_nothing(profile: Profile) -> None:
     narrow = [(keys[:, :, :8], values) for keys, values in layers_of(500, 3)[2:]]
     wide = [(values, values) for _, values in narrow]
-    sizes = [sum(map(len, encode_layers([2], kvs, ["2"], None, layers=3)["2"][0])) for kvs in (narrow, wide)]
+    sizes = [sum(map(len, CODECS["cachegen-2"].encode(*kvs[0]))) for kvs in (narrow, wide)]
     assert sizes[0] < 0.7 * sizes[1]  # as numbers 0.6
 
 

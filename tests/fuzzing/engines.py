@@ -290,8 +290,8 @@ class EngineLife:
     def _remade(self, dice: random.Random) -> None:
         """The same lossy level is made otherwise: its records have other numbers under the same names."""
         level = dice.choice(("1", "2", "3", "4"))
-        for how in dice.sample(("mean", "anchor", "fit"), 2):
-            words = ("--fit", "--fit-prompts", 2) if how == "fit" else ("--predictor", how)
+        for how in dice.sample((1, 2, 3), 2):
+            words = ("--fit", "--fit-prompts", how)
             self._command("compress", "--level", level, *words, "--questions", dice.choice((0, 2)), fine=False)
             self._compared(dice, level=level)
 

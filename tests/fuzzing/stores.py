@@ -157,7 +157,9 @@ def record_of(level: str) -> Callable[[bytes], None]:
 
 def _record_seeds(level: str) -> Callable[[], list[bytes]]:
     def made() -> list[bytes]:
-        several = [item for its, item in records.sources().values() if its == level] or [_items()[level]]
+        several = [item for its, item in records.sources().values() if its == level and item.shape == _SHAPE] or [
+            _items()[level]
+        ]
         header = KVHeader("bfloat16", records.HEADS, records.TOKENS, records.DIM, records.DIM, level, 1)
         return [encode_record(_KEY, header, [item.payload])[: -record.DIGEST_BYTES] for item in several]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ def at(tiny: Path, tmp_path: Path) -> tuple[Any, ...]:
     return ("--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX)
 
 
-@pytest.mark.parametrize("level", ["2", "4", "lossless"])
+@pytest.mark.parametrize("level", ["cachegen-2", "lossless"])
 def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> None:
     """The prompt's own beginning is exact; what is there is not computed again; the answers come from it."""
     corpus, path = write_corpus(tmp_path / "in", 3, 3), tmp_path / "store"
@@ -45,13 +46,16 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
     """Nobody keeps exact records that it could be measured on later."""
     corpus = write_corpus(tmp_path / "in", 2, 3)
     last = "level 3, no exact records; loss {}"
-    unknown = kvtool("ingest", corpus, *at, "--level", "3").fine()
+    path = tmp_path / "store"
+    kvtool("ingest", write_corpus(tmp_path / "first", 1, 3), *at).fine()
+    run(path, "3")
+    unknown = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
     assert "nobody has measured what level 3 loses" in unknown.err
     assert unknown.out.splitlines()[-1] == last.format("not measured, 0.01 nats a token are allowed")
-    path = tmp_path / "store"
+    digest = state_of(path)["profile"]
     for number, loss, warned in ((1, 0.002, 0), (2, 0.2, 1)):
         with Store.open(path) as store, store.writer() as writer:
-            writer.set_codec_state({"losses": {NO_PROFILE.hex(): {"3": {"kl_answer": loss}}}})
+            writer.set_codec_state({"profile": digest, "losses": {digest: {"3": {"kl_answer": loss}}}})
         (corpus / "new.md").write_text(f"# Mill {number}\n\nIt grinds nothing.")
         done = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
         assert done.err.count("more than the 0.01 that questions allow") == warned
@@ -86,12 +90,28 @@ def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
 
 def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
-    kvtool("ingest", corpus, *at, "--level", "2").fine()
-    kvtool("ingest", corpus, *at, "--store", tmp_path / "raw").fine()
+    kvtool("ingest", write_corpus(tmp_path / "first", 2, 3), *at).fine()
+    run(path, "2")
+    shutil.copytree(path, tmp_path / "raw")
+    kvtool("ingest", corpus, "--store", path, "--level", "2").fine()
+    kvtool("ingest", corpus, "--store", tmp_path / "raw").fine()
     run(tmp_path / "raw", "2")
     with Store.open(path) as one, Store.open(tmp_path / "raw") as two:
         for chunk in map(bytes.fromhex, chunks_in(path)):
             assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
+
+
+@pytest.mark.parametrize("form", [(), ("--dry-run",)])
+def test_without_a_profile_a_level_that_needs_one_is_refused(
+    form: tuple[str, ...], at: tuple[Any, ...], tmp_path: Path
+) -> None:
+    """Before anything is read or made; the paper's scheme needs none."""
+    corpus = write_corpus(tmp_path / "in", 1, 3)
+    for level in ("2", "4"):
+        done = kvtool("ingest", corpus, *at, "--level", level, *form)
+        done.failed(2, f"--level {level} needs a codec profile", "kvtool compress")
+    assert not (tmp_path / "store").exists()
+    kvtool("ingest", corpus, *at, "--level", "cachegen-1", *form).fine()
 
 
 def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:

@@ -203,14 +203,14 @@ def another_instruction(store: Path) -> None:
 def level_made_anew(store: Path) -> None:
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level(opened.chunk_ids(), "4")
-    compress(store, CompressOptions(levels=("4",), predictor="anchor", questions=0))
+    compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
 
 
 @pytest.mark.parametrize("change", [another_instruction, level_made_anew])
 def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
     store: Path, change: Callable[[Path], None]
 ) -> None:
-    compress(store, CompressOptions(levels=("4",), predictor="mean", questions=0))
+    compress(store, CompressOptions(levels=("4",), fit_prompts=1, questions=0))
     options = QueryOptions(level="4", fusion="reuse", **ASKING)
     with package.open(store) as cache:
         session = cache._opened()

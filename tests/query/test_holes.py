@@ -89,12 +89,19 @@ def levels_of(store: Path, chunk: str) -> list[str]:
         return opened.levels(bytes.fromhex(chunk))
 
 
-@pytest.mark.parametrize(("broken", "left"), [("1", ["2", "raw"]), ("2", ["1", "raw"]), ("raw", ["1", "2", "raw"])])
+@pytest.mark.parametrize(
+    ("broken", "left"),
+    [
+        ("cachegen-1", ["cachegen-2", "raw"]),
+        ("cachegen-2", ["cachegen-1", "raw"]),
+        ("raw", ["cachegen-1", "cachegen-2", "raw"]),
+    ],
+)
 def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store: Path) -> None:
-    kvtool("compress", "--level", "1", "--level", "2", "--predictor", "mean", "--questions", "0", "--store", store)
+    kvtool("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0", "--store", store)
     before = payloads(store)
     chunk = chunks_of(store, "mill2.md")[1]
-    assert levels_of(store, chunk) == ["1", "2", "raw"]
+    assert levels_of(store, chunk) == ["cachegen-1", "cachegen-2", "raw"]
     break_level(store, chunk, broken)
     assert statuses(ask(store, "--level", broken, "--fusion", "reuse").json)[1] == "miss"
     assert levels_of(store, chunk) == left
@@ -104,12 +111,12 @@ def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store
 
 def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
     """Of a compressed store one level is damaged: the chunk is computed, and what else there was of it is kept."""
-    compress = ("compress", "--level", "1", "--level", "2", "--predictor", "mean", "--questions", "0")
+    compress = ("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0")
     kvtool(*compress, "--drop-raw", "--yes", "--store", store).fine()
     chunk = chunks_of(store, "mill2.md")[1]
-    break_level(store, chunk, "1")
-    assert statuses(ask(store, "--level", "1", "--fusion", "reuse").json)[1] == "miss"
-    assert levels_of(store, chunk) == ["2", "raw"]
+    break_level(store, chunk, "cachegen-1")
+    assert statuses(ask(store, "--level", "cachegen-1", "--fusion", "reuse").json)[1] == "miss"
+    assert levels_of(store, chunk) == ["cachegen-2", "raw"]
     assert damages(store) == []
 
 

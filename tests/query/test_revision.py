@@ -138,12 +138,12 @@ def test_a_store_that_changes_in_the_middle_of_a_question(
     assert told == []
 
 
-def compressed(store: Path, predictor: str) -> None:
-    compress(store, CompressOptions(levels=("4",), predictor=predictor, questions=0))
+def compressed(store: Path, prompts: int) -> None:
+    compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=prompts, questions=0))
 
 
 def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> None:
-    compressed(store, "mean")
+    compressed(store, 1)
     options = replace(OPTIONS, level="4", fusion="reuse")
     with Store.open(store) as opened, Store.open(store) as other:
         session = Session.open(opened)
@@ -151,7 +151,7 @@ def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> 
         before = answer(session, Request("third mill"), options)
         with other.writer() as writer:
             writer.drop_level(other.chunk_ids(), "4")
-        compressed(store, "anchor")
+        compressed(store, 3)
         after = answer(session, Request("third mill"), options)
         assert after.revision > before.revision
         assert facts(after) == facts(answer(Session.open(other), Request("third mill"), options))

@@ -185,15 +185,15 @@ def another_lead_in(store: Path) -> None:
 
 
 def level_made_anew(store: Path) -> None:
-    """The same chunks at the same level, of another predictor."""
+    """The same chunks at the same level, of another profile."""
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level(opened.chunk_ids(), "4")
-    compress(store, CompressOptions(levels=("4",), predictor="anchor", questions=0))
+    compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
 
 
 @pytest.mark.parametrize("change", [another_instruction, another_lead_in, level_made_anew])
 def test_nothing_is_held_of_what_would_be_laid_otherwise_now(store: Path, change: Callable[[Path], None]) -> None:
-    compress(store, CompressOptions(levels=("4",), predictor="mean", questions=0))
+    compress(store, CompressOptions(levels=("4",), fit_prompts=1, questions=0))
     options = replace(SHORT, fusion="reuse", level="auto" if change is another_lead_in else "4")
     with Client(store) as client:
         turns, _ = client.talk(QUESTIONS[:2], options)

@@ -58,8 +58,8 @@ def test_an_ingest_takes_the_loaded_model_and_the_next_question_finds_what_is_ne
 
 
 def test_compressing_and_measuring_take_it_too(cache: Cache, loads: list[Any]) -> None:
-    cache.compress("2", questions=2, predictor="mean")
-    assert {chunk.status for chunk in cache.query(QUESTION, level="2", max_tokens=1).chunks} == {"hit"}
+    cache.compress("cachegen-2", questions=2)
+    assert {chunk.status for chunk in cache.query(QUESTION, level="cachegen-2", max_tokens=1).chunks} == {"hit"}
     assert loads == []
 
 

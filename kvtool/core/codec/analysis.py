@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -26,21 +27,22 @@ from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import scratch
 
 AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
+_NO_BASES: Mapping[str, Sequence[Sequence[Payload]]] = MappingProxyType({})
 _NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
 
 
 def encode(
-    profile: Profile,
+    profile: Profile | None,
     layers: Sequence[int],
     kvs: Sequence[LayerKV],
     levels: Sequence[str],
-    bases: Mapping[str, list[list[Payload]]],
+    bases: Mapping[str, Sequence[Sequence[Payload]]] = _NO_BASES,
 ) -> dict[str, list[list[Payload]]]:
     """Encode keys and values `[kv_heads, tokens, head_dim]` of some layers of one chunk, at some nested levels.
 
     Parameters
     ----------
-    bases : by level the records of these layers that are stored already, as parts.
+    bases : by level the records of these layers that are stored already with this profile, as parts.
 
     Returns
     -------
@@ -51,17 +53,20 @@ def encode(
     ------
     DamagedError : a profile of another model.
     ValueError : sides of different shapes or formats.
-    KvtoolError : numbers that are not finite.
+    KvtoolError : there is no profile; numbers that are not finite.
     """
+    if profile is None:
+        raise KvtoolError("this level needs a codec profile, and there is none", "`kvtool compress` fits one")
     kvs = _check(profile, layers, kvs)
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
     made: dict[str, list[list[Payload]]] = {level: [] for level in order}
     for start, end in pairwise(_cuts(kvs)):
         slab = _Slab(profile, layers[start:end], kvs[start:end])
-        below = {level: records[start:end] for level, records in bases.items()}
+        below: dict[str, Sequence[Sequence[Payload]]] = {}
+        below |= {level: records[start:end] for level, records in bases.items()}
         for level in order:
-            below[level] = slab.records(level, below.get(coarser(level) or ""))
-            made[level] += below[level]
+            below[level] = own = slab.records(level, below.get(coarser(level) or ""))
+            made[level] += own
     return made
 
 

@@ -1,217 +1,92 @@
-"""Levels `1` to `4`: small records with a stated loss (CacheGen, with what was better here: kvtool/docs/codec.md)."""
+"""CacheGen's own scheme, the measured baseline of levels 1 to 4: delta to anchors, then an arithmetic coder.
+
+As the paper has it (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of ten tokens the first is an anchor,
+quantised to 8 bits; the others are their difference from it, quantised in steps that grow from the first third of the
+layers to the last. Tables come with kvtool, so that a record needs no profile. Tokens stand in rows here.
+
+An earlier kvtool made records of levels 1 to 4 so where no profile was fitted, with each channel's mean in place of the
+anchors where that was cheaper: `unpack` reads both.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvtool.core.codec import analysis, plain, transform
-from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, Shape, no_profiles, shape_of_layer, side_shapes
-from kvtool.core.codec.layout import channels_of, wide_sides
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.on_device import DeviceNumbers
-from kvtool.core.codec.payload import Coded, Predictor, base_of
+from kvtool.core.codec import integers as whole
+from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, shape_of_layer
+from kvtool.core.codec.entropy.columns import in_order
+from kvtool.core.codec.entropy.decoder import Decoding, decode
+from kvtool.core.codec.entropy.encoder import Encoding, encode_all
+from kvtool.core.codec.entropy.reference import LANES
+from kvtool.core.codec.entropy.symbols import to_symbols
+from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
+from kvtool.core.codec.layout import channels_of, heads_of, wide_sides
+from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError, KvtoolError
 
-PREDICTORS = {"mean": Predictor.MEAN, "anchor": Predictor.ANCHOR}
-_PLAIN = tuple(PREDICTORS.values())
-_LEAST_SPREAD = 2**-10  # of the RMS: what means in bfloat16 leave over must not be hundreds of steps
-_LAYERS = 3  # of a model whose layers nobody knows: only the paper's thirds need them
+GROUP = 10
+STEPS = (1 / 4, 1 / 2, 1.0, 2.0)  # of a level, times the spread
+_THIRDS = (0.5, 1.0, 1.5)  # the paper's bins for the first, middle and last third of the layers
+_ANCHOR_STEPS = 127
+_LEAST_SPREAD = 2**-10  # of the RMS: a side that hardly varies must not take hundreds of steps
 
-_NO_BASES: Mapping[str, Any] = MappingProxyType({})
+F32 = npt.NDArray[np.float32]
+I16 = npt.NDArray[np.int16]
 
 
-class CacheGen:
-    """One lossy level. With a profile its transform serves; without one the cheaper of the plain predictors."""
-
-    def __init__(self, level: str) -> None:
-        self.level = level
+class CacheGen(SelfContained):
+    """One level of the paper's scheme; `cachegen-1` has the finest steps."""
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> list[Payload]:
-        """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
-        return encode_nested(keys, values, layer, [self.level], profile)[self.level]
+    ) -> Sequence[Payload]:
+        """Encode one layer's keys and values, as a layer of the first third."""
+        return self._encoded((keys, values), 0, 1)
 
-    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
-        """Encode all layers of a chunk together."""
-        return encode_layers(range(len(kvs)), kvs, [self.level], profile, layers=len(kvs))[self.level]
+    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
+        """Encode all layers of a chunk. Raises KvtoolError: numbers that are not finite."""
+        return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]
 
-    def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
-    ) -> list[LayerKV]:
-        """Keys and values of several chunks at one layer: views `[kv_heads, tokens, head_dim]`.
-
-        Parameters
-        ----------
-        device : transformed records are decoded on it, by triton; None: by the CPU, as plain ones always are.
-
-        Raises
-        ------
-        DamagedError : a record that does not fit its shape, its profile or its base.
-        """
-        parsed = [(self._parsed(item), item) for item in items]
-        together: dict[tuple[bool, bytes, str], list[int]] = {}
-        for number, (coded, item) in enumerate(parsed):
-            transformed = coded.predictors[0] is Predictor.TRANSFORM
-            together.setdefault((transformed, coded.profile, item.dtype), []).append(number)
-        out: dict[int, LayerKV] = {}
-        for (transformed, digest, _), numbers in together.items():
-            some = [parsed[number] for number in numbers]
-            made = (
-                self._transformed(profiles(digest), layer, some, device)
-                if transformed
-                else [_plain_sides(coded, item) for coded, item in some]
-            )
-            out.update(zip(numbers, made, strict=True))
-        return [out[number] for number in range(len(items))]
-
-    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Keys and values of all layers of a chunk, in main memory: views `[kv_heads, tokens, head_dim]`.
-
-        Raises
-        ------
-        DamagedError : as `decode`.
-        """
-        parsed = [(self._parsed(item), item) for item in items]
-        alike = {(coded.predictors, coded.profile, item.dtype, item.shape[1]) for coded, item in parsed}
-        if len(alike) != 1 or parsed[0][0].predictors != transform.BOTH:
-            return [self.decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
-        profile, layers = profiles(parsed[0][0].profile), range(len(items))
-        _check_fit(profile, layers, items)
-        sides = transform.decode_layers(profile, layers, self.level, [[one] for one in parsed])
-        return [_cut(own, item.shape) for own, item in zip(sides, items, strict=True)]
-
-    def base_of(self, payload: Payload) -> str | None:
-        """The level whose record is needed too."""
-        base = base_of(payload)
-        return NESTED[base - 1] if base else None
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
+        """Keys and values of one layer. Raises DamagedError."""
+        coded = Coded.parse(payload)
+        if (coded.level, coded.tokens) != (self._number, shape[1]):
+            raise DamagedError("a compressed record of another level or length")
+        return unpack(coded, shape, dtype)
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         """The error of K and that of V, RMS of the difference over RMS, as the record states them."""
         return Coded.parse(payload).errors
 
-    def _parsed(self, item: Encoded) -> Coded:
-        coded = Coded.parse(item.payload)
-        if (coded.level, coded.tokens) != (NESTED.index(self.level) + 1, item.shape[1]):
-            raise DamagedError("a compressed record of another level or length")
-        return coded
+    @property
+    def _number(self) -> int:
+        return int(self.level.rpartition("-")[2])
 
-    def _transformed(
-        self, profile: Profile, layer: int, items: Sequence[tuple[Coded, Encoded]], device: torch.device | None
-    ) -> list[LayerKV]:
-        _check_fit(profile, [layer], [item for _, item in items])
-        on = functools.partial(DeviceNumbers.of, device=device) if device is not None else None
-        sides = transform.decode(profile, layer, self.level, items, on)
-        tokens = [coded.tokens for coded, _ in items]
-        each = sides.split_with_sizes(tokens, 1)
-        return [_cut(own, item.shape) for own, (_, item) in zip(each, items, strict=True)]
-
-
-def _check_fit(profile: Profile, layers: Sequence[int], items: Sequence[Encoded]) -> None:
-    """Refuse records that are wider than the profile, or layers that it has not: each is cut out of its channels."""
-    widest = channels_of([item.shape for item in items])
-    if widest > profile.layout.channels or not 0 <= min(layers) <= max(layers) < profile.layers:
-        raise DamagedError("a codec profile of another model")
-
-
-def _cut(sides: torch.Tensor, shape: Shape) -> LayerKV:
-    """Keys and values of a shape, as views of decoded sides `[2, tokens, channels]`."""
-    keys, values = (
-        side[:, : heads * head_dim].unflatten(1, (heads, head_dim)).transpose(0, 1)
-        for side, (heads, _, head_dim) in zip(sides, side_shapes(shape), strict=True)
-    )
-    return keys, values
-
-
-def encode_nested(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    layer: int,
-    levels: Sequence[str],
-    profile: Profile | None = None,
-    *,
-    bases: Mapping[str, Payload] = _NO_BASES,
-    predictor: str = "auto",
-    layers: int = _LAYERS,
-) -> dict[str, list[Payload]]:
-    """Encode one layer at several nested levels: `encode_layers` of one."""
-    below = {level: [base] for level, base in bases.items()}
-    made = encode_layers([layer], [(keys, values)], levels, profile, bases=below, predictor=predictor, layers=layers)
-    return {level: records[0] for level, records in made.items()}
-
-
-def encode_layers(
-    numbers: Sequence[int],
-    kvs: Sequence[LayerKV],
-    levels: Sequence[str],
-    profile: Profile | None = None,
-    *,
-    bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
-    predictor: str = "auto",
-    layers: int = _LAYERS,
-) -> dict[str, list[list[Payload]]]:
-    """Encode layers of one chunk at several nested levels.
-
-    With a profile a level refines the next coarser one where that is among `levels` or `bases`, so that both together
-    take hardly more than the finer alone.
-
-    Parameters
-    ----------
-    numbers, kvs : which layers, and keys and values of each, `[kv_heads, tokens, head_dim]`.
-    bases : records of these layers at coarser levels that are stored already, made with this profile.
-    predictor : `auto`, `mean` or `anchor`: without a profile; `auto` takes the cheaper one for each side.
-    layers : how many the model has.
-
-    Returns
-    -------
-    For each level the parts of each layer's record.
-    """
-    if profile is not None and predictor == "auto":
-        below = {level: [[record] for record in records] for level, records in bases.items()}
-        return analysis.encode(profile, numbers, kvs, levels, below)
-    made: dict[str, list[list[Payload]]] = {level: [] for level in levels}
-    for layer, kv in zip(numbers, kvs, strict=True):
+    def _encoded(self, kv: LayerKV, layer: int, layers: int) -> Sequence[Payload]:
         sides = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
         if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
-        for level in levels:
-            made[level].append(_plain(level, layer, layers, sides, predictor, kv[0].dtype).pack())
-    return made
+        third = _THIRDS[min(2, 3 * layer // layers)]
+        keys, values = (quantise(side, STEPS[self._number - 1] * third * _spread_of(side)) for side in sides.numpy())
+        restored = torch.stack([torch.from_numpy(side.values) for side in (keys, values)]).to(kv[0].dtype).float()
+        return pack((keys, values), self._number, sides.shape[1], _errors(sides, restored)).pack()
 
 
-def _plain(level: str, layer: int, layers: int, sides: torch.Tensor, predictor: str, dtype: torch.dtype) -> Coded:
-    wanted = _PLAIN if predictor == "auto" else (PREDICTORS[predictor],)
-    number = NESTED.index(level) + 1
-    chosen = []
-    for side in sides.numpy():
-        spread = max(_rms(side - side.mean(0)), _LEAST_SPREAD * _rms(side))
-        # At one step their errors are alike, so the bits decide.
-        step = plain.step_of(wanted[0], number, layer, layers, spread)
-        made = [plain.quantise(predicted, side, step) for predicted in wanted]
-        chosen.append(min(made, key=lambda one: one.bits))
-    restored = torch.stack([torch.from_numpy(quantised.values) for quantised in chosen]).to(dtype).float()
-    return plain.pack((chosen[0], chosen[1]), number, sides.shape[1], _errors(sides, restored))
-
-
-def _plain_sides(coded: Coded, item: Encoded) -> LayerKV:
-    made = plain.unpack(coded, channels_of([item.shape]))
-    return _cut(torch.stack([torch.from_numpy(side).to(DTYPES[item.dtype]) for side in made]), item.shape)
-
-
-def _rms(side: plain.F32) -> float:
-    return float(np.sqrt(np.square(side).mean())) if side.size else 0.0
+def _spread_of(side: F32) -> float:
+    """RMS around the channel means."""
+    if not side.size:
+        return 0.0
+    spread, size = (float(np.sqrt(np.square(part).mean())) for part in (side - side.mean(0), side))
+    return max(spread, _LEAST_SPREAD * size)
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
@@ -220,3 +95,203 @@ def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
     return float(key), float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A side of a layer that is quantised.
+
+    Attributes
+    ----------
+    rows : without the anchors' rows.
+    widths : step of each channel's anchors, float32.
+    values : what a decoder makes of it, `[tokens, C]`.
+    """
+
+    step: float
+    rows: Coding
+    anchors: Coding
+    widths: F32
+    values: F32
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """Numbers of a stream, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
+
+    numbers: I16
+    ids: npt.NDArray[np.uint16]
+
+    @classmethod
+    def of(cls, rows: I16) -> Coding:
+        """Take the cheapest table for each column of numbers that are yet to be padded."""
+        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
+        numbers[:, : rows.shape[1]] = rows
+        return cls(numbers, cheapest(numbers))
+
+
+def padded(channels: int) -> int:
+    """Columns of a side's streams."""
+    return -(-channels // LANES) * LANES
+
+
+def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
+    """Which tokens are anchors, bool `[tokens]`."""
+    return np.asarray(np.arange(tokens) % GROUP == 0)
+
+
+def quantise(side: F32, step: float) -> Side:
+    """Quantise a side `[tokens, C]`."""
+    step = float(np.float32(max(step, 1e-12)))
+    anchors = is_anchor(len(side))
+    widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
+    quantised = whole.clipped(side[anchors] / widths)
+    base = _spread(quantised * widths, len(side))
+    rows = whole.clipped((side - base) / np.float32(step))
+    rows[anchors] = 0
+    return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
+
+
+def _spread(anchors: F32, tokens: int) -> F32:
+    return np.repeat(anchors, GROUP, 0)[:tokens]
+
+
+# ---- tables ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def shipped() -> TableSet:
+    """Tables by growing spread; the first knows nothing but zeros. Integers in a file: every kvtool has the same."""
+    with files("kvtool.core.codec").joinpath("tables-1.npy").open("rb") as file:
+        return TableSet(np.load(file, allow_pickle=False))
+
+
+def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
+    """The cheapest table of each column, escapes counted."""
+    columns = numbers.shape[1]
+    if not numbers.size:
+        return np.zeros(columns, np.uint16)
+    first, last = max(int(numbers.min()), -ZERO), min(int(numbers.max()), ESCAPE - ZERO)
+    first, last = min(first, last), max(first, last)
+    width = last - first + 1
+    places = np.clip(numbers, first, last) + (np.arange(columns) * width - first)
+    counts = np.bincount(places.reshape(-1), minlength=columns * width).reshape(columns, width)
+    # float64: the sums are as good as exact, whoever adds them up. By torch: numpy's threads would wait for each other.
+    costs = torch.from_numpy(_costs()[:, first + ZERO : last + ZERO + 1])
+    _, ids = (torch.from_numpy(counts).double() @ costs.T).min(1)
+    return ids.numpy().astype(np.uint16)
+
+
+@cache
+def _costs() -> npt.NDArray[np.float64]:
+    """Bits of each symbol by the tables that come with kvtool, float64 `[tables, 256]`: what is beyond a table, or is
+    the escape's own symbol, is an escape and 16 bits beside the stream."""
+    costs = shipped().costs.astype(np.float64)
+    escape = costs[:, ESCAPE, None] + 16
+    costs = np.where(np.isfinite(costs), costs, escape)
+    costs[:, ESCAPE, None] = escape
+    return costs
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Coded:
+    """The record of two quantised sides."""
+    tables = shipped()
+    parts = [sides[0].rows, sides[1].rows, sides[0].anchors, sides[1].anchors]
+    widths = [side.widths.astype("<f4").tobytes() for side in sides]
+    columns = [in_order(part.ids, tables) for part in parts]
+    found = [to_symbols(part.numbers, of) for part, of in zip(parts, columns, strict=True)]
+    streams = encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])
+    return Coded(
+        predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
+        level=level,
+        base=0,
+        tokens=tokens,
+        columns=sides[0].rows.numbers.shape[1],
+        streams=tuple(streams),
+        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate([marked for _, marked in found])),
+        steps=(sides[0].step, sides[1].step),
+        errors=errors,
+        side=b"".join([*widths, *(part.ids.astype(np.uint8).tobytes() for part in parts)]),
+    )
+
+
+def unpack(coded: Coded, shape: Shape, dtype: str) -> LayerKV:
+    """Decode keys and values. Raises DamagedError: parts that do not fit the shape."""
+    if Predictor.TRANSFORM in coded.predictors:
+        raise DamagedError("a transformed record, which names no profile")
+    sides = _unpacked(coded, channels_of([shape]))
+    return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
+
+
+def _unpacked(coded: Coded, channels: int) -> tuple[F32, F32]:
+    """Decode both sides, float32 `[tokens, C]`."""
+    tables = shipped()
+    count, columns = streams_of(coded.predictors), padded(channels)
+    about = _About(coded.side)
+    parameters = [about.of(predictor, channels) for predictor in coded.predictors]
+    ids = [about.ids(columns) for _ in range(count)]
+    if coded.columns != columns or about.left or coded.base or int(np.stack(ids).max()) >= len(tables):
+        raise DamagedError("a compressed record that does not fit its channels")
+    anchors = int(is_anchor(coded.tokens).sum())
+    heights = [coded.tokens - anchors if p is Predictor.ANCHOR else coded.tokens for p in coded.predictors]
+    heights += [anchors] * (count - 2)
+    whole_rows = np.zeros((sum(heights), columns), np.int16)
+    ends = np.cumsum(heights)
+    parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
+    for stream, chosen, end, height in zip(coded.streams, ids, ends.tolist(), heights, strict=True):
+        decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
+    coded.escapes.place(whole_rows, "int16")
+    escaped = np.flatnonzero(whole_rows == ESCAPE - ZERO)
+    if len(escaped) != len(coded.escapes.marked):
+        raise DamagedError("a compressed record whose escapes are not those of its streams")
+    whole_rows.reshape(-1)[escaped] = coded.escapes.marked
+    with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
+        return _restored(coded, parameters, [part[:, :channels] for part in parts])
+
+
+def _restored(coded: Coded, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
+    """Both sides from their rows, the anchors' rows, and the means or anchors' steps."""
+    more = iter(parts[2:])
+    sides = []
+    for number, (predictor, about) in enumerate(zip(coded.predictors, parameters, strict=True)):
+        rows = parts[number].astype(np.float32) * np.float32(coded.steps[number])
+        if predictor is Predictor.MEAN:
+            sides.append(rows + about)
+            continue
+        base = _spread(next(more).astype(np.float32) * about, coded.tokens)
+        base[~is_anchor(coded.tokens)] += rows
+        sides.append(base)
+    return sides[0], sides[1]
+
+
+class _About:
+    """Reads side information."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    @property
+    def left(self) -> int:
+        return len(self._data) - self._at
+
+    def _take(self, size: int) -> bytes:
+        if size > self.left:
+            raise DamagedError("a compressed record without its side information")
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def of(self, predictor: Predictor, channels: int) -> F32:
+        if predictor is Predictor.MEAN:
+            bits16 = np.frombuffer(self._take(2 * channels), "<u2").astype(np.uint32) << np.uint32(16)
+            values = bits16.view(np.float32)
+        else:
+            values = np.frombuffer(self._take(4 * channels), "<f4").astype(np.float32)
+        if not np.isfinite(values).all():
+            raise DamagedError("a compressed record whose side information is no number")
+        return values
+
+    def ids(self, columns: int) -> npt.NDArray[np.uint16]:
+        return np.frombuffer(self._take(columns), np.uint8).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Layers of a chunk at several levels at once."""
+"""Encode the layers of a chunk at several levels at once, or some of its rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 import torch
 
-from kvtool.core.codec import CODECS
+from kvtool.core.codec import CODECS, analysis
 from kvtool.core.codec.base import LayerKV, Payload
-from kvtool.core.codec.cachegen import encode_layers
 from kvtool.core.codec.kept import tail_of
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.codec.profile import Profile
@@ -19,40 +18,39 @@ _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
 
 
 def encode_levels(
-    numbers: Sequence[int],
     kvs: Sequence[LayerKV],
     levels: Sequence[str],
     profile: Profile | None = None,
-    *,
     bases: Mapping[str, Sequence[Payload]] = _NO_BASES,
-    predictor: str = "auto",
-    layers: int,
 ) -> dict[str, list[Sequence[Payload]]]:
-    """Encode layers of one chunk at several levels: nested ones together (see `encode_layers`), others one by one.
+    """Encode all layers of one chunk at several levels.
+
+    A nested level refines the next coarser one where that is among `levels` or `bases`, so that both together take
+    hardly more than the finer alone.
+
+    Parameters
+    ----------
+    kvs : keys and values of each layer, `[kv_heads, tokens, head_dim]`.
+    bases : records at coarser levels that are stored already, made with this profile, one a layer.
 
     Returns
     -------
     For each level the parts of each layer's record.
+
+    Raises
+    ------
+    KvtoolError : a level needs a profile, and there is none; numbers that are not finite.
     """
-    together = nested(levels)
     made: dict[str, list[Sequence[Payload]]] = {}
-    if together:
-        some = encode_layers(numbers, kvs, together, profile, bases=bases, predictor=predictor, layers=layers)
-        made.update({level: [*records] for level, records in some.items()})
-    for level in (level for level in levels if level not in made):
-        made[level] = [CODECS[level].encode(*kv, layer, profile) for layer, kv in zip(numbers, kvs, strict=True)]
-    return made
+    if together := nested(levels):
+        below = {level: [[record] for record in records] for level, records in bases.items()}
+        some = analysis.encode(profile, range(len(kvs)), kvs, together, below)
+        made |= {level: [*records] for level, records in some.items()}
+    return made | {level: [*CODECS[level].encode_layers(kvs, profile)] for level in levels if level not in made}
 
 
 def encode_rows(
-    numbers: Sequence[int],
-    kvs: Sequence[LayerKV],
-    rows: Ids,
-    level: str,
-    profile: Profile | None = None,
-    *,
-    predictor: str = "auto",
-    layers: int,
+    kvs: Sequence[LayerKV], rows: Ids, level: str, profile: Profile | None = None
 ) -> list[Sequence[Payload]]:
     """Encode some rows of a chunk's layers at a level that leaves the others out; each record stands alone.
 
@@ -62,7 +60,7 @@ def encode_rows(
     rows : those that stay, ascending.
     """
     inner, tokens = level_of(level).inner, kvs[0][0].shape[1]
-    made = encode_levels(numbers, some_rows(kvs, rows), [inner], profile, predictor=predictor, layers=layers)[inner]
+    made = encode_levels(some_rows(kvs, rows), [inner], profile)[inner]
     return [[*parts, tail_of(rows, tokens)] for parts in made]
 
 

@@ -31,6 +31,15 @@ def wide_sides(kv: LayerKV, channels: int) -> torch.Tensor:
     return torch.stack([torch.nn.functional.pad(side, (0, channels - side.shape[1])) for side in flat])
 
 
+def heads_of(sides: torch.Tensor, shape: Shape) -> LayerKV:
+    """Keys and values of a shape, as views of sides `[2, tokens, channels]`: inverse of `wide_sides`."""
+    keys, values = (
+        side[:, : heads * head_dim].unflatten(1, (heads, head_dim)).transpose(0, 1)
+        for side, (heads, _, head_dim) in zip(sides, side_shapes(shape), strict=True)
+    )
+    return keys, values
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """A row holds K's groups, then V's; each group's coefficients are padded to whole blocks.

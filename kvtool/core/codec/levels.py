@@ -27,7 +27,8 @@ class Level:
     lossless : what is decoded is what was encoded, bit for bit. A lossy level's records state their error.
     verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
     nested : records may name the record of the next coarser nested level, which they refine.
-    profiled : records begin with the header of payload.py: they name the profile that they were made with, if any.
+    profiled : records name the profile that they were made with (payload.py); those of an earlier kvtool may name none.
+    baseline : there to be compared with; `auto` does not take it.
     share : percent of a chunk's rows that are stored; 100: all of them.
     inner : the level at which these rows are stored, where they are not all.
     bits : a number of K or V of the whole chunk takes about so many: what lossy levels are ordered by.
@@ -39,6 +40,7 @@ class Level:
     verbatim: bool = False
     nested: bool = False
     profiled: bool = False
+    baseline: bool = False
     share: int = 100
     inner: str = ""
     bits: float = 0.0
@@ -53,12 +55,13 @@ DEFAULT_LOSSY = "2"  # what `compress` makes unless it is told
 
 SHARES = (75, 50, 25)  # percent of the rows that `compress --keep` may leave
 _BITS = (3.6, 2.2, 1.1, 0.5)  # of NESTED, measured (samples/results/codec.md)
+_PAPERS_BITS = (5.4, 4.5, 3.6, 2.8)  # of the paper's scheme; the first two measured
 
 _WHOLE = (
     Level(RAW, ".raw:Raw", lossless=True, verbatim=True, bits=16.0),
     Level("lossless", ".lossless:Lossless", lossless=True, bits=11.0),
     *(
-        Level(name, ".cachegen:CacheGen", nested=True, profiled=True, bits=bits)
+        Level(name, ".transform_codec:TransformCodec", nested=True, profiled=True, bits=bits)
         for name, bits in zip(NESTED, _BITS, strict=True)
     ),
 )
@@ -76,7 +79,11 @@ def _kept(level: Level, share: int) -> Level:
     )
 
 
-_OWN = (*_WHOLE, *(_kept(level, share) for level in _WHOLE for share in SHARES))
+_BASELINES = tuple(
+    Level(f"cachegen-{name}", ".cachegen:CacheGen", baseline=True, bits=bits)
+    for name, bits in zip(NESTED, _PAPERS_BITS, strict=True)
+)
+_OWN = (*_WHOLE, *_BASELINES, *(_kept(level, share) for level in _WHOLE for share in SHARES))
 _PLUGINS = found("codecs", own=("auto", "none", *(level.name for level in _OWN)))
 
 
@@ -107,7 +114,8 @@ _LEVELS = sorted(
     key=lambda level: (not level.lossless, -level.bits),
 )
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
-NAMES = "|".join(("raw|lossless|1..4|keepNN-…", *(level.name for level in _LEVELS if level.name in _PLUGINS)))  # of all
+_SHORT = ("raw|lossless|1..4|keepNN-…|cachegen-1..4", *(level.name for level in _LEVELS if level.name in _PLUGINS))
+NAMES = "|".join(_SHORT)  # of all
 WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.share == 100}  # with all rows
 
 

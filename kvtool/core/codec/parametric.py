@@ -1,24 +1,14 @@
-"""The frequency tables that come with kvtool, for records without a profile."""
+"""Frequency tables of a bell, of which those that come with kvtool are (cachegen.py)."""
 
 from __future__ import annotations
-
-from functools import cache
-from importlib.resources import files
 
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet, quantised
+from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, quantised
 
 _LEAST_PROBABILITY = 1 / 8192  # of a symbol that gets a slot of its own; others are escapes
 _ESCAPES = 1 / 4096
-
-
-@cache
-def shipped() -> TableSet:
-    """Tables by growing spread; the first knows nothing but zeros. Integers in a file: every kvtool has the same."""
-    with files("kvtool.core.codec").joinpath("tables-1.npy").open("rb") as file:
-        return TableSet(np.load(file, allow_pickle=False))
 
 
 def frequencies(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:

@@ -55,6 +55,7 @@ class CompressReport:
     loss : nats a token of the answer that the level loses which a question would read; None: not measured.
     max_loss : what it may lose.
     workers : how many of Ray encoded; 0: this process.
+    fitted : the profile was fitted in this run.
     """
 
     levels: list[LevelReport] = field(default_factory=list)
@@ -76,6 +77,7 @@ class CompressReport:
     decode_seconds: float = 0.0
     workers: int = 0
     profile: dict[str, Any] | None = None
+    fitted: bool = False
     warnings: list[str] = field(default_factory=list)
 
     @property

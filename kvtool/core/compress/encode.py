@@ -83,7 +83,7 @@ class Encoder:
     def _hands(self, pool: ThreadPoolExecutor) -> Hands:
         if self._options.ray:
             return RaysHands(self._task, self._profile, self._options, self._warn)
-        return OwnHands(self._task, self._profile, self._options.predictor, pool, _AT_ONCE)
+        return OwnHands(self._task, self._profile, pool, _AT_ONCE)
 
     def _warn(self, text: str, hint: str) -> None:
         self._report.warnings.append(text)
@@ -160,12 +160,7 @@ class Encoder:
             coded = Coded.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)
         except DamagedError:
             return False
-        wanted = self._profile.digest if self._profile is not None else bytes(len(coded.profile))
-        return coded.profile == wanted and (self._profile is not None or self._same_predictor(coded))
-
-    def _same_predictor(self, coded: Coded) -> bool:
-        name = self._options.predictor
-        return name == "auto" or all(predictor.name.lower() == name for predictor in coded.predictors)
+        return self._profile is not None and coded.profile == self._profile.digest
 
     def _task(self, plan: Plan) -> Task:
         """Read what a chunk's records are made of; by any thread."""

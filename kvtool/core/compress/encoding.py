@@ -51,12 +51,8 @@ class Made:
     seconds: float
 
 
-def make(task: Task, profile: Profile | None, predictor: str) -> Made:
+def make(task: Task, profile: Profile | None) -> Made:
     """Encode a chunk at each of a task's levels.
-
-    Parameters
-    ----------
-    profile, predictor : as `CompressOptions` names them.
 
     Raises
     ------
@@ -70,10 +66,9 @@ def make(task: Task, profile: Profile | None, predictor: str) -> Made:
         for level, stored in task.bases.items()
         if _is_of(kvs, level, stored, profile)
     }
-    whole_levels = whole(task.levels)
-    made = encode_levels(layers, kvs, whole_levels, profile, bases=bases, predictor=predictor, layers=len(layers))
+    made = encode_levels(kvs, whole(task.levels), profile, bases)
     for level, rows in task.rows.items():
-        made[level] = encode_rows(layers, kvs, rows, level, profile, predictor=predictor, layers=len(layers))
+        made[level] = encode_rows(kvs, rows, level, profile)
     records = {
         level: [sealed(task.chunk, kvs[layer], level, layer, made[level][layer]) for layer in layers]
         for level in task.levels

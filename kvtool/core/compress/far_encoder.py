@@ -17,10 +17,9 @@ from kvtool.core.records.encode import encoder_threads
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a worker encodes with: bytes of the profile, empty for none, and the predictor."""
+    """What a worker encodes with: bytes of the profile, empty for none."""
 
     profile: bytes
-    predictor: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class FarEncoder:
 
     def __init__(self, recipe: Recipe) -> None:
         self._profile = Profile.from_bytes(recipe.profile) if recipe.profile else None
-        self._predictor, self._pool = recipe.predictor, encoder_threads()
+        self._pool = encoder_threads()
 
     def facts(self) -> Facts:
         """What this process is."""
@@ -48,7 +47,7 @@ class FarEncoder:
 
     def _made(self, task: Task) -> Made:
         bases = {level: [*map(_own, items)] for level, items in task.bases.items()}
-        return make(replace(task, exact=[*map(_own, task.exact)], bases=bases), self._profile, self._predictor)
+        return make(replace(task, exact=[*map(_own, task.exact)], bases=bases), self._profile)
 
 
 def _own(item: Encoded) -> Encoded:

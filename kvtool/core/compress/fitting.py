@@ -70,7 +70,7 @@ def profile_of(path: Path, fingerprint: str) -> Profile:
             raise ModelError(f"the store at {path} is another model's", "fit a profile here with --fit")
         profile = ProfileCache(other).current()
     if profile is None:
-        raise KvtoolError(f"the store at {path} has no profile", "make one there with `kvtool compress --fit`")
+        raise KvtoolError(f"the store at {path} has no profile", "make one there with `kvtool compress`")
     return profile
 
 

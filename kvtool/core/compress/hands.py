@@ -75,10 +75,8 @@ class OwnHands:
 
     workers = 0
 
-    def __init__(
-        self, read: Read, profile: Profile | None, predictor: str, pool: ThreadPoolExecutor, together: int
-    ) -> None:
-        self._read, self._profile, self._predictor = read, profile, predictor
+    def __init__(self, read: Read, profile: Profile | None, pool: ThreadPoolExecutor, together: int) -> None:
+        self._read, self._profile = read, profile
         self._pool, self._together = pool, together
         self._plans: list[Plan] = []
 
@@ -105,4 +103,4 @@ class OwnHands:
         """See Hands."""
 
     def _made(self, plan: Plan) -> Made:
-        return make(self._read(plan), self._profile, self._predictor)
+        return make(self._read(plan), self._profile)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.cache.identity import chunk_named
@@ -44,7 +45,7 @@ def compress(
     Raises
     ------
     UsageError : an unknown level or chunk, nothing to choose by, or exact records that the limit keeps.
-    KvtoolError : `fit` without a single exact record; workers of Ray that do not answer, or fail.
+    KvtoolError : a profile to be fitted without a single exact record; workers of Ray that do not answer, or fail.
     StoreNotFoundError, StoreLockedError, NoSpaceError, ModelError : see the rooms they come from.
     """
     levels = check_levels(options)
@@ -54,9 +55,9 @@ def compress(
         check_there(options.ray)  # before anything is fitted or measured
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        loaded = None if options.fit else decoder
-        session = Session(store, options, gradients=options.fit, decoder=loaded)
-        report = _Job(session, writer, options, events or Events()).run(levels)
+        fits = options.fit or (options.profile is None and _needs_profile(levels) and not _has_profile(store))
+        session = Session(store, options, gradients=fits, decoder=None if fits else decoder)
+        report = _Job(session, writer, replace(options, fit=fits), events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
     return report
 
@@ -78,6 +79,14 @@ def check_levels(options: CompressOptions) -> list[str]:
     return levels
 
 
+def _needs_profile(levels: Sequence[str]) -> bool:
+    return AUTO in levels or bool(profiled(levels))
+
+
+def _has_profile(store: Store) -> bool:
+    return bool(store.codec_state().get("profile"))
+
+
 class _Job:
     def __init__(self, session: Session, writer: Writer, options: CompressOptions, events: Events) -> None:
         self.session, self.store, self.identity = session, session.store, session.identity
@@ -93,7 +102,7 @@ class _Job:
             self.writer.spend_reserve()
         report.bytes_before, report.file_before = self.store.stats()["bytes"], self.store.environment.file_bytes()
         chunks = self._chunks()
-        profile = self._profile(levels, chunks)
+        profile = self._profile(chunks)
         losses = self._losses(levels, profile, chunks)
         levels = self._chosen(levels, losses)
         self._judge(levels, losses)
@@ -174,12 +183,8 @@ class _Job:
 
     # ---- the profile ----
 
-    def _profile(self, levels: Sequence[str], chunks: Sequence[bytes]) -> Profile | None:
+    def _profile(self, chunks: Sequence[bytes]) -> Profile | None:
         profile = self._asked_profile(chunks)
-        if self.options.predictor != AUTO:
-            return None
-        if profile is None and (AUTO in levels or profiled(levels)):
-            self._warn("no profile is fitted: records will be about twice as large as they could be", "add --fit once")
         if profile is not None:
             self.report.profile = {
                 "digest": profile.digest.hex(),
@@ -190,7 +195,7 @@ class _Job:
         return profile
 
     def _asked_profile(self, chunks: Sequence[bytes]) -> Profile | None:
-        """Fit a profile here, or take one from another store; without either it is the store's own."""
+        """Fit a profile here, or take one from another store; else it is the store's own, if there is one."""
         if self.options.fit:
             profile = self._fitted(chunks)
         elif self.options.profile is not None:
@@ -205,6 +210,7 @@ class _Job:
         if not exact:
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         self._load()
+        self.report.fitted = True
         sample = random.Random(_SEED).sample(exact, min(FIT_CHUNKS, len(exact)))
         return fit(self.session, sample, self.options.fit_prompts, self.events)
 
@@ -215,16 +221,12 @@ class _Job:
     ) -> dict[str, dict[str, float]]:
         """Tell what is known of the lossy levels; where nothing is, it is measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
-        mine = self.options.predictor == AUTO
         rows = losses_by_maker(self.store.codec_state())
-        known = dict(rows.get(maker, {})) if mine else {}
+        known = dict(rows.get(maker, {}))
         wanted = [level for level in lossy([*levels, *self._offered(levels)]) if level not in known]
         if wanted and self.options.questions:
             known |= self._measured(wanted, profile, chunks)
-            if mine:
-                self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
-        if not mine and profiled(levels):
-            self.writer.set_codec_state(self.store.codec_state() | {"named_predictor": True})
+            self.writer.set_codec_state(self.store.codec_state() | {"losses": rows | {maker: known}})
         return known
 
     def _measured(
@@ -238,13 +240,14 @@ class _Job:
             self._warn("no exact record is left to measure the loss on", "ingest the documents again")
             return {}
         self.events.step("measure the loss", len(prompts), "questions")
-        schemes = {level: LevelScheme(level, profile, self.options.predictor, self.heavy) for level in levels}
+        schemes = {level: LevelScheme(level, profile, self.heavy) for level in levels}
         rows = measure(self.session, prompts, schemes, self.events.advance)
         return {level: mean_loss(rows[level]) for level in levels}
 
     def _offered(self, levels: Sequence[str]) -> list[str]:
         """The lossy levels that `auto` may take, the finest first; without it none."""
-        return lossy(keeping(level, self.options.share) for level in whole()) if AUTO in levels else []
+        offered = [level for level in whole() if not level_of(level).baseline]
+        return lossy(keeping(level, self.options.share) for level in offered) if AUTO in levels else []
 
     def _chosen(self, levels: list[str], losses: dict[str, dict[str, float]]) -> list[str]:
         """Replace `auto` by the smallest level that may be taken, which is a lossless one where none may."""

@@ -61,7 +61,6 @@ class LevelScheme:
 
     level: str
     profile: Profile | None
-    predictor: str = "auto"
     heavy: HeavyRows | None = None
 
     def rows(self, segment: Segment) -> Ids | None:
@@ -81,11 +80,9 @@ class LevelScheme:
         return back, [len(record) + OVERHEAD_BYTES for record in records]
 
     def _encoded(self, kvs: Sequence[LayerKV], rows: Ids | None) -> list[Sequence[Payload]]:
-        layers = range(len(kvs))
         if rows is None:
-            made = encode_levels(layers, kvs, [self.level], self.profile, predictor=self.predictor, layers=len(kvs))
-            return made[self.level]
-        return encode_rows(layers, kvs, rows, self.level, self.profile, predictor=self.predictor, layers=len(kvs))
+            return encode_levels(kvs, [self.level], self.profile)[self.level]
+        return encode_rows(kvs, rows, self.level, self.profile)
 
     def _profiles(self, digest: bytes) -> Profile:
         assert self.profile is not None

@@ -27,7 +27,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
     keep : share of the rows that is stored; it multiplies with the level. None: all.
     max_loss : of the answer, in nats a token: the most that `auto` loses, and that exact records are dropped for.
     chunks : ids in hex; empty: all.
-    predictor : without a profile's transform: `mean`, `anchor` (the paper's), or the cheaper of both.
+    fit : a profile is fitted although there is one.
     """
 
     levels: tuple[str, ...] = option(
@@ -36,7 +36,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
         group=LEVEL,
         flag="--level",
         choices=(AUTO, *WHOLE),
-        metavar="1..4|auto|lossless",
+        metavar="1..4|auto|lossless|cachegen-1..4",
         instead="2",
     )
     keep: float | None = option(
@@ -64,14 +64,14 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
         instead="they stay; a terminal is asked",
     )
     yes: bool = option(False, "Drop exact records even where more is lost than --max-loss.", group=LEVEL)
-    fit: bool = option(False, "Learn the codec's profile from this store first.", group=PROFILE)
+    fit: bool = option(False, "Learn the codec's profile anew; the first time it is anyway.", group=PROFILE)
     fit_prompts: int = option(
-        FIT_PROMPTS, "How many prompts --fit measures on; fewer are sooner and lose more.", group=PROFILE, lowest=1
+        FIT_PROMPTS,
+        "How many prompts it is learned on; fewer are sooner and lose more.",
+        group=PROFILE,
+        lowest=1,
     )
     profile: Path | None = option(None, "Take another store's profile.", group=PROFILE, metavar="STORE", unit="path")
-    predictor: str = option(
-        "auto", "`anchor` is the paper's scheme.", group=PROFILE, choices=("auto", "mean", "anchor")
-    )
     max_size: int | None = max_size_option()
 
     def check(self) -> None:

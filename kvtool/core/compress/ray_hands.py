@@ -23,7 +23,7 @@ class RaysHands:
 
     def __init__(self, read: Read, profile: Profile | None, options: CompressOptions, warn: Warn) -> None:
         self._read, self._options, self._warn = read, options, warn
-        self._recipe = Recipe(b"" if profile is None else profile.data, options.predictor)
+        self._recipe = Recipe(b"" if profile is None else profile.data)
         self._crew: Crew | None = None
         self._plans: list[Plan] = []
         self._tasks: list[Task] = []

@@ -81,8 +81,8 @@ class Forecast:
         """Name what makes it smaller, where it is much."""
         much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
         hint = (
-            "`--level lossless` stores it exactly in less, `--level 2` in far less with some loss; `kvtool compress` "
-            "does so afterwards"
+            "`--level lossless` stores it exactly in less; `kvtool compress --drop-raw` afterwards makes it far less, "
+            "with some loss"
         )
         return hint if much and self.level == "raw" else ""
 

@@ -100,7 +100,6 @@ class CompressArguments(TypedDict, total=False):
     fit: bool
     fit_prompts: int
     profile: str | Path | None
-    predictor: str
     max_size: int | str | None
     lock_wait: float | str
     ray: str | None

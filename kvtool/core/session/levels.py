@@ -127,7 +127,7 @@ class ProfileCache:
         return found
 
     def current(self) -> Profile | None:
-        """The profile that new records are made with; None before the first `compress --fit`.
+        """The profile that new records are made with; None before the first `compress`.
 
         Raises
         ------

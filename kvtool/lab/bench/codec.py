@@ -26,6 +26,7 @@ from kvtool.lab.bench.codec_tasks import Task, all_tasks
 from kvtool.lab.bench.first_call import first_call_ms
 from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.sample import Sample
+from kvtool.lab.bench.scratch import fit_to
 
 _LEAST_SECONDS = 0.25  # of a measurement
 
@@ -69,7 +70,7 @@ class CodecBench:
     chunks: int
     repeat: int
     model: str
-    profile: str | None  # digest; None: the mean predictor served
+    profile: str | None  # digest; None: one was fitted to these chunks
     decoded_to: str
 
     def to_json(self) -> dict[str, Any]:
@@ -126,8 +127,9 @@ def bench_codec(
         events.status("read the store's chunks")
         sample = Sample.of(store, tokens, leave_out=identity.prefix_id, decoded=dtype)
         events.status("encode them for every measurement")
+        used = profile if profile is not None else fit_to(sample.chunks)
         with ThreadPoolExecutor(most) as pool:
-            tasks = all_tasks(sample, profile, pool)
+            tasks = all_tasks(sample, used, pool)
         rows = list(_rows(tasks, repeat, tuple(dict.fromkeys((1, most))), events))
         events.status("start new processes")
         ready = first_call_ms(repeat)

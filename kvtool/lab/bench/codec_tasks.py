@@ -18,9 +18,8 @@ import zstandard
 
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Payload, no_profiles
-from kvtool.core.codec.cachegen import encode_layers
-from kvtool.core.codec.entropy.columns import Columns, in_order
+from kvtool.core.codec.base import Encoded, LayerKV
+from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
 from kvtool.core.codec.entropy.encoder import Encoding, encode_all
 from kvtool.core.codec.entropy.reference import Stream
@@ -29,9 +28,7 @@ from kvtool.core.codec.entropy.tables import ZERO
 from kvtool.core.codec.layout import SIDES
 from kvtool.core.codec.levels import LEVELS, exact
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.parametric import shipped
 from kvtool.core.codec.payload import Coded
-from kvtool.core.codec.plain import padded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES, NAMES
 from kvtool.core.codec.transform import finest_numbers
@@ -73,11 +70,10 @@ class Task:
     note: str = ""
 
 
-def all_tasks(sample: Sample, profile: Profile | None, pool: ThreadPoolExecutor) -> list[Task]:
+def all_tasks(sample: Sample, profile: Profile, pool: ThreadPoolExecutor) -> list[Task]:
     """Every task, their records made by `pool`."""
     tasks = [*_plain_tasks(sample, pool), *_lossless_tasks(sample, pool)]
-    if profile is not None:
-        tasks.append(_forward_limit(sample, profile))
+    tasks.append(_forward_limit(sample, profile))
     for level in NESTED:
         records = _encoded(_lossy_encoders(sample, level, profile), sample, pool, sample.decoded)
         if level == NESTED[0]:
@@ -123,7 +119,7 @@ def _unzstd(frame: bytes) -> bytes:
     return zstandard.ZstdDecompressor().decompress(frame)
 
 
-def _constriction(sample: Sample, profile: Profile | None, records: Sequence[Encoded]) -> Task:
+def _constriction(sample: Sample, profile: Profile, records: Sequence[Encoded]) -> Task:
     """The symbols of level 1 at the middle layer of a chunk, decoded table by table: its quickest way."""
     layer = sample.layers // 2
     at = layer * len(sample.chunks)
@@ -136,19 +132,19 @@ def _constriction(sample: Sample, profile: Profile | None, records: Sequence[Enc
         return replace(task, note="not installed")
     jobs: list[Job] = []
     size = 0
-    for decoding in _decodings(profile, layer, [item]):
-        ids, tables = decoding.columns.ids, decoding.columns.tables
-        numbers = np.empty((decoding.rows[0], len(ids)), np.int16)
-        decode(Decoding(decoding.streams, in_order(ids, tables), [0], decoding.rows, numbers))
-        for table in np.unique(ids):
-            symbols = (numbers[:, ids == table].astype(np.int32) + ZERO).reshape(-1)
-            share = tables.frequencies[table].astype(np.float32)
-            model = stream.model.Categorical(np.maximum(share, 1e-9) / share.sum(), perfect=False)
-            coder = stream.stack.AnsCoder()
-            coder.encode_reverse(symbols, model)
-            words = coder.get_compressed()
-            size += words.nbytes
-            jobs.append(partial(_ans, stream, words, model, len(symbols)))
+    decoding = _decoding(profile, layer, [item])
+    ids, tables = decoding.columns.ids, decoding.columns.tables
+    numbers = np.empty((decoding.rows[0], len(ids)), np.int16)
+    decode(Decoding(decoding.streams, in_order(ids, tables), [0], decoding.rows, numbers))
+    for table in np.unique(ids):
+        symbols = (numbers[:, ids == table].astype(np.int32) + ZERO).reshape(-1)
+        share = tables.frequencies[table].astype(np.float32)
+        model = stream.model.Categorical(np.maximum(share, 1e-9) / share.sum(), perfect=False)
+        coder = stream.stack.AnsCoder()
+        coder.encode_reverse(symbols, model)
+        words = coder.get_compressed()
+        size += words.nbytes
+        jobs.append(partial(_ans, stream, words, model, len(symbols)))
     return replace(task, jobs=jobs, bytes=size, note="one layer only")
 
 
@@ -174,35 +170,27 @@ def _layers(kv: ChunkKV) -> list[LayerKV]:
     return kv.layers
 
 
-def _lossy_encoders(sample: Sample, level: str, profile: Profile | None) -> list[Job]:
-    return [partial(_encode, _layers(kv), level, profile) for kv in sample.chunks]
+def _lossy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]:
+    return [partial(CODECS[level].encode_layers, _layers(kv), profile) for kv in sample.chunks]
 
 
-def _encode(kvs: Sequence[LayerKV], level: str, profile: Profile | None) -> Sequence[Sequence[Payload]]:
-    predictor, count = "mean" if profile is None else "auto", len(kvs)
-    return encode_layers(range(count), kvs, [level], profile, predictor=predictor, layers=count)[level]
-
-
-def _lossy_tasks(sample: Sample, level: str, profile: Profile | None, records: Sequence[Encoded]) -> Iterator[Task]:
+def _lossy_tasks(sample: Sample, level: str, profile: Profile, records: Sequence[Encoded]) -> Iterator[Task]:
     size, raw_bytes = _size(records), sample.raw_bytes
     yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, CHUNK)
     batches = list(_batches(sample, records))
     jobs: list[Job] = []
     for layer, batch in batches:
-        jobs.append(partial(_decode, _decodings(profile, layer, batch)))
+        jobs.append(partial(_decode, _decoding(profile, layer, batch)))
     note = "to bfloat16, dequantised, into memory in the cache, as the transform finds it; no transform"
     yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note=note)
-    profiles = no_profiles if profile is None else {profile.digest: profile}.__getitem__
+    profiles = {profile.digest: profile}.__getitem__
     jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
     yield Task("decode", level, jobs, raw_bytes, size, MANY, note=f"to {NAMES[sample.decoded]}")
     jobs = [partial(CODECS[level].decode_layers, items, profiles) for items in _by_chunk(sample, records)]
     yield Task("decode by chunk", level, jobs, raw_bytes, size, CHUNK, note=f"to {NAMES[sample.decoded]}")
-    if profile is not None:
-        coders = _entropy_encoders(sample, level, profile)
-        yield Task(
-            "entropy encode", level, coders, raw_bytes, size, CHUNK, note="from the finest numbers; no transform"
-        )
-        yield _backward_limit(sample, level, profile)
+    coders = _entropy_encoders(sample, level, profile)
+    yield Task("entropy encode", level, coders, raw_bytes, size, CHUNK, note="from the finest numbers; no transform")
+    yield _backward_limit(sample, level, profile)
 
 
 def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]:
@@ -219,39 +207,26 @@ def _entropy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]
 
 def _streams(profile: Profile, level: str, numbers: npt.NDArray[np.int16]) -> list[Stream]:
     """Streams of a level, of the finest numbers `[layers, tokens, stride]`."""
-    for step in range(NESTED.index(level)):
+    for step in range(int(level) - 1):
         numbers = wider(numbers, scratch(f"bench {step}", numbers.size, np.int16).reshape(numbers.shape))
     columns = [profile.coded(level, layer).alone for layer in range(len(numbers))]
     found = symbols_of(numbers, columns)
     return encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])
 
 
-def _decodings(profile: Profile | None, layer: int, items: Sequence[Encoded]) -> list[Decoding]:
+def _decoding(profile: Profile, layer: int, items: Sequence[Encoded]) -> Decoding:
     """Streams of records of a layer straight to bfloat16, into memory that is yet to be named."""
     records = [Coded.parse(item.payload) for item in items]
-    if profile is not None:
-        columns = profile.coded(NESTED[records[0].level - 1], layer).alone
-        return [_decoding([coded.streams[0] for coded in records], columns, [coded.tokens for coded in records], 1.0)]
-    found = []
-    for coded, item in zip(records, items, strict=True):
-        width = padded(item.shape[0] * item.shape[2])
-        chosen = np.frombuffer(coded.side, np.uint8)[-SIDES * width :].reshape(SIDES, width).astype(np.uint16)
-        for side in range(SIDES):
-            columns = in_order(chosen[side], shipped())
-            found.append(_decoding([coded.streams[side]], columns, [coded.tokens], coded.steps[side]))
-    return found
-
-
-def _decoding(streams: Sequence[Stream], columns: Columns, rows: Sequence[int], step: float) -> Decoding:
-    scaling = Scaling(np.full(len(columns), step, np.float32), np.zeros(len(columns), np.float32))
+    columns, rows = profile.coded(str(records[0].level), layer).alone, [coded.tokens for coded in records]
+    scaling = Scaling(np.ones(len(columns), np.float32), np.zeros(len(columns), np.float32))
     starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
+    streams = [coded.streams[0] for coded in records]
     return Decoding(streams, columns, starts, rows, np.empty((0, 0), np.uint16), "bfloat16", scaling)
 
 
-def _decode(jobs: Sequence[Decoding]) -> None:
+def _decode(job: Decoding) -> None:
     """Decode into this thread's memory."""
-    for job in jobs:
-        decode(replace(job, out=_memory(sum(job.rows), job.columns.reach)))
+    decode(replace(job, out=_memory(sum(job.rows), job.columns.reach)))
 
 
 _own = threading.local()

@@ -13,8 +13,9 @@ from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.base import shape_of_layer
 from kvtool.core.codec.fit import default_groups, fit_profile
-from kvtool.core.codec.layout import wide_sides
+from kvtool.core.codec.layout import channels_of, wide_sides
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
@@ -23,7 +24,6 @@ from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.encode import encode_layers
-from kvtool.core.records.read import stored_shape
 from kvtool.lab.bench.folder import scratch_folder
 from kvtool.lab.bench.prompts import BenchPrompt, Stored
 
@@ -164,7 +164,7 @@ class _Filler:
     def _write(self, batch: Sequence[Stored], lead_in: LeadIn, before: Ids) -> None:
         kvs = prefill_chunks(self._decoder, lead_in, [PrefillItem(piece.ids) for piece in batch])
         if level_of(batch[0].level).nested and self._profile is None:
-            self._profile = fit_to(self._decoder, kvs)
+            self._profile = fit_to(kvs)
             self._writer.put_profile(self._profile.digest, self._profile.data, {"profile": self._profile.digest.hex()})
         for piece, kv in zip(batch, kvs, strict=True):
             info = ChunkInfo(piece.ids, ids_digest(before), len(kv.keys), self._sensitivity(piece))
@@ -188,9 +188,10 @@ def batches(wanted: Sequence[Stored], tokens: int) -> Iterator[list[Stored]]:
         yield batch
 
 
-def fit_to(decoder: Decoder, kvs: Sequence[ChunkKV]) -> Profile:
+def fit_to(kvs: Sequence[ChunkKV]) -> Profile:
     """A profile of these chunks' own KV, the sensitivity being the identity in units of each side's spread."""
-    layers, channels = decoder.stored_layers, decoder.channels
+    shapes = [shape_of_layer(kv) for kv in kvs[0].layers]
+    layers, channels = len(shapes), channels_of(shapes)
 
     def sides(layer: int) -> torch.Tensor:
         return torch.cat([wide_sides(kv.layers[layer], channels) for kv in kvs], 1)[:, :_FIT_TOKENS].float()
@@ -200,5 +201,4 @@ def fit_to(decoder: Decoder, kvs: Sequence[ChunkKV]) -> Profile:
     matters = torch.eye(channels) / variances.clamp_min(1e-12)[:, :, None, None]
     tokens = sum(kv.tokens for kv in kvs)
     about = {"chunks": len(kvs), "tokens": min(tokens, _FIT_TOKENS), "sensitivity": "identity"}
-    groups = default_groups([stored_shape(shape, 0) for shape in decoder.shapes])
-    return fit_profile(sides, matters, groups, about, step=_STEP)
+    return fit_profile(sides, matters, default_groups(shapes), about, step=_STEP)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.codec.levels import LEVELS, level_of, lossy, whole
+from kvtool.core.codec.levels import LEVELS, level_of, lossy
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.by_layer import Toll
@@ -50,25 +50,10 @@ class Integers:
         return rounded
 
 
-def schemes(profile: Profile | None) -> dict[str, Scheme]:
-    """List the schemes that store all rows: the profile's levels, the plain predictors' (`anchor` is the paper's), 8
-    and 4 bits."""
-    known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
-    for predictor in ("anchor", "mean"):
-        known |= {f"{predictor}-{level}": LevelScheme(level, None, predictor) for level in lossy(whole())}
-    if profile is not None:
-        known |= {level: LevelScheme(level, profile) for level in lossy(whole())}
-    return known
-
-
-def sparse_schemes(profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
-    """List those that leave rows out, as far as they do not need a profile that there is not."""
-    names = [level for level in lossy() if level_of(level).share < 100]
-    return {
-        level: LevelScheme(level, profile, heavy=heavy)
-        for level in names
-        if profile is not None or not level_of(level).profiled
-    }
+def schemes(profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
+    """List what can be measured: 8 and 4 bits, and the lossy levels, those of a profile only where there is one."""
+    names = [level for level in lossy() if profile is not None or not level_of(level).profiled]
+    return {"int8": Integers(8), "int4": Integers(4)} | {name: LevelScheme(name, profile, heavy) for name in names}
 
 
 def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
@@ -78,18 +63,17 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
     ------
     UsageError : there is no such scheme.
     """
-    whole = schemes(profile)
-    known = whole | sparse_schemes(profile, heavy)
+    known = schemes(profile, heavy)
     unknown = [name for name in names if name not in known]
     if unknown:
         raise UsageError(f"there is no scheme {', '.join(unknown)}", f"known: {', '.join(known)}{_of_profile(unknown)}")
-    return {name: known[name] for name in (names or whole)}
+    return {name: known[name] for name in names or known if names or level_of(name).share == 100}
 
 
 def _of_profile(unknown: Sequence[str]) -> str:
     """What is left to say where the store has no profile yet, and levels were asked for that it would give."""
     some = [name for name in unknown if name in LEVELS]
-    return f"; {', '.join(some)} with a profile, which `kvtool compress --fit` makes" if some else ""
+    return f"; {', '.join(some)} with a profile, which `kvtool compress` makes" if some else ""
 
 
 def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:

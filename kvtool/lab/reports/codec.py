@@ -21,9 +21,7 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 class CodecOptions(Options, settings=False):
     """What is measured."""
 
-    scheme: tuple[str, ...] = option(
-        (), "Only these: 1, mean-1, anchor-1, int8, keep50-2 …", group="Codec", metavar="NAME"
-    )
+    scheme: tuple[str, ...] = option((), "Only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME")
 
 
 def codec(desk: Desk) -> Findings:

@@ -76,7 +76,7 @@ def _peer(prompt: BenchPrompt) -> PeerPrompt:
 def _sizes(decoder: Decoder, said: BenchText, chunks: Sequence[Stored]) -> Iterator[dict[str, Any]]:
     """Bytes a token of whole records, level by level; lossy ones by a profile of these chunks' own."""
     kvs = prefill_chunks(decoder, LeadIn(decoder, said.lead_in), [PrefillItem(chunk.ids) for chunk in chunks])
-    profile, tokens = fit_to(decoder, kvs), sum(len(chunk.ids) for chunk in chunks)
+    profile, tokens = fit_to(kvs), sum(len(chunk.ids) for chunk in chunks)
     for level in WHOLE:
         used = profile if level_of(level).nested else None
         pairs = zip(chunks, kvs, strict=True)
