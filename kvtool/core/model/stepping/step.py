@@ -1,4 +1,4 @@
-"""A step of so many sequences at once: its memory, its program, and the caches that the program is bound to just now."""
+"""A step of so many sequences at once: its memory, its program, and the caches that this is bound to just now."""
 
 from __future__ import annotations
 
