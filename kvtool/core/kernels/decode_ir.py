@@ -157,9 +157,9 @@ def norm(isa: Isa) -> FunctionBuilder:
     return k
 
 
-def blend(isa: Isa) -> FunctionBuilder:
+def axpby(isa: Isa) -> FunctionBuilder:
     """The operation `blend`: y = a · y + b · x, of this thread's rows."""
-    k, have = operation(isa, "blend")
+    k, have = operation(isa, "axpby")
 
     def mix(lanes: int, index: Value) -> None:
         y = have.y.load(index, lanes) * have.a.splat(lanes)
@@ -337,13 +337,13 @@ class Code:
         """The functions of the module."""
         kinds = [f"multiply_{kind}" for kind in sorted(self.kinds)]
         turns = [f"{what}_{rotary}" for rotary in sorted(self.rotaries) for what in ("queries", "keys")]
-        return ("run_program", "norm", "blend", "gate", "attend", "combine", *kinds, *turns)
+        return ("run_program", "norm", "axpby", "gate", "attend", "combine", *kinds, *turns)
 
 
 def module(isa: Isa, code: Code) -> str:
-    """The LLVM IR of all that a model's tape for one sequence calls."""
+    """The LLVM IR of all that a model's program for one sequence calls."""
     parts = [function for kind in sorted(code.kinds) for function in multiply(isa, kind)]
-    parts += [norm(isa), blend(isa), gate(isa, code.activation)]
+    parts += [norm(isa), axpby(isa), gate(isa, code.activation)]
     for rotary in sorted(code.rotaries):
         parts += [queries(isa, code.heads, rotary), keys(isa, code.heads, rotary)]
     parts += [attend(isa, code.heads), combine(isa, code.heads)]
@@ -351,7 +351,7 @@ def module(isa: Isa, code: Code) -> str:
 
 
 def products(isa: Isa, kind: str, height: int) -> str:
-    """The LLVM IR of `multiply_KIND_HEIGHT`, which a tape for several sequences calls for its products."""
+    """The LLVM IR of `multiply_KIND_HEIGHT`, which a program for several sequences calls for its products."""
     return text_of(*multiply(isa, kind, height))
 
 

@@ -1,6 +1,6 @@
-"""A step's computation as a tape: a list of operations over buffers that one compiled function plays from end to end.
+"""Program of a decoding step: a list of operations over buffers that one compiled function runs from end to end.
 
-All threads play the same tape side by side. An operation deals its rows out among them by their number; a barrier
+All threads run the same program side by side. An operation deals its rows out among them by their number; a barrier
 stands behind it where a later one reads what other threads wrote. What every thread computes for itself (a norm, whose
 sum is shorter than a barrier is long) lies in memory of its own, `stride` bytes behind that of the thread before.
 
@@ -39,7 +39,7 @@ FIELDS = {
         **{"count": "i64", "epsilon": "float"},
     ),
     # y = a · y + b · x
-    "blend": Job(x="float32*", x_stride="i64", y="float32*", count="i64", a="float", b="float"),
+    "axpby": Job(x="float32*", x_stride="i64", y="float32*", count="i64", a="float", b="float"),
     # y = act(y) · x
     "gate": Job(x="float32*", y="float32*", count="i64"),
     # y = scaled, rotated, normed x for each head
@@ -61,7 +61,7 @@ FIELDS = {
     # y = those of all blocks together
     "combine": Job(parts="float*", blocks="i64", seen="i64", y="float*", heads="i64"),
 }
-# What the tape is played with.
+# What the program is run with.
 CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barrier="i64*")
 
 
@@ -83,13 +83,13 @@ class Operation:
 
 
 def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.ndarray:
-    """Write a tape as int64 `[operations, WORDS]`; `codes`: each compiled function by its name."""
-    tape = np.zeros((len(operations), WORDS), np.int64)
-    for row, operation in zip(tape, operations, strict=True):
+    """Write a program as int64 `[operations, WORDS]`; `codes`: each compiled function by its name."""
+    program = np.zeros((len(operations), WORDS), np.int64)
+    for row, operation in zip(program, operations, strict=True):
         row[0], row[1] = codes[operation.code].address, operation.barrier
         fields = FIELDS[operation.kind].row(operation.values)
         row[2 : 2 + len(fields)] = fields
-    return tape
+    return program
 
 
 def word(kind: str, field: str) -> int:

@@ -224,7 +224,7 @@ def _filled(decoder: Decoder, options: DecodeOptions) -> PromptCache:
 def _parts(engine: Engine, kv_bytes: int) -> tuple[PartRow, ...]:
     """The parts of a token one by one, each over and over."""
     reads = {"products": engine.weights_bytes, "attention": kv_bytes}
-    times = {part: _median(partial(engine.play_parts, kinds)) * 1e3 for part, kinds in PARTS.items()}
+    times = {part: _median(partial(engine.run_parts, kinds)) * 1e3 for part, kinds in PARTS.items()}
     return tuple(PartRow(part, ms, reads.get(part, 0)) for part, ms in times.items())
 
 

@@ -1,4 +1,4 @@
-"""A step in machine code gives what the model's own forward gives, for every family that has a tape."""
+"""A step in machine code gives what the model's own forward gives, for every family that has a program."""
 
 from __future__ import annotations
 

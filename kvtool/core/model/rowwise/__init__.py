@@ -1,1 +1,1 @@
-"""What a decoder layer does between its products, row by row, in machine code: norms, rotation, the MLP's gate."""
+"""Fused decoder layers on a CPU: norms, rotation and the gate of an MLP, row by row in machine code."""

@@ -1,4 +1,4 @@
-"""A model's tape: which operation follows which, on what memory, and where its threads wait."""
+"""A model's program: which operation follows which, on what memory, and where its threads wait."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def code_of(spec: ModelSpec[Linear], cache: str) -> Code:
     return Code(heads, frozenset(linear.matrix.kind for linear in linears), rotaries, spec.activation)
 
 
-def lay_out(spec: ModelSpec[Linear], buffers: Buffers, height: int) -> list[Operation]:
-    """Lay out the tape from the embeddings in `hidden` to `logits`.
+def build_program(spec: ModelSpec[Linear], buffers: Buffers, height: int) -> list[Operation]:
+    """Build the program from the embeddings in `hidden` to `logits`.
 
     Keys, values and the memory of attention change with the caches: their addresses are 0 here.
 
@@ -101,15 +101,15 @@ def lay_out(spec: ModelSpec[Linear], buffers: Buffers, height: int) -> list[Oper
         layout.attention(layer)
         layout.mlp(layer)
     layout.logits()
-    return layout.tape
+    return layout.program
 
 
 class _Layout:
-    """A tape that grows at its end."""
+    """A program that grows at its end."""
 
     def __init__(self, spec: ModelSpec[Linear], buffers: Buffers, height: int) -> None:
         self._spec, self._buffers, self._height = spec, buffers, height
-        self.tape: list[Operation] = []
+        self.program: list[Operation] = []
 
     def attention(self, layer: LayerSpec[Linear]) -> None:
         """Norm, queries, keys and values, attention, output."""
@@ -224,7 +224,7 @@ class _Layout:
         for one in self._sequences:
             x, y = inputs.of(one), outputs.of(one)
             values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
-            self._append("blend", values)
+            self._append("axpby", values)
 
     def _add(self, layer: LayerSpec[Linear], norm: NormSpec | None) -> None:
         """The output of attention or an MLP, onto the residual stream."""
@@ -237,11 +237,11 @@ class _Layout:
         self._wait()
 
     def _append(self, kind: str, values: Mapping[str, int | float], code: str = "") -> None:
-        self.tape.append(Operation(code or kind, kind, values))
+        self.program.append(Operation(code or kind, kind, values))
 
     def _wait(self) -> None:
         """All threads wait for each other behind what stands last."""
-        self.tape[-1] = replace(self.tape[-1], barrier=True)
+        self.program[-1] = replace(self.program[-1], barrier=True)
 
 
 _PARTS: Mapping[str, int] = {"parts": 0, "blocks": 0, "seen": 0}

@@ -34,7 +34,7 @@ _CACHES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 PARTS = {
     "products": ("product",),
     "attention": ("queries", "keys", "attend", "combine"),
-    "rest": ("norm", "blend", "gate"),
+    "rest": ("norm", "axpby", "gate"),
 }
 _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
 # Sequences that a row of weights is multiplied with at a time: their sums stay in registers. Measured, one core of an
@@ -44,7 +44,7 @@ MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 
 
 class Engine:
-    """A model's code, and the tapes that it plays: one for each number of sequences that go on together.
+    """A model's code, and the programs that it runs: one for each number of sequences that go on together.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class Engine:
 
     Raises
     ------
-    UnsupportedArchitecture : the model computes something that a tape does not have.
+    UnsupportedArchitecture : the model computes something that a program does not have.
     """
 
     def __init__(self, decoder: Decoder, isa: str) -> None:
@@ -87,7 +87,7 @@ class Engine:
         angles = [self._angles.at(decoder, position) for position in positions]
         step.place(angles, [kind.rotation for kind in decoder.kinds])
         step.buffers.embedded.copy_(embedded).mul_(self._spec.embedding)
-        self._play(step.tape)
+        self._run(step.program)
         return step.buffers.found.clone()
 
     @property
@@ -105,16 +105,16 @@ class Engine:
         linears = [self._spec.head, *(linear for layer in self._spec.layers for linear in layer.linears)]
         return list({id(linear.matrix): linear.matrix for linear in linears}.values())
 
-    def play_parts(self, kinds: Collection[str], sequences: int = 1) -> None:
-        """Play the operations of some kinds of the last step alone: their sums mean nothing."""
+    def run_parts(self, kinds: Collection[str], sequences: int = 1) -> None:
+        """Run the operations of some kinds of the last step alone: their sums mean nothing."""
         step = self._steps[sequences]
-        self._play(step.tape[sorted(place for kind in kinds for place in step.uses[kind])])
+        self._run(step.program[sorted(place for kind in kinds for place in step.uses[kind])])
 
-    def _play(self, tape: np.ndarray) -> None:
+    def _run(self, program: np.ndarray) -> None:
         with use_pool(min(torch.get_num_threads(), self._most_threads)) as pool:
             threads = 1 if pool is None else min(torch.get_num_threads(), self._most_threads, pool.helpers + 1)
             self._taken[0] = 0
-            values = {"operations": tape.ctypes.data, "count": len(tape), "threads": threads}
+            values = {"operations": program.ctypes.data, "count": len(program), "threads": threads}
             job = CONTEXT.pack(**values, taken=self._taken.ctypes.data, barrier=self._barrier.address)
             launch_in_pool(self._codes["run_program"], ctypes.addressof(job), threads)
 

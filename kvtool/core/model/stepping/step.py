@@ -1,4 +1,4 @@
-"""A step of so many sequences at once: its memory, its tape, and the caches that the tape stands on just now."""
+"""A step of so many sequences at once: its memory, its program, and the caches that this is bound to just now."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.kernels.decode_program import BLOCK, HEADROOM, encode, word
-from kvtool.core.model.stepping.layout import Buffers, lay_out
+from kvtool.core.model.stepping.layout import Buffers, build_program
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -35,7 +35,7 @@ class Step:
 
     Attributes
     ----------
-    tape : int64 `[operations, words]`; `uses`: where in it the operations of each kind stand, layer by layer, and
+    program : int64 `[operations, words]`; `uses`: where in it the operations of each kind stand, layer by layer, and
         sequence by sequence within a layer.
     """
 
@@ -43,8 +43,8 @@ class Step:
         self, spec: ModelSpec[Linear], functions: Mapping[str, Function], height: int, threads: int, sequences: int
     ) -> None:
         self.buffers = Buffers(spec, threads, sequences)
-        operations = lay_out(spec, self.buffers, height)
-        self.tape = encode(operations, functions)
+        operations = build_program(spec, self.buffers, height)
+        self.program = encode(operations, functions)
         kinds = sorted({one.kind for one in operations})
         self.uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
         self._spec = spec
@@ -91,7 +91,7 @@ class Step:
     def _write(self, kind: str, field: str, values: npt.NDArray[Any]) -> None:
         """Write a field of all operations of a kind: values `[layers, sequences]`, or `[sequences]` for all layers."""
         shape = len(self._spec.layers), values.shape[-1]
-        self.tape[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
+        self.program[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
 
 
 def _addresses(caches: Sequence[PromptCache], side: str) -> I64:
