@@ -54,6 +54,8 @@ def test_a_question_from_stdin(store: Path) -> None:
     piped = kvtool("query", "-", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
     assert piped["question"] == QUESTION
     assert piped["answer"] == asked["answer"]
+    both = kvtool("query", "--store", store, *SHORT, stdin=f"{QUESTION}\nAnd when?\n".encode()).fine()
+    assert "2 lines are one question" in both.err
 
 
 def test_stdin_that_is_not_utf8(store: Path) -> None:
