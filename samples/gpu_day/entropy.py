@@ -14,9 +14,8 @@ import torch
 
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.coefficient_buffer import DeviceNumbers, HostNumbers
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.numbers import HostNumbers
-from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError

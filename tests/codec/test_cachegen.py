@@ -18,14 +18,13 @@ from hypothesis import strategies as st
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded, no_profiles
 from kvtool.core.codec.cachegen import shipped
+from kvtool.core.codec.coefficient_buffer import HostNumbers
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.symbols import refinement, to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
-from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.numbers import HostNumbers
-from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor
+from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor, coarsened
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError, KvtoolError

@@ -13,8 +13,7 @@ import torch
 
 from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.numbers import HostNumbers
-from kvtool.core.codec.on_device import DeviceNumbers, decodes_there
+from kvtool.core.codec.coefficient_buffer import DeviceNumbers, HostNumbers, decodes_there
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError

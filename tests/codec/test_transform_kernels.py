@@ -14,9 +14,9 @@ from kvtool.core.codec.cachegen import shipped
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.symbols import finer_symbols, has_strays, refinement, wider
-from kvtool.core.codec.integers import coarsened
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.payload import coarsened
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.common.arithmetic import FEATURES
 from kvtool.core.errors import DamagedError

@@ -12,7 +12,7 @@ import torch
 
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.levels import Level
-from kvtool.core.codec.plugged import Plugged
+from kvtool.core.codec.plugin import Plugged
 from kvtool.core.common import plugins
 from kvtool.core.common.plugins import PluginError, found, listed, troubles
 from kvtool.core.corpus import readers

@@ -16,7 +16,7 @@ import zstandard
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.kept import rows_of
+from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams

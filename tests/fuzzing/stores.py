@@ -28,8 +28,8 @@ from kvtool.core.codec.entropy import decoder, reference
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.reference import LANES, Stream
 from kvtool.core.codec.entropy.tables import TableSet, quantised
-from kvtool.core.codec.kept import rows_of
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.state_checkpoint import decode_part, encode_part
 from kvtool.core.retrieval.index import Index

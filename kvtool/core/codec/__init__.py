@@ -25,7 +25,7 @@ def __getattr__(name: str) -> Any:
 
 def _codec_of(level: Level) -> Codec:
     if (plugin := plugin_of(level.name)) is not None:
-        from kvtool.core.codec.plugged import Plugged
+        from kvtool.core.codec.plugin import Plugged
 
         return Plugged(level, plugin)
     module, _, kind = level.codec.partition(":")

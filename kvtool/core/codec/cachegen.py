@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec import integers as whole
 from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, shape_of_layer
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.decoder import Decoding, decode
@@ -28,7 +27,7 @@ from kvtool.core.codec.entropy.reference import LANES
 from kvtool.core.codec.entropy.symbols import to_symbols
 from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
 from kvtool.core.codec.layout import channels_of, heads_of, wide_sides
-from kvtool.core.codec.payload import Coded, Escapes, Predictor, streams_of
+from kvtool.core.codec.payload import Coded, Escapes, Predictor, clipped, streams_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -145,9 +144,9 @@ def quantise(side: F32, step: float) -> Side:
     step = float(np.float32(max(step, 1e-12)))
     anchors = is_anchor(len(side))
     widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
-    quantised = whole.clipped(side[anchors] / widths)
+    quantised = clipped(side[anchors] / widths)
     base = _spread(quantised * widths, len(side))
-    rows = whole.clipped((side - base) / np.float32(step))
+    rows = clipped((side - base) / np.float32(step))
     rows[anchors] = 0
     return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
 

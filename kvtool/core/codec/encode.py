@@ -9,9 +9,9 @@ import torch
 
 from kvtool.core.codec import CODECS, analysis
 from kvtool.core.codec.base import LayerKV, Payload
-from kvtool.core.codec.kept import tail_of
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
 
 _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})

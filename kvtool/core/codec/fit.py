@@ -1,9 +1,4 @@
-"""A profile from a sample of KV and from how much errors in it matter.
-
-Directions are weighted by the sensitivity, so that a unit of error costs the same everywhere, in every layer; a KLT of
-what comes out packs it into few coefficients; one step for all does the allocation of bits by itself (reverse
-water-filling: what stays below the step costs next to nothing). kvtool/docs/codec.md.
-"""
+"""Fit a profile: means, a transform of what errors cost, and frequency tables shared by columns."""
 
 from __future__ import annotations
 
@@ -15,14 +10,116 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec.base import Shape, side_shapes
-from kvtool.core.codec.clusters import fine_tables, shared_tables
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, ZERO, TableSet
-from kvtool.core.codec.integers import coarsened
+from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, PROBABILITY_BITS, ZERO, TableSet, quantised
 from kvtool.core.codec.layout import BLOCK, SIDES, Layout, channels_of
 from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.payload import coarsened
 from kvtool.core.codec.profile import Profile, inverted
 from kvtool.core.codec.transform import finest_numbers
 from kvtool.core.errors import KvtoolError
+
+_LEAST_PROBABILITY = 1 / 8192  # of a symbol that gets a slot of its own; others are escapes
+_ESCAPES = 1 / 4096
+
+
+def frequencies(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
+    """A table from probabilities `[256]`: rare symbols lose their slots, and the escape always has one."""
+    kept = np.where(probabilities >= _LEAST_PROBABILITY * probabilities.sum(), probabilities, 0.0)
+    used = np.flatnonzero(kept[:ESCAPE])
+    first, last = (used[0], used[-1]) if len(used) else (ZERO, ZERO)
+    kept[first : last + 1] = np.maximum(kept[first : last + 1], probabilities.sum() * _LEAST_PROBABILITY)
+    kept[ESCAPE] = probabilities.sum() - kept[:ESCAPE].sum()
+    kept[ESCAPE] = max(kept[ESCAPE], probabilities.sum() * _ESCAPES)
+    return quantised(kept)
+
+
+def bell(spread: float) -> npt.NDArray[np.float64]:
+    """Probabilities `[256]` of rounded numbers around 0, half Laplace and half Gauss of this standard deviation."""
+    from math import erf
+
+    edges = np.arange(-ZERO, ALPHABET - ZERO) - 0.5
+    edges = np.append(edges, edges[-1] + 1)
+    scale = spread / np.sqrt(2)
+    tail = 0.5 * np.exp(-np.abs(edges) / scale)
+    laplace = np.where(edges < 0, tail, 1 - tail)
+    gauss = np.array([0.5 * (1 + erf(edge / spread / np.sqrt(2))) for edge in edges])
+    inside = np.diff(0.5 * laplace + 0.5 * gauss)
+    inside[ESCAPE] = 0.0
+    return np.asarray(inside, np.float64)
+
+
+def made() -> npt.NDArray[np.uint16]:
+    """What the file holds, uint16 `[49, 256]`: spreads from 0.12 to 42 steps. For a test, and for the next version."""
+    zeros = np.zeros(ALPHABET)
+    zeros[ZERO] = 1.0
+    spreads = np.geomspace(0.12, 42, 48)
+    return np.stack([frequencies(probabilities) for probabilities in (zeros, *map(bell, spreads))])
+
+
+TABLES = 48
+FINE_CLASSES = 16
+_ROUNDS = 8
+_MOST_COLUMNS = 20_000  # that the tables are fitted to; all are given one
+_SMOOTHING = 0.02  # share of a bell of the same spread: another text has numbers that the sample did not
+
+Counts = npt.NDArray[np.int32]
+Tables = npt.NDArray[np.uint16]
+
+
+def shared_tables(counts: Counts, most: int = TABLES) -> tuple[Tables, npt.NDArray[np.uint16]]:
+    """Tables for columns by what occurred in them, `[columns, 256]`; and the id of each column's, uint16."""
+    rows = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    sample = rows[:: -(-len(rows) // _MOST_COLUMNS)]
+    groups = _start(sample, min(most, len(sample)))
+    for _ in range(_ROUNDS):
+        tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
+        groups = _nearest(sample, tables)
+        groups = np.unique(groups, return_inverse=True)[1]  # those that lost all their columns go
+    tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
+    return tables, _nearest(rows, tables).astype(np.uint16)
+
+
+def _start(rows: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
+    """Columns of like entropy together."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(rows * np.log2(rows), 1)
+    groups = np.empty(len(rows), np.int64)
+    groups[np.argsort(entropy, kind="stable")] = np.arange(len(rows)) * count // len(rows)
+    return groups
+
+
+def _nearest(rows: npt.NDArray[np.float64], tables: Tables) -> npt.NDArray[np.int64]:
+    with np.errstate(divide="ignore"):
+        bits = PROBABILITY_BITS - np.log2(tables.astype(np.float64))
+    escape = bits[:, ESCAPE, None] + 16
+    return np.asarray((rows @ np.where(np.isfinite(bits), bits, escape).T).argmin(1))
+
+
+def _table(rows: npt.NDArray[np.float64]) -> Tables:
+    mean = rows.mean(0)
+    inside = mean.copy()
+    inside[ESCAPE] = 0.0
+    numbers = np.arange(ALPHABET) - ZERO
+    total = max(inside.sum(), 1e-9)
+    spread = float(np.sqrt(max((inside * numbers**2).sum() / total, 1e-3)))
+    return frequencies((1 - _SMOOTHING) * mean + _SMOOTHING * bell(spread))
+
+
+def fine_tables(counts: Counts) -> tuple[Tables, npt.NDArray[np.int64]]:
+    """Tables of a refinement, three a class, for columns `[columns, context, -1 | 0 | 1]`; and each column's first."""
+    some = counts + 0.5
+    share = some[:, 0, 1] / some[:, 0].sum(1)  # of zeros that stay zeros: tells narrow columns from wide ones
+    order = np.argsort(share, kind="stable")
+    classes = np.empty(len(counts), np.int64)
+    classes[order] = np.arange(len(counts)) * FINE_CLASSES // len(counts)
+    tables = []
+    for number in range(classes.max() + 1):
+        for context in range(3):
+            table = np.zeros(ALPHABET)
+            table[ZERO - 1 : ZERO + 2] = some[classes == number, context].sum(0)
+            tables.append(quantised(table))
+    return np.stack(tables), classes * 3
+
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 2.2e-5

@@ -71,7 +71,7 @@ def _kept(level: Level, share: int) -> Level:
     """The level at which a share of the rows is stored as `level` stores all of them; each record stands alone."""
     return Level(
         f"keep{share}-{level.name}",
-        ".kept:Kept",
+        ".row_subset:Kept",
         profiled=level.profiled,
         share=share,
         inner=level.name,

@@ -11,11 +11,11 @@ import torch
 
 from kvtool.core.codec import transform_kernels
 from kvtool.core.codec.base import Encoded
+from kvtool.core.codec.coefficient_buffer import HostNumbers, Numbers
 from kvtool.core.codec.entropy.columns import Columns
 from kvtool.core.codec.entropy.decoder import decode_all
 from kvtool.core.codec.layout import SIDES, Layout
 from kvtool.core.codec.nested import NESTED, check_of
-from kvtool.core.codec.numbers import HostNumbers, Numbers
 from kvtool.core.codec.payload import MOST_NUMBER, Coded, Predictor
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.raw import DTYPES, NAMES

@@ -9,9 +9,9 @@ import torch
 
 from kvtool.core.codec import analysis, cachegen, transform
 from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, no_profiles
+from kvtool.core.codec.coefficient_buffer import DeviceNumbers
 from kvtool.core.codec.layout import channels_of, heads_of
 from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.on_device import DeviceNumbers
 from kvtool.core.codec.payload import Coded, Predictor, base_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import DamagedError

@@ -9,11 +9,11 @@ from contextlib import closing
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.kept import inner_of
 from kvtool.core.codec.levels import exact, known, level_of, nested, profiled
 from kvtool.core.codec.nested import coarser
 from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.row_subset import inner_of
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
 from kvtool.core.compress.compress_report import CompressReport, LevelReport

@@ -10,8 +10,8 @@ from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles, shape_of
-from kvtool.core.codec.kept import rows_of
 from kvtool.core.codec.levels import exact, level_of
+from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.model.kv_shape import KVShape
