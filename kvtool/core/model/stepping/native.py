@@ -23,7 +23,7 @@ from kvtool.core.model.stepping.step import Angles, Step
 from kvtool.core.model.trial import UnsupportedArchitecture, check_trial
 from kvtool.core.native.isa import ISAS
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.threads import Barrier, launch_in_pool, use_pool
+from kvtool.core.native.threads import Barrier, all_of, launch
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -111,12 +111,11 @@ class Engine:
         self._run(step.program[sorted(place for kind in kinds for place in step.uses[kind])])
 
     def _run(self, program: np.ndarray) -> None:
-        with use_pool(min(torch.get_num_threads(), self._most_threads)) as pool:
-            threads = 1 if pool is None else min(torch.get_num_threads(), self._most_threads, pool.helpers + 1)
+        with all_of(min(torch.get_num_threads(), self._most_threads)) as threads:
             self._taken[0] = 0
             values = {"operations": program.ctypes.data, "count": len(program), "threads": threads}
             job = CONTEXT.pack(**values, taken=self._taken.ctypes.data, barrier=self._barrier.address)
-            launch_in_pool(self._codes["run_program"], ctypes.addressof(job), threads)
+            launch(self._codes["run_program"], ctypes.addressof(job), threads)
 
 
 @cache
