@@ -54,8 +54,10 @@ def test_kvtool_and_transformers_answer_the_same_ids(tiny: Path, tmp_path: Path,
             assert row[name] > 0
         assert row["speedup"] is row["saved"] is None
     assert [row["level"] for row in found["stored"]][:2] == ["raw", "lossless"]
-    sizes = [row["bytes_per_token"] for row in found["stored"]]
-    assert sizes == sorted(sizes, reverse=True)
+    for baseline in (False, True):
+        rows = [row for row in found["stored"] if row["level"].startswith("cachegen") is baseline]
+        sizes = [row["bytes_per_token"] for row in rows]
+        assert sizes == sorted(sizes, reverse=True)
     assert "<svg" in plot.read_text()
 
 
