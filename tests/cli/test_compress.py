@@ -450,3 +450,20 @@ def test_any_script(tiny: Path, tmp_path: Path) -> None:
     kvtool("query", "방앗간은 누가 지었는가?", "--store", path, *SHORT).fine()
     wrong = kvtool("compress", "--store", tmp_path / "없는 곳", "--json").failed(10, "없는 곳")
     assert "없는 곳" in json.loads(wrong.out)["error"]["message"]
+
+
+@pytest.mark.usefixtures("fixed")
+def test_repair_drops_what_a_damaged_profile_leaves_unreadable(plain: Path) -> None:
+    kvtool("compress", "--store", plain, "--level", "2").fine()
+    with Store.open(plain) as store:
+        (profile,) = store.profile_digests()
+        content = bytes(store.profile(profile) or b"")
+    data = next(plain.glob("data/gen-*/data.mdb"))
+    whole = data.read_bytes()
+    at = whole.index(content[:64])
+    data.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    told = kvtool("store", "verify", "--store", plain, "--json").json
+    assert told["damaged"]
+    kvtool("store", "repair", "--store", plain)
+    assert {level for levels in levels_in(plain).values() for level in levels} == {"raw"}
+    kvtool("store", "verify", "--store", plain).fine()

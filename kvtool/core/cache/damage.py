@@ -19,6 +19,7 @@ from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.side_log import damaged_journals
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.stretches import missing_parts, named_part, read_row
+from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ def find_damage(store: StoreReader, sample: Fraction) -> Iterator[Damage]:
             if table not in (tables.RECORDS, tables.STRETCHES) or in_sample(key, sample):
                 yield from _check_row(store, table, key)
     yield from _missing_records(store)
+    yield from _without_profile(store)
     yield from _missing_parts(store)
     yield from _missing_chunks(store)
     for place, reason in chain(damaged_files(store.path), damaged_journals(store.path)):
@@ -159,6 +161,22 @@ def _missing_records(store: StoreReader) -> Iterator[Damage]:
         rows = sound_rows(snapshot, tables.LEVELS)  # the others are reported as such
         missing = [damage for key, row in rows for damage in _absent(snapshot, key, row)]
     yield from missing
+
+
+def _without_profile(store: StoreReader) -> Iterator[Damage]:
+    """Levels whose records nobody can decode: the codec profile that they name is damaged or missing."""
+    if store.link is not None:  # it may come from there
+        return
+    with store.snapshot() as snapshot:
+        there = {NO_PROFILE, *(key for key, _ in sound_rows(snapshot, tables.PROFILES))}
+        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)]
+    for key in rows:
+        chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
+        maker = store.made_with(chunk_id, level)
+        if maker is not None and bytes.fromhex(maker) not in there:
+            yield Damage(
+                chunk_id.hex(), level, NO_LAYER, "the codec profile of its records is missing", "levels", key.hex()
+            )
 
 
 def _missing_parts(store: StoreReader) -> Iterator[Damage]:
