@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError
 from kvtool.core.model.files import check_folder, read_config
 from kvtool.core.model.fingerprint import model_fingerprint
@@ -97,11 +98,12 @@ def gguf_model(data: bytes) -> None:
     """A GGUF file from its first use to a loaded model."""
     path = _place() / "model.gguf"
     path.write_bytes(data + _gguf()[1])
+    cache = _place() / "cache"  # what lies in the run's own is other tests'
     try:
-        with _refused_as_a_model():
+        with patch.dict(os.environ, KVTOOL_CACHE=str(cache)), _refused_as_a_model():
             load_model(resolve(str(path)), device="cpu", packed=True)
     finally:
-        shutil.rmtree(cache_dir() / "gguf", ignore_errors=True)
+        shutil.rmtree(cache, ignore_errors=True)
 
 
 def safetensors(data: bytes) -> None:
