@@ -19,7 +19,6 @@ from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.side_log import damaged_journals
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.stretches import missing_parts, named_part, read_row
-from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -164,19 +163,16 @@ def _missing_records(store: StoreReader) -> Iterator[Damage]:
 
 
 def _without_profile(store: StoreReader) -> Iterator[Damage]:
-    """Levels whose records nobody can decode: the codec profile that they name is damaged or missing."""
-    if store.link is not None:  # it may come from there
-        return
+    """Levels whose records nobody can decode, since the codec profile that they name is damaged."""
     with store.snapshot() as snapshot:
-        there = {NO_PROFILE, *(key for key, _ in sound_rows(snapshot, tables.PROFILES))}
-        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)]
+        sound = {key for key, _ in sound_rows(snapshot, tables.PROFILES)}
+        damaged = {key.hex() for key in snapshot.keys(tables.PROFILES)} - {key.hex() for key in sound}
+        rows = [key for key, _ in sound_rows(snapshot, tables.LEVELS)] if damaged else []
     for key in rows:
         chunk_id, level = key[:ID_BYTES], key[ID_BYTES:].decode("ascii")
-        maker = store.made_with(chunk_id, level)
-        if maker is not None and bytes.fromhex(maker) not in there:
-            yield Damage(
-                chunk_id.hex(), level, NO_LAYER, "the codec profile of its records is missing", "levels", key.hex()
-            )
+        if store.made_with(chunk_id, level) in damaged:
+            reason = "the codec profile of its records is damaged"
+            yield Damage(chunk_id.hex(), level, NO_LAYER, reason, "levels", key.hex())
 
 
 def _missing_parts(store: StoreReader) -> Iterator[Damage]:
