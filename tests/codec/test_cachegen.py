@@ -19,6 +19,7 @@ from kvtool.core.codec import CODECS, transform
 from kvtool.core.codec.base import Encoded, no_profiles
 from kvtool.core.codec.cachegen import shipped
 from kvtool.core.codec.coefficient_buffer import HostNumbers
+from kvtool.core.codec.encode import encode_levels
 from kvtool.core.codec.entropy import native
 from kvtool.core.codec.entropy.columns import in_order
 from kvtool.core.codec.entropy.symbols import refinement, to_symbols
@@ -656,7 +657,12 @@ def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
             CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
 
 
-def test_no_profile_no_record() -> None:
-    with pytest.raises(KvtoolError, match="needs a codec profile") as raised:
-        CODECS["2"].encode(*model().kv(0, 5))
-    assert "kvtool compress" in raised.value.hint
+def test_without_a_profile_a_record_is_the_papers() -> None:
+    kv = model().kv(0, 30)
+    for level in NESTED:
+        of, paper = CODECS[level], CODECS[f"cachegen-{level}"]
+        assert b"".join(of.encode(*kv)) == b"".join(paper.encode(*kv))
+        ours, theirs = ([b"".join(parts) for parts in codec.encode_layers([kv] * 3)] for codec in (of, paper))
+        assert ours == theirs
+    with pytest.raises(KvtoolError, match="needs a codec profile"):
+        encode_levels([kv], ["1", "2"])

@@ -101,17 +101,21 @@ def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Pa
             assert one.read_kv(chunk, "2", 1)[1] == two.read_kv(chunk, "2", 1)[1]
 
 
-@pytest.mark.parametrize("form", [(), ("--dry-run",)])
-def test_without_a_profile_a_level_that_needs_one_is_refused(
-    form: tuple[str, ...], at: tuple[Any, ...], tmp_path: Path
-) -> None:
-    """Before anything is read or made; the paper's scheme needs none."""
-    corpus = write_corpus(tmp_path / "in", 1, 3)
-    for level in ("2", "4"):
-        done = kvtool("ingest", corpus, *at, "--level", level, *form)
-        done.failed(2, f"--level {level} needs a codec profile", "kvtool compress")
-    assert not (tmp_path / "store").exists()
-    kvtool("ingest", corpus, *at, "--level", "cachegen-1", *form).fine()
+def test_the_first_documents_of_a_store_are_compressed_at_once(at: tuple[Any, ...], tmp_path: Path) -> None:
+    """By the paper's scheme, which needs no profile; `compress` fits one and makes exact records' levels anew."""
+    corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
+    kvtool("ingest", corpus, *at, "--level", "2").fine()
+    coded = coded_in(path, "2")
+    assert coded
+    assert {one.profile for one in coded.values()} == {NO_PROFILE}
+    assert {level for chunk, levels in levels_in(path).items() if chunk != prefix_of(path) for level in levels} == {"2"}
+    reply = kvtool("query", QUESTION, "--store", path, *SHORT, "--level", "2", "--json").fine().json
+    assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
+    kvtool("ingest", corpus, *at[2:], "--store", tmp_path / "paper", "--level", "cachegen-2").fine()
+    paper = coded_in(tmp_path / "paper", "cachegen-2")
+    assert {key: (one.level, one.predictors, one.errors) for key, one in coded.items()} == {
+        key: (one.level, one.predictors, one.errors) for key, one in paper.items()
+    }
 
 
 def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:

@@ -18,19 +18,25 @@ from kvtool.core.errors import DamagedError
 
 
 class TransformCodec:
-    """One lossy level. Records that an earlier kvtool made without a profile are read; none are made."""
+    """One lossy level. Before a store has a profile its chunks are encoded by the paper's scheme, and so read;
+    `compress` makes them anew."""
 
     def __init__(self, level: str) -> None:
         self.level = level
+        self._without_profile = cachegen.CacheGen(f"cachegen-{level}")
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> list[Payload]:
         """Encode one layer's keys and values, each `[kv_heads, tokens, head_dim]`, as a record that stands alone."""
+        if profile is None:
+            return [*self._without_profile.encode(keys, values)]
         return analysis.encode(profile, [layer], [(keys, values)], [self.level])[self.level][0]
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
         """Encode all layers of a chunk together."""
+        if profile is None:
+            return [[*parts] for parts in self._without_profile.encode_layers(kvs)]
         return analysis.encode(profile, range(len(kvs)), kvs, [self.level])[self.level]
 
     def decode(

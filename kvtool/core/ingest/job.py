@@ -85,9 +85,6 @@ def ingest(
     return report
 
 
-_FIRST = "ingest some documents without --level, and `kvtool compress`, which fits one to them; then ingest the rest"
-
-
 def _preview(path: Path, options: IngestOptions, events: Events, reading: Reading) -> IngestReport:
     try:
         with Store.open(path) as store:
@@ -134,8 +131,6 @@ class _Job:
         kept: KeptModel | None = None,
     ) -> None:
         self.options, self._path, self._model = options, path, kept or KeptModel()
-        if level_of(options.level).profiled and not (store and store.codec_state().get("profile")):
-            raise UsageError(f"--level {options.level} needs a codec profile, and the store has none yet", _FIRST)
         self.account = Account(options, events)
         self.choices = Choices(store, options, self.account.phase)
         self.stream = Stream(store, options, self.choices, self.account, reading)
