@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.heads_triton import HeadNorm, place
 from kvtool.core.kernels.machine import has_triton
-from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.spec import (
@@ -135,7 +135,7 @@ class FusedForward:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        table: Table,
+        table: RopeTables,
         at: torch.Tensor,
         buffer: BufferLayer,
     ) -> torch.Tensor:
@@ -169,7 +169,7 @@ class FusedForward:
         return query
 
 
-def in_halves(heads: torch.Tensor, table: Angles) -> torch.Tensor:
+def in_halves(heads: torch.Tensor, table: CosSin) -> torch.Tensor:
     """Rotate `[1, heads, rows, head_dim]` in float32: number i and its partner half a rotation further on."""
     width = table.cos.shape[-1]
     wide = heads[..., :width].float()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.kinds import LayerKind, angles_of, rotary_of
 from kvtool.core.model.stack import DecoderStack
 
@@ -263,7 +263,7 @@ class _Reader:
         at = torch.tensor([_TRIED_POSITION], device=self._stack.device)
         return angles_of(rotary_of(self._stack.base), self._stack.rotary.names[0], like, at)[0]
 
-    def _layer(self, number: int, layer: Any, table: Table) -> LayerSpec:
+    def _layer(self, number: int, layer: Any, table: RopeTables) -> LayerSpec:
         if unknown := _unknown(layer, _LAYER) or _unknown(layer.self_attn, _ATTENTION):
             raise UnsupportedArchitecture(unknown)
         attention, width = layer.self_attn, self._shape.key_dim
@@ -342,7 +342,7 @@ class _Reader:
             self._functions[kind] = _activation(function, self._stack.device)
         return GatedMLP(gate, up, _whole(module.down_proj), self._functions[kind], function)
 
-    def _rope(self, number: int, table: Table) -> tuple[int, bool]:
+    def _rope(self, number: int, table: RopeTables) -> tuple[int, bool]:
         """Try how many numbers of a head a layer rotates, and whether it does so in halves."""
         rotary = self._stack.rotary
         angles = rotary.angles(table, number)
