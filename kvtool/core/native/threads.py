@@ -366,7 +366,7 @@ def barrier(isa: Isa) -> FunctionBuilder:
 def _pause(k: FunctionBuilder) -> None:
     """Leave the core's units to the thread that shares it: one that spins without takes a fifth of that one's speed."""
     if k.isa is NEON or (k.isa is SCALAR and platform.machine() in ARM):
-        k.call_void("llvm.aarch64.isb", k.constant("i32", 15))  # waits for the pipeline; `yield` does nothing on most CPUs
+        k.call_void("llvm.aarch64.isb", k.constant("i32", 15))  # `yield` does nothing on most CPUs
     elif platform.machine() in X86:
         k.call_void("llvm.x86.sse2.pause")
 
