@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import platform
+import warnings
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from kvtool.core.common.arithmetic import ARM, FEATURES, cpu_features
-from kvtool.core.native import jit
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +45,31 @@ _FORBIDDEN = {"default": ("avx512", "avx2"), "avx2": ("avx512",)}  # by what tor
 
 
 @cache
+def llvm() -> Any:
+    """Return llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
+    try:
+        binding = importlib.import_module("llvmlite.binding")
+    except (ImportError, OSError) as error:
+        _warn_slow(str(error))
+        return None
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    """Say once that decoding takes ten times as long, and why."""
+    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
+
+
+@cache
 def runnable() -> tuple[str, ...]:
     """Return the names of the ISAS that this machine can run, best first; none if llvmlite cannot be imported.
 
     Vectors that a variable does not name are missing, if it says what the CPU has (`common/arithmetic.py`).
     """
-    binding = jit.llvm()
+    binding = llvm()
     if binding is None:
         return ()
     host = {name for name, present in binding.get_host_cpu_features().items() if present}
