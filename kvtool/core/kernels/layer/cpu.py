@@ -16,12 +16,11 @@ from functools import cache
 import torch
 
 from kvtool.core.native import builder, simd
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, each
-from kvtool.core.native.formats import rounded
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, rounded
 from kvtool.core.native.isa import ISAS, Isa
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import Job
-from kvtool.core.native.simd import rotate
+from kvtool.core.native.job import Job, WorkQueue
+from kvtool.core.native.simd import each, rotate
 from kvtool.core.native.threads import launch
 
 ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
