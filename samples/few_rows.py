@@ -31,7 +31,7 @@ from kvtool.core.fusion.source import StoreSource
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model import decoder as decoder_module
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.native.threads import use_pool
 from kvtool.core.query.options import QueryOptions
@@ -70,7 +70,7 @@ def parts_of(decoder: Decoder, prompt: BenchPrompt, source: StoreSource, plan: P
     """The pass without loading, and each part alone."""
     cache = fuse(decoder, plan, selector_for(QueryOptions(), MODE), source).cache
     count = len(prompt.question)
-    rows = Rows.of(torch.arange(prompt.length - count, prompt.length), "cpu")
+    rows = QueryRows.of(torch.arange(prompt.length - count, prompt.length), "cpu")
     linears = [m for layer in decoder.layers for m in layer.modules() if isinstance(m, torch.nn.Linear)]
     products = [(_product_of(m), torch.zeros((1, count, m.in_features), dtype=decoder.dtype)) for m in linears]
     heads = decoder.config.num_attention_heads

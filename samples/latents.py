@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import IMPLEMENTATION, Rows
+from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
 from kvtool.core.model.mla import Latents
 from kvtool.lab.bench.shapes import shape_config
 
@@ -30,7 +30,7 @@ def attention_of(shape: str, dtype: torch.dtype) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=dtype).requires_grad_(False).model.layers[0].self_attn
 
 
-def ways(latents: Latents, rows: Rows, keys: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
+def ways(latents: Latents, rows: QueryRows, keys: int, dtype: torch.dtype) -> dict[str, Callable[[], torch.Tensor]]:
     """The same attention in both ways."""
     draw = torch.Generator().manual_seed(0)
     joint = torch.randn((1, 1, keys, latents.rank + latents.rotary), generator=draw).to(dtype)
@@ -69,7 +69,7 @@ def main() -> None:
     latents, keys = Latents(attention_of(options.shape, dtype), IMPLEMENTATION), options.keys
     print(f"{'rows':>6} {'absorbed ms':>12} {'heads ms':>12}  taken     apart")
     for count in sorted({1, 32, keys // 8, keys // 4, keys // 2, keys}):
-        rows = Rows.of(torch.arange(keys - count, keys), "cpu")
+        rows = QueryRows.of(torch.arange(keys - count, keys), "cpu")
         calls = ways(latents, rows, keys, dtype)
         one, other = (call().float() for call in calls.values())
         took = least(calls, options.rounds)

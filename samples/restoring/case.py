@@ -12,7 +12,7 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.query.layout import Asked
@@ -109,7 +109,7 @@ class Case:
         if not len(rows):
             return self.logits[:0]
         cache.set_length(length)
-        places = Rows.of(rows, self.decoder.device)
+        places = QueryRows.of(rows, self.decoder.device)
         return self.decoder.compute([ids[row] for row in places.order], places, cache, keep=length - self._before(asks))
 
     def _before(self, asks: bool) -> int:

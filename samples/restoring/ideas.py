@@ -14,7 +14,7 @@ from kvtool.core.fusion.selectors.base import share_of
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.shift import Shift
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from restoring.case import Case
 from restoring.rows import attended
@@ -63,7 +63,7 @@ class Lab:
     def recompute(self, cache: PromptCache, rows: torch.Tensor, shifts: bool = True) -> None:
         """Compute rows (bool `[length]`) over a cache, and shift those that stay."""
         decoder, ids = self.case.decoder, self.case.plan.ids
-        places = Rows.of(rows.nonzero()[:, 0], decoder.device)
+        places = QueryRows.of(rows.nonzero()[:, 0], decoder.device)
         shift = Shift(decoder, self.case.plan, cache, wanted=shifts)
         shift.follow(places)
         cache.before_update = lambda layer, count: shift.before(layer)

@@ -13,7 +13,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors.base import Selector, share_of
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from restoring.case import BOTH, Case, sides_of
 
@@ -89,7 +89,7 @@ def attended(case: Case, cache: PromptCache, start: int, ids: Sequence[int]) -> 
     ----------
     start : place of the first of them.
     """
-    rows = Rows.of(torch.arange(start, start + len(ids)), "cpu")
+    rows = QueryRows.of(torch.arange(start, start + len(ids)), "cpu")
     found: list[torch.Tensor] = []
 
     def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.layer_cuda import FusedForward, in_halves
@@ -39,7 +39,7 @@ def prefilled(decoder: Decoder) -> PromptCache:
 def both(decoder: Decoder, keep: int) -> list[tuple[torch.Tensor, PromptCache]]:
     """Rows in the midst of a prompt, fused and by the model's own forward: with other tokens than before."""
     ids = [(PROMPT[at] + 1) % 500 for at in SCATTERED.tolist()]
-    rows = Rows.of(SCATTERED, "cpu")
+    rows = QueryRows.of(SCATTERED, "cpu")
     ours, theirs = prefilled(decoder), prefilled(decoder)
     return [
         (FusedForward(decoder, decoder.spec).compute(torch.tensor(ids), rows, ours, keep), ours),

@@ -26,7 +26,7 @@ ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class QueryRows:
     """The prompt positions a pass computes, in ascending order.
 
     Attributes
@@ -36,7 +36,7 @@ class Rows:
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
     watch : is shown every layer's queries and keys: (layer, query, key, params), as `attend` has them.
     stored : what they give is kept: it is computed by the model's own forward, so that it stays the same to the bit.
-    turned_to : the position of every place of the prompt, ascending, where some are not their place; None: all are.
+    position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
     """
 
     positions: torch.Tensor
@@ -44,15 +44,17 @@ class Rows:
     dense: bool
     watch: Watch | None = None
     stored: bool = False
-    turned_to: Sequence[int] | None = field(default=None, repr=False)
+    position_ids: Sequence[int] | None = field(default=None, repr=False)
     _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, positions: torch.Tensor, device: torch.device | str, turned_to: Sequence[int] | None = None) -> Rows:
+    def of(
+        cls, positions: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
+    ) -> QueryRows:
         """Rows at places `positions` (int64 `[rows]`, ascending)."""
         order: list[int] = positions.tolist()
         dense = order == list(range(len(order)))
-        return cls(positions.to(device, non_blocking=True), order, dense, turned_to=turned_to)
+        return cls(positions.to(device, non_blocking=True), order, dense, position_ids=position_ids)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -62,7 +64,7 @@ class Rows:
         """How many keys the rows see without a window, added up."""
         return sum(self.order) + len(self.order)
 
-    def last(self, count: int) -> Rows:
+    def last(self, count: int) -> QueryRows:
         """The last `count` rows."""
         return replace(self, positions=self.positions[-count:], order=self.order[-count:], dense=False, _seen={})
 
@@ -75,10 +77,10 @@ class Rows:
     def _through(self, window: int | None) -> KeyRanges:
         if window is None:
             return KeyRanges(self.order, self.positions, dense=self.dense)
-        if self.turned_to is None:
+        if self.position_ids is None:
             first = [max(0, place - window + 1) for place in self.order]
         else:
-            first = [bisect_left(self.turned_to, self.turned_to[place] - window + 1) for place in self.order]
+            first = [bisect_left(self.position_ids, self.position_ids[place] - window + 1) for place in self.order]
         return KeyRanges(
             self.order, self.positions, first, torch.tensor(first).to(self.positions.device, non_blocking=True)
         )
@@ -140,7 +142,7 @@ class PackedChunks:
         return self._windows[window]
 
 
-class Attends(Protocol):
+class AttentionRows(Protocol):
     """Query rows that know which keys each of them sees."""
 
     def attend(
@@ -149,22 +151,22 @@ class Attends(Protocol):
         """Attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
 
 
-class Placing(Attends, Protocol):
+class PlacedRows(AttentionRows, Protocol):
     """Query rows that also know where they stand in the prompt: int64 `[rows]` on the model's device."""
 
     @property
     def positions(self) -> torch.Tensor: ...
 
-    def last(self, count: int) -> Placing:
+    def last(self, count: int) -> PlacedRows:
         """The last `count` of them."""
         ...
 
 
-_passing: ContextVar[Callable[[], Attends | None]] = ContextVar("passing", default=lambda: None)
+_passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("passing", default=lambda: None)
 
 
 @contextmanager
-def passing(rows: Callable[[], Attends | None]) -> Iterator[None]:
+def passing(rows: Callable[[], AttentionRows | None]) -> Iterator[None]:
     """Say which rows a model computes inside: layers may hand on to their attention only what they know (StableLM)."""
     token = _passing.set(rows)
     try:
@@ -180,7 +182,7 @@ def rows_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    rows: Attends | None = None,
+    rows: AttentionRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention for `transformers`' attention interface: `rows` decide what is seen.
@@ -207,7 +209,11 @@ def rows_attention(
         sinks=kwargs.get("s_aux"),
     )
     rows = _passing.get()() if rows is None else rows
-    if latents is not None and isinstance(rows, Rows) and latents.should_expand(len(rows), key.shape[2], rows.pairs):
+    if (
+        latents is not None
+        and isinstance(rows, QueryRows)
+        and latents.should_expand(len(rows), key.shape[2], rows.pairs)
+    ):
         (key, value), latents = latents.heads_of(key), None
     if latents is not None:
         query = latents.absorbed(query)

@@ -13,7 +13,7 @@ import torch
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
-from kvtool.core.model.attention import Placing, Rows
+from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.kv_sharing import prune_rows
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
@@ -111,7 +111,7 @@ class Decoder(DecoderStack):
     def compute(
         self,
         tokens: Sequence[int],
-        rows: Rows,
+        rows: QueryRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -134,7 +134,7 @@ class Decoder(DecoderStack):
     def compute_there(
         self,
         ids: torch.Tensor,
-        rows: Placing,
+        rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -151,7 +151,7 @@ class Decoder(DecoderStack):
             return logits
 
     def _run_sharing(
-        self, ids: torch.Tensor, rows: Placing, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
+        self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
     ) -> Any:
         """The forward of a model whose last layers keep nothing; told a tensor it does not cut its own inputs."""
         wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
@@ -160,7 +160,7 @@ class Decoder(DecoderStack):
 
     @torch.inference_mode()
     def walk(
-        self, tokens: Sequence[int], rows: Rows, cache: PromptCache, position_ids: torch.Tensor | None = None
+        self, tokens: Sequence[int], rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
     ) -> None:
         """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
@@ -173,7 +173,7 @@ class Decoder(DecoderStack):
         self,
         module: Any,
         ids: torch.Tensor,
-        rows: Placing,
+        rows: PlacedRows,
         cache: PromptCache,
         position_ids: torch.Tensor | None = None,
         **more: Any,
@@ -200,10 +200,10 @@ class Decoder(DecoderStack):
 
     @torch.inference_mode()
     def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
-        """Prefill what is kept in a store or what stands before it, by the model's own forward: see `Rows.stored`."""
+        """Prefill what a store keeps, or what is before it, by the model's own forward (`QueryRows.stored`)."""
         cache = self.new_cache(len(ids))
         cache.set_length(len(ids))
-        rows = replace(Rows.of(torch.arange(len(ids)), self.device), stored=True)
+        rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), stored=True)
         with out_of_memory_hint(len(ids)):
             self._run(self.base, self.ids_there(ids), rows, cache)
         return cache
@@ -212,7 +212,7 @@ class Decoder(DecoderStack):
         """Plain full prefill: logits of the last token, float32 `[vocabulary]`, and the cache."""
         cache = self.new_cache(len(ids) + reserve)
         cache.set_length(len(ids))
-        rows = Rows.of(torch.arange(len(ids)), self.device)
+        rows = QueryRows.of(torch.arange(len(ids)), self.device)
         return self.compute(ids, rows, cache)[-1], cache
 
     def extend(self, ids: Sequence[int], cache: PromptCache) -> torch.Tensor:
@@ -231,11 +231,11 @@ class Decoder(DecoderStack):
             rows, at = self._behind(cache, len(piece))
             self.walk(piece, rows, cache, at)
 
-    def _behind(self, cache: PromptCache, count: int) -> tuple[Rows, torch.Tensor | None]:
+    def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
         """Rows for `count` more tokens of a cache, and their positions where these are not their places."""
         start = cache.buffers[0].length
         cache.set_length(start + count)
-        rows = Rows.of(torch.arange(start, start + count), self.device, cache.turned_to)
+        rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
         return rows, rows.positions + cache.dropped if cache.dropped else None
 
     @contextmanager

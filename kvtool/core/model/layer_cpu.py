@@ -17,7 +17,7 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.layer.cpu import ELEMENTS, LayerKernels, Rounding, layer_kernels
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
-from kvtool.core.model.attention import IMPLEMENTATION, Rows
+from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
 from kvtool.core.model.intercept import Swapped, own_class, swap, swapped_by
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import cache_name
@@ -56,7 +56,7 @@ class FusedDecoderLayer:
     def serves(self, hidden: torch.Tensor, cache: Any, tables: Any, rows: Any, more: dict[str, Any]) -> bool:
         """Return True for rows of a prompt over its cache, if nobody listens to what is inside the layer."""
         return (
-            isinstance(rows, Rows)
+            isinstance(rows, QueryRows)
             and not rows.stored
             and cache is not None
             and tables is not None
@@ -71,7 +71,7 @@ class FusedDecoderLayer:
         )
 
     def compute(
-        self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: Rows
+        self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
         """Compute `[1, rows, hidden]` of the same.
 
@@ -118,7 +118,7 @@ class FusedDecoderLayer:
         return _product(mlp.down.module, self.kernels.gate(gate, up))
 
     def _attended(
-        self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: Rows
+        self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
         spec, layer = self.spec, self.spec.module.self_attn.layer_idx
         heads = normed.shape[1], -1, spec.kind.shape.key_dim
@@ -193,7 +193,12 @@ def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
     layer : of a stack.
     """
     fused = swapped_by(layer)
-    if not isinstance(fused, FusedDecoderLayer) or fused.spec.mlp is None or not isinstance(rows, Rows) or rows.stored:
+    if (
+        not isinstance(fused, FusedDecoderLayer)
+        or fused.spec.mlp is None
+        or not isinstance(rows, QueryRows)
+        or rows.stored
+    ):
         return False
     return all(_is_in_team(product, count, fused.kernels.dtype) for product in fused.products())
 
@@ -260,7 +265,7 @@ def _try_each_kind(stack: DecoderStack, layers: Sequence[FusedDecoderLayer]) -> 
 def _try(stack: DecoderStack, number: int, layer: FusedDecoderLayer) -> None:
     """Compute a few rows by the model's own layer and by the fused one."""
     module = layer.spec.module
-    rows = Rows.of(torch.arange(_TRIED), stack.device)
+    rows = QueryRows.of(torch.arange(_TRIED), stack.device)
     draw = torch.Generator().manual_seed(0)
     size = int(stack.config.hidden_size)
     hidden = torch.randn((1, _TRIED, size), generator=draw, dtype=torch.float32).to(stack.dtype)

@@ -19,7 +19,7 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.heads_triton import HeadNorm, place
 from kvtool.core.kernels.machine import has_triton
 from kvtool.core.kernels.rope import CosSin, RopeTables
-from kvtool.core.model.attention import Placing, Rows
+from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.spec import (
     TOLERANCE,
@@ -78,7 +78,7 @@ class FusedForward:
         exact, _ = prefill(ids)
         cache = stack.new_cache(_TRIED)
         cache.set_length(_TRIED)
-        rows = Rows.of(torch.arange(_TRIED), stack.device)
+        rows = QueryRows.of(torch.arange(_TRIED), stack.device)
         found = self.compute(torch.tensor(ids).to(stack.device), rows, cache)[-1]
         check_trial(found, exact, stack.dtype, len(stack.layers))
 
@@ -86,7 +86,7 @@ class FusedForward:
     def compute(
         self,
         ids: torch.Tensor,
-        rows: Placing,
+        rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -103,12 +103,14 @@ class FusedForward:
         return logits.float() if self._spec.logits == 1 else logits.float() * self._spec.logits
 
     @torch.inference_mode()
-    def walk(self, ids: torch.Tensor, rows: Rows, cache: PromptCache, position_ids: torch.Tensor | None = None) -> None:
+    def walk(
+        self, ids: torch.Tensor, rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
+    ) -> None:
         """Do the same without the LM head."""
         self._walked(ids, rows, cache, len(ids), position_ids)
 
     def _walked(
-        self, ids: torch.Tensor, rows: Placing, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
+        self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute what the last layer gives for the last `keep` rows, `[keep, hidden]`."""
         hidden: torch.Tensor = self._stack.base.embed_tokens(ids)

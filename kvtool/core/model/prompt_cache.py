@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.attention import Placing
+from kvtool.core.model.attention import PlacedRows
 from kvtool.core.model.kv_shape import KVShape
 
 Observer = Callable[[int, int], None]
@@ -95,7 +95,7 @@ class PromptCache(Cache):
 
     Attributes
     ----------
-    turned_to : the position of each place, where some differ from it since tokens of the prompt have no row here;
+    position_ids : the position of each place, where some differ from it since tokens of the prompt have no row here;
         None: none does.
     """
 
@@ -105,10 +105,10 @@ class PromptCache(Cache):
         self._without_hooks()
 
     def _without_hooks(self) -> None:
-        self.rows: Placing | None = None
+        self.rows: PlacedRows | None = None
         self.before_update: Observer | None = None
         self.after_update: Callable[[int], None] | None = None
-        self.turned_to: list[int] | None = None
+        self.position_ids: list[int] | None = None
 
     def unhook(self) -> None:
         """Tell nobody any more of rows that are scattered."""
@@ -117,7 +117,7 @@ class PromptCache(Cache):
     @property
     def dropped(self) -> int:
         """By how much the position of a row that is appended is larger than its place."""
-        return self.turned_to[-1] + 1 - len(self.turned_to) if self.turned_to else 0
+        return self.position_ids[-1] + 1 - len(self.position_ids) if self.position_ids else 0
 
     @property
     def nbytes(self) -> int:
@@ -134,9 +134,9 @@ class PromptCache(Cache):
         self.reserve(length)
         for buffer in self.buffers:
             buffer.length = length
-        if self.turned_to:
-            more = range(len(self.turned_to), length)
-            self.turned_to.extend(place + self.dropped for place in more)
+        if self.position_ids:
+            more = range(len(self.position_ids), length)
+            self.position_ids.extend(place + self.dropped for place in more)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -24,7 +24,7 @@ Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 Copy: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # where to, and what
-Turn: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to, keys, and the table of their positions
+RopeJob: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to, keys, and the table of their positions
 
 
 class Rotary:
@@ -147,7 +147,7 @@ class Rotary:
         """Write rotated keys to `out`: on a CPU on their way there, without a number in between being kept."""
         self.place([(out, keys, table)], [], layer)
 
-    def place(self, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
+    def place(self, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
         """Rotate keys to their places, and copy what goes beside them as it is: on a CPU in one call of machine code.
 
         torch's own copies would wake its other threads, which a pass computes with meanwhile.
@@ -156,11 +156,11 @@ class Rotary:
         ----------
         turns : where to, keys, and the table of their positions; `copies`: where to, and what.
         """
-        if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in turns):
-            moves = [self._turned(turn, layer) for turn in turns]
+        if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
+            moves = [self._turned(turn, layer) for turn in jobs]
             if copy_with_rope([*moves, *(CopyWithRope(out[0], numbers[0]) for out, numbers in copies)], self._isa):
                 return
-        for out, keys, table in turns:
+        for out, keys, table in jobs:
             self._place_one(out, keys, table, layer)
         for out, numbers in copies:
             out.copy_(numbers)
@@ -186,7 +186,7 @@ class Rotary:
             return False
         return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
 
-    def _turned(self, turn: Turn, layer: int) -> CopyWithRope:
+    def _turned(self, turn: RopeJob, layer: int) -> CopyWithRope:
         out, keys, table = turn
         angles = self.angles(table, layer)
         if angles is None:

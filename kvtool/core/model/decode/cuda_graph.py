@@ -140,7 +140,7 @@ def _buffers(cache: PromptCache) -> list[torch.Tensor]:
 
 
 class _DeviceRow:
-    """One row whose position only the device knows; replaces `Rows` in a cache and in attention.
+    """One row whose position only the device knows; replaces `QueryRows` in a cache and in attention.
 
     Attributes
     ----------
