@@ -1,4 +1,4 @@
-"""Query rows and what they see: scattered rows over a whole prompt cache, and packed chunks, without an N×N mask.
+"""Attention of query rows: scattered rows over a whole prompt cache, and packed chunks, without an N×N mask.
 
 Which backend computes their attention is chosen in `core/kernels/attention/dispatch.py`.
 """
@@ -51,7 +51,7 @@ class QueryRows:
     def of(
         cls, positions: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
     ) -> QueryRows:
-        """Rows at places `positions` (int64 `[rows]`, ascending)."""
+        """Make rows at places `positions` (int64 `[rows]`, ascending)."""
         order: list[int] = positions.tolist()
         dense = order == list(range(len(order)))
         return cls(positions.to(device, non_blocking=True), order, dense, position_ids=position_ids)
@@ -61,15 +61,15 @@ class QueryRows:
 
     @property
     def pairs(self) -> int:
-        """How many keys the rows see without a window, added up."""
+        """Count the keys that all rows see without a window."""
         return sum(self.order) + len(self.order)
 
     def last(self, count: int) -> QueryRows:
-        """The last `count` rows."""
+        """Return the last `count` rows."""
         return replace(self, positions=self.positions[-count:], order=self.order[-count:], dense=False, _seen={})
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Which keys each row sees through a window; a pass asks for the same at every layer of a kind."""
+        """Return the keys that each row sees through a window; a pass asks for the same at every layer of a kind."""
         if window not in self._seen:
             self._seen[window] = self._through(window)
         return self._seen[window]
@@ -96,9 +96,9 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedChunks:
-    """Chunks side by side in one row, each after the same lead-in and blind to the others.
+    """Chunks packed into one row, each after the same lead-in, which see nothing of the others.
 
-    Nothing is padded, and what a chunk gives depends on its own rows and the lead-in only.
+    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in.
 
     Attributes
     ----------
@@ -143,22 +143,22 @@ class PackedChunks:
 
 
 class AttentionRows(Protocol):
-    """Query rows that know which keys each of them sees."""
+    """Protocol of query rows that know which keys each of them sees."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
+        """Compute attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
 
 
 class PlacedRows(AttentionRows, Protocol):
-    """Query rows that also know where they stand in the prompt: int64 `[rows]` on the model's device."""
+    """Protocol of query rows that also know their places in the prompt: int64 `[rows]` on the model's device."""
 
     @property
     def positions(self) -> torch.Tensor: ...
 
     def last(self, count: int) -> PlacedRows:
-        """The last `count` of them."""
+        """Return the last `count` of them."""
         ...
 
 
@@ -167,7 +167,7 @@ _passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("passing",
 
 @contextmanager
 def passing(rows: Callable[[], AttentionRows | None]) -> Iterator[None]:
-    """Say which rows a model computes inside: layers may hand on to their attention only what they know (StableLM)."""
+    """Set the rows that a model computes inside: some layers pass on to attention only what they know (StableLM)."""
     token = _passing.set(rows)
     try:
         yield
@@ -185,7 +185,7 @@ def rows_attention(
     rows: AttentionRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for `transformers`' attention interface: `rows` decide what is seen.
+    """Compute attention for `transformers`' attention interface: `rows` decide what is seen.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def rows_attention(
 
 
 def plain_attention(model: Any) -> str:
-    """The implementation of `transformers`' own that a model computes with where kvtool's is not wanted."""
+    """Return the implementation of `transformers` that a model computes with where kvtool's is not wanted."""
     return "sdpa" if model._supports_sdpa else "eager"
 
 

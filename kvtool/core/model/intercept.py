@@ -119,7 +119,7 @@ def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
 
 @functools.cache
 def _class_of(kind: Any, own: Any) -> type[torch.nn.Module]:
-    """Make the class of both, which goes by its own one's name and signature: those are asked for."""
+    """Make the class of both, with the own one's name and signature, which callers read."""
 
     @functools.wraps(own.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Where a model's attention is: the modules that ask `transformers`' attention interface, under whichever names."""
+"""Attention modules of a model: those that call `transformers`' attention interface, whatever their names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HINT = "use a causal language model with ordinary rotary attention"
 
 
 def base_of(model: Any) -> Any:
-    """A causal language model without its LM head; some name themselves (Llama 4)."""
+    """Return a causal language model without its LM head; some return themselves (Llama 4)."""
     base = model.get_decoder()
     return base.model if base is model and hasattr(model, "model") else base
 
 
 def layers_of(base: Any) -> list[Any]:
-    """The decoder layers of a model without its LM head.
+    """Return the decoder layers of a model without its LM head.
 
     Raises
     ------
@@ -38,7 +38,7 @@ def layers_of(base: Any) -> list[Any]:
 
 
 def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
-    """The attention modules of layers, by layer: the part of each that lets others compute its attention.
+    """Find the attention modules of layers, by layer: the part of each that lets others compute its attention.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
 
     Raises
     ------
-    ModelError : there is none: it attends by code of its own, which no rows of ours can be given to; or several.
+    ModelError : a layer has several, or none: it attends by code of its own, which takes no rows of ours.
     """
     found = {number: [child for child in layer.children() if _asks(child)] for number, layer in enumerate(layers)}
     for number, those in found.items():
@@ -69,13 +69,13 @@ def still(attentions: Sequence[Any]) -> None:
 
 
 def _asks(module: Any) -> bool:
-    """Whether a module's own forward goes through the attention interface."""
+    """Return True if a module's own forward goes through the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
 
 def cache_name(module: Any) -> str:
-    """Under which name a module's forward takes the cache."""
+    """Return the name by which a module's forward takes the cache."""
     return _cache_name(type(module).forward)
 
 

@@ -1,4 +1,4 @@
-"""One prompt's keys and values in preallocated buffers, usable as a `transformers` cache."""
+"""Prompt cache: one prompt's keys and values in preallocated buffers, usable as a `transformers` cache."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class BufferLayer(CacheLayerMixin):
         self.values.index_copy_(2, rows, values)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention takes as keys and as values."""
+        """Return what attention takes as keys and as values."""
         keys = self.keys if self.joint is None else self.joint
         return keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows."""
+        """Grow to `length` rows, if there are fewer."""
         capacity = self.keys.shape[2]
         if length > capacity:  # rare: the caller reserves what it plans to generate
             more = max(length - capacity, capacity // 2 + 1)
@@ -90,7 +90,7 @@ class PromptCache(Cache):
     Parameters
     ----------
     shapes : of each layer; `capacity`: rows of each.
-    before_update : called with (layer, how many rows) before they are scattered: the loader is waited for here.
+    before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
     after_update : called with the layer when they are there, before anything attends to them.
 
     Attributes
@@ -111,21 +111,21 @@ class PromptCache(Cache):
         self.position_ids: list[int] | None = None
 
     def unhook(self) -> None:
-        """Tell nobody any more of rows that are scattered."""
+        """Call no observer any more."""
         self.before_update = self.after_update = None
 
     @property
     def dropped(self) -> int:
-        """By how much the position of a row that is appended is larger than its place."""
+        """Return by how much the position of a row that is appended is larger than its place."""
         return self.position_ids[-1] + 1 - len(self.position_ids) if self.position_ids else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, room for further rows included."""
+        """Return its bytes, those for further rows included."""
         return sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in self.buffers)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows."""
+        """Grow to `length` rows, if there are fewer."""
         for buffer in self.buffers:
             buffer.reserve(length)
 
