@@ -16,8 +16,8 @@ from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model import layer_cpu
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.intercept import own_class, swapped_by
 from kvtool.core.model.layer_cpu import FusedDecoderLayer, install_fused_layers
+from kvtool.core.model.modules import own_class, swapped_by
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import isa_here

@@ -16,9 +16,8 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.intercept import KV, ForwardEnded, LayerProbe
 from kvtool.core.model.kv_shape import KVShape
-from kvtool.core.model.modules import HINT, cache_name
+from kvtool.core.model.modules import HINT, KV, ForwardEnded, LayerProbe, cache_name
 from kvtool.core.model.support import context_limit
 
 _NEAR = (3, 40)  # positions of one and the same row: do its keys differ?

@@ -18,9 +18,8 @@ from kvtool.core.kernels.layer.cpu import ELEMENTS, LayerKernels, Rounding, laye
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
-from kvtool.core.model.intercept import Swapped, own_class, swap, swapped_by
 from kvtool.core.model.kinds import angles_of
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import Swapped, cache_name, own_class, swap, swapped_by
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture, check_trial
 from kvtool.core.model.stack import DecoderStack
 from kvtool.core.native.isa import ISAS, isa_here

@@ -11,8 +11,7 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.model.attention import ChunkWatch, PackedChunks, passing
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
-from kvtool.core.model.intercept import KV, CacheProxy, ForwardEnded
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import KV, CacheProxy, ForwardEnded, cache_name
 from kvtool.core.model.preemption import preemptible
 
 _LEAST_ROWS = 16  # a single row would take a matrix-vector kernel, whose sums round otherwise
