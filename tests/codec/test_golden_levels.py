@@ -203,7 +203,7 @@ def test_to_the_nearest_step(name: str) -> None:
 
 
 def test_the_header() -> None:
-    """Offsets as payload.py has them."""
+    """Offsets as record.py has them."""
     for name in [*TRANSFORMED, *PLAIN]:
         data, coded = stored(name), Record.parse(stored(name))
         kind, level = name.split("-")
