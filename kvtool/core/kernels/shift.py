@@ -15,12 +15,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvtool.core.kernels.rope import Angles, Table
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, module
-from kvtool.core.native.formats import SIZES, STORED
+from kvtool.core.kernels.rope import CosSin, RopeTables
+from kvtool.core.native.builder import BYTES, STORED, Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import Job
+from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import lanes_for, rotate, total
 from kvtool.core.native.threads import current
 
@@ -50,8 +49,8 @@ class ShiftSpans:
     counts: Whole
     places: torch.Tensor
     factors: torch.Tensor
-    table: Table
-    back: Table
+    table: RopeTables
+    back: RopeTables
 
     @property
     def widths(self) -> set[int]:
@@ -83,7 +82,7 @@ def _are_factors(factors: torch.Tensor, rows: int) -> bool:
     return factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous() and factors.is_cpu
 
 
-def _is_table(angles: Angles, least: int) -> bool:
+def _is_table(angles: CosSin, least: int) -> bool:
     cos, sin = angles.cos, angles.sin
     return (
         cos.dtype == sin.dtype == torch.float32
@@ -199,7 +198,7 @@ class ShiftKernel:
         if (name := self._rotations[layer]) is not None:
             self._turn_by(self._runs.table.by_name[name], self._runs.back.by_name[name])
 
-    def _turn_by(self, angles: Angles, back: Angles) -> None:
+    def _turn_by(self, angles: CosSin, back: CosSin) -> None:
         for prefix, one in (("", angles), ("back_", back)):
             self._job[JOB.places[f"{prefix}cos"]] = one.cos.data_ptr()
             self._job[JOB.places[f"{prefix}sin"]] = one.sin.data_ptr()
@@ -276,7 +275,7 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
     k = FunctionBuilder("keep", isa, "ptr job")
     job = JOB.load(k, k.args.job)
     behind = job.probes * head_dim * job.heads
-    size = k.constant("i64", head_dim * SIZES[stored])
+    size = k.constant("i64", head_dim * BYTES[STORED[stored]])
     with k.loop(job.heads) as head:
         sources = [side.of(stored).at(head * job.head) for side in (job.keys, job.values)]
         first = head * job.probes
@@ -284,7 +283,7 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
             row = job.places.load(probe) * job.row
             own = job.kept.of(stored).at((first + probe) * head_dim)
             for source, target in zip(sources, (own, own.at(behind)), strict=True):
-                k.do("llvm.memcpy.p0.p0.i64", target, source.at(row), size, k.constant("i1"))
+                k.call_void("llvm.memcpy.p0.p0.i64", target, source.at(row), size, k.constant("i1"))
     return k
 
 
