@@ -22,10 +22,9 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import PrefixFused, fuse_prefix
+from kvtool.core.fusion.prefix_cache import PrefixFused, StoredPrefix, encode_part, fuse_prefix
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.state_checkpoint import StoredPrefix, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.files import ModelFiles
 from kvtool.core.model.load import Loaded, quiet

@@ -36,7 +36,7 @@ from kvtool.core.query.streaming import rungs_of
 from kvtool.core.remote.opening import open_shared
 from kvtool.core.remote.push import push
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.both_ends import BothEnds
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder

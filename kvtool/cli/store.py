@@ -23,7 +23,7 @@ app = new_app("Look after the store: listing, verification, upkeep, sharing.")
 def stats(run: Run) -> None:
     """Counts and sizes."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.session.sizes import sizes_of
+    from kvtool.core.upkeep.inventory import sizes_of
 
     with Store.open(run.folder) as store:
         sizes = {"path": str(store.path)} | sizes_of(store)

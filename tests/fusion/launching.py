@@ -19,7 +19,7 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.raw import NAMES, Raw
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.cuda_placing import PinnedBuffer
+from kvtool.core.fusion.placing import PinnedBuffer
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rotary import Rotary
 from tests.fusion.making import Case

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtool.core.fusion.controller import NOISE, Decision, decide, hidden_ratio
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.query.auto import NOISE, Decision, decide, hidden_ratio
 
 LAYERS, CHUNK = 30, 256
 PASS = PassSpeed(fixed=0.02, row=1e-3, key=1e-7)
@@ -236,6 +236,6 @@ def test_what_is_no_speed(row: object) -> None:
         read_numbers(PassSpeed, row)
 
 
-def test_deciding_needs_no_torch() -> None:
-    code = "import sys, kvtool.core.fusion.controller; sys.exit('torch' in sys.modules)"
+def test_estimating_needs_no_torch() -> None:
+    code = "import sys, kvtool.core.fusion.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

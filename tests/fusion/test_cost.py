@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
+from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
 from tests.fusion.making import BOS, PREFIX, SpySource, case, idle, lossless
 

@@ -12,10 +12,9 @@ import torch
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import PrefixFused, checkpoint_ends, fuse_prefix
+from kvtool.core.fusion.prefix_cache import PrefixFused, StoredPrefix, checkpoint_ends, encode_part, fuse_prefix
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.state_checkpoint import StoredPrefix, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer

@@ -31,7 +31,7 @@ from kvtool.core.codec.entropy.tables import TableSet, quantised
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.state_checkpoint import decode_part, encode_part
+from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import open_unsealed, write_tables
 from tests.cache.making import id_of, make_store

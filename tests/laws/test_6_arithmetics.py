@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from kvtool.core.cache.stretches import Place
-from kvtool.core.fusion.prefix_cache import fuse_prefix
+from kvtool.core.fusion.prefix_cache import NewCheckpoint, StoredPrefix, encoded, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.state_checkpoint import NewCheckpoint, StoredPrefix, encoded
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.gate_checks import check_beginning, check_laws
 from tests.families import tiny_model

@@ -13,12 +13,11 @@ import torch
 
 from kvtool.core.fusion.engine import Fused, fuse, fuse_after
 from kvtool.core.fusion.plan import Candidate, build_plan, plan_after, standing
-from kvtool.core.fusion.prefix_cache import extend_prefix, fuse_prefix
+from kvtool.core.fusion.prefix_cache import StoredPrefix, extend_prefix, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.fusion.state_checkpoint import StoredPrefix
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.states import StateCache

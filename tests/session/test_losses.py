@@ -8,7 +8,7 @@ import pytest
 
 from kvtool.core.codec.levels import LEVELS, Level
 from kvtool.core.codec.nested import NO_PROFILE
-from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
+from kvtool.core.session.identity import MeasuredLosses, smallest_allowed
 
 ONE, OTHER = "11" * 16, "22" * 16
 

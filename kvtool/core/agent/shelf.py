@@ -21,7 +21,7 @@ from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.gate import known_result
 from kvtool.core.session.identity import store_identity
-from kvtool.core.session.sizes import sizes_of
+from kvtool.core.upkeep.inventory import sizes_of
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

@@ -14,9 +14,8 @@ import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.layerwise_selection import LayerwiseSelection, question_attention
-from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.loader import Loader, ReadSet
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, extend_plan
-from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing

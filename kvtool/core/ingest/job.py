@@ -28,8 +28,7 @@ from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
-from kvtool.core.session.identity import lead_ins_of
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.storer import Storer

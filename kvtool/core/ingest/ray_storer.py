@@ -18,7 +18,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import Batch, Storer
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 
 
 def far_storer(

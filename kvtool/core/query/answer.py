@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import add_span
 from kvtool.core.evaluate.scoring import score
-from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
+from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, make_ready
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep

@@ -11,8 +11,7 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import StretchInfo, least_used
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, fuse_prefix
-from kvtool.core.fusion.state_checkpoint import StoredPrefix, encoded
+from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, encoded, fuse_prefix
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

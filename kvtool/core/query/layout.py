@@ -22,7 +22,7 @@ from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.passages import Hit, Passage, stands_in
-from kvtool.core.session.levels import smallest_allowed
+from kvtool.core.session.identity import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo

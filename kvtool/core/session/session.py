@@ -11,20 +11,25 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.arithmetic import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
-from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
-from kvtool.core.fusion.source import KVSource, StoreSource
+from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.session.gate import ConformanceResult, stored_result
-from kvtool.core.session.identity import LEARNED, StoreIdentity, model_files, store_identity
-from kvtool.core.session.levels import MeasuredLosses, ProfileCache
+from kvtool.core.session.identity import (
+    LEARNED,
+    MeasuredLosses,
+    ProfileCache,
+    StoreIdentity,
+    model_files,
+    store_identity,
+)
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
-    from kvtool.core.fusion.state_checkpoint import StoredPrefix
+    from kvtool.core.fusion.prefix_cache import StoredPrefix
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn

@@ -14,15 +14,14 @@ import torch
 from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chunk_cache import held_on
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, with_rows
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on, with_rows
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.between import step_aside, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

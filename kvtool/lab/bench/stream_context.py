@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import RAW, exact, nested, whole
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.cost import PassSpeed
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.book import Task
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.lab.bench.stream_data import DEFAULT_LEVELS, LevelTable

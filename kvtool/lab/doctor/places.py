@@ -16,7 +16,7 @@ from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.gate import known_result
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.sizes import sizes_of
+from kvtool.core.upkeep.inventory import sizes_of
 from kvtool.lab.doctor.finding import Finding, failing
 
 _PROBE_BYTES = 32 * 2**20

@@ -16,7 +16,7 @@ from kvtool.core.model.load import load_model
 from kvtool.core.model.resolve import resolve
 from kvtool.core.model.stepping import Stepper, stepper_for
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 from kvtool.lab.bench.flops import Architecture, flops, fused_work
 from kvtool.lab.bench.peers.plain import built
 from kvtool.lab.bench.peers.prepare import STORE
