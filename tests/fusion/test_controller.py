@@ -193,18 +193,18 @@ def test_on_a_gpu_the_longer_counts() -> None:
     there = speeds(1e-3)
     load = there.load({"raw": 1000})
     assert load.seconds == pytest.approx(1.0)
-    assert there.beside(load, 0.3) == pytest.approx(1.0 + 0.3 / LAYERS)
-    assert there.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
+    assert there.overlapped(load, 0.3) == pytest.approx(1.0 + 0.3 / LAYERS)
+    assert there.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
 
 
 def test_on_the_cpu_both_want_the_same_cores() -> None:
     here = speeds(1e-3, own_memory=False)
     load = here.load({"raw": 1000})
-    assert here.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / 4)  # one of four cores, for a second
+    assert here.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / 4)  # one of four cores, for a second
     alone = replace(here, cores=1, threads=1)
-    assert alone.beside(load, 3.0) == pytest.approx(4.0)
+    assert alone.overlapped(load, 3.0) == pytest.approx(4.0)
     spare = replace(here, cores=8)
-    assert spare.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
+    assert spare.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------------

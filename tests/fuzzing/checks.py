@@ -159,7 +159,7 @@ class Checks:
         self.done["passages"] += 1
         if reply.fusion == "full" or (reply.fusion == "prefix" and self._states) or self._is_everything(reply):
             self._full(reply, count)
-        elif not self._states and alone and not any(segment.status == "standing" for segment in plan.segments):
+        elif not self._states and alone and not any(segment.status == "resident" for segment in plan.segments):
             self._over_stored(reply, count)
 
     @property

@@ -33,9 +33,9 @@ class ReadSet:
 
     Attributes
     ----------
-    read : of each layer.
-    skipped : of each layer, those that a model without windows would have read.
-    unwritten : of each layer, spans of rows that nothing is put into and attention may still pass over.
+    read : by layer.
+    skipped : by layer, segments that only a model without windows would read.
+    unwritten : by layer, spans of rows that are never loaded, although attention may still load them.
     """
 
     read: tuple[tuple[Segment, ...], ...]
@@ -44,16 +44,16 @@ class ReadSet:
 
     @classmethod
     def of(cls, plan: Plan, selector: Selector, windows: Sequence[int | None], device: str = "cpu") -> ReadSet:
-        """What a selector's pass over a plan needs, whichever rows it comes to choose on the way.
+        """Find the records that a selector's pass over a plan can need, whichever rows it will choose on its way.
 
         Parameters
         ----------
-        windows : how many positions a row sees at each layer that has records; None: all before it.
+        windows : number of positions that a row sees at each stored layer; None: all before it.
         """
         layers = len(windows)
-        # What is there whole although its records are not is computed at every layer.
+        # A segment with more rows in the plan than in the store is computed at every layer.
         needed = tuple(one for one in selector.reads(plan, layers) if one.kept == one.source.kept)
-        sizes = () if selector.looked_into else {*windows}
+        sizes = () if selector.reads_all else {*windows}
         seen = {size: _Seen.through(size, plan, selector, layers) for size in sizes if size is not None}
         read: list[tuple[Segment, ...]] = []
         skipped: list[tuple[Segment, ...]] = []
@@ -73,25 +73,25 @@ class ReadSet:
 
     @classmethod
     def whole(cls, plan: Plan, layers: int) -> ReadSet:
-        """All that is cached, at every layer."""
+        """Read all that is cached, at every layer."""
         return cls((tuple(plan.cached),) * layers, ((),) * layers, ((),) * layers)
 
     def __add__(self, later: ReadSet) -> ReadSet:
-        """Both, of two rounds over one prompt."""
+        """Join the sets of two rounds over one prompt."""
         sides = (self.read, later.read), (self.skipped, later.skipped), (self.unwritten, later.unwritten)
         read, skipped, unwritten = (tuple(a + b for a, b in zip(*side, strict=True)) for side in sides)
         return ReadSet(read, skipped, unwritten)
 
     def to_json(self) -> dict[str, int]:
-        """How many records were read, and how many no computed row could see."""
+        """Count the records that were read, and those that no computed row could see."""
         return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.skipped))}
 
     def bytes_skipped(self, sizes: Callable[[Segment], Sequence[int]]) -> int:
-        """What the records would have taken that no computed row could see.
+        """Sum the bytes of records that no computed row could see.
 
         Parameters
         ----------
-        sizes : bytes of a segment's records, by layer; empty: they would have taken nothing.
+        sizes : bytes of a segment's records, by layer; empty where they count for nothing.
         """
         skipped: dict[int, tuple[Segment, list[int]]] = {}
         for layer, segments in enumerate(self.skipped):
@@ -104,7 +104,7 @@ class ReadSet:
         return total
 
     def shares(self, plan: Plan) -> list[float]:
-        """Which share of the layers reads each segment of a plan."""
+        """Return the share of layers that reads each segment of a plan."""
         starts = [{one.start for one in read} for read in self.read]
         return [sum(segment.start in read for read in starts) / len(starts) for segment in plan.segments]
 
@@ -118,12 +118,12 @@ class ReadSet:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What the rows that a pass may compute see through a window.
+    """Places that the rows of a pass see through a window.
 
     Attributes
     ----------
-    places : int64 `[length + 1]`, how many places before each are seen.
-    first : the first one that is.
+    places : number of seen places before each, int64 `[length + 1]`.
+    first : the first seen place.
     """
 
     places: torch.Tensor
@@ -143,43 +143,43 @@ class _Seen:
         return cls(counts, int(seen.nonzero()[0]) if bool(seen.any()) else plan.length)
 
     def shows(self, segment: Segment) -> bool:
-        """Whether any of a segment's rows is seen."""
+        """Return True if any row of a segment is seen."""
         return bool(self.places[segment.stop] > self.places[segment.start])
 
     def passed(self, segment: Segment, device: str) -> slice:
-        """Return which of its rows attention may read, unseen."""
+        """Return the rows of an unseen segment that attention may still load."""
         begin = first_read(self.first, device)
         return slice(max(segment.start, begin), max(segment.stop, begin))
 
 
 def _computed(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
-    """Bool `[length]`: rows that a pass may compute."""
+    """Return the rows that a pass may compute, bool `[length]`."""
     if selector.asked(plan, layers) or selector.narrowing(plan, layers):
         return plan.mask("hit", "miss", "fresh")
     return selector.rows(plan) & plan.mask("hit", "exact") | plan.mask("miss", "fresh")
 
 
 _MOST_WORKERS = 4
-_CORES_A_WORKER = 4  # the others compute
-_LOOKS = 0.02  # seconds between two looks at what is waited for
-_ENVELOPE_BYTES = 256  # at most, around a record's payload, what aligns it, and its line in the table of a layer
+_CORES_A_WORKER = 4  # the rest compute
+_LOOKS = 0.02  # seconds between two looks at a slow record
+_ENVELOPE_BYTES = 256  # at most, around a record's payload: header, alignment, and its line in a layer's table
 
 
 def default_workers() -> int:
-    """Threads that load; each holds one layer's records at a time."""
+    """Return the number of loading threads; each holds one layer's records at a time."""
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
 
 
 class Loader:
-    """Fills a prompt cache layer by layer in threads of its own.
+    """A loader that fills a prompt cache layer by layer in its own threads.
 
     Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
-    layer's bytes are dropped when they stand there. Every key is rotated once, in the buffer, to its absolute position.
-    A layer's records are asked for in the order of their chunks' relevance.
+    layer's bytes are dropped once they are placed. Every key is rotated once, to its absolute position. A layer's
+    records are read in the order of their chunks' relevance.
 
     Parameters
     ----------
-    read : the segments that are read, of each layer.
+    read : the segments that are read, by layer.
     """
 
     def __init__(
@@ -232,12 +232,12 @@ class Loader:
             if self._given_up and not thread.is_alive():
                 worker.placing.finish()
         if not self._given_up:
-            for placing, mark in self._placed.values():  # whoever waits for the computing lets go of what was read
+            for placing, mark in self._placed.values():  # then nothing that was read is needed any more
                 placing.wait(mark)
 
     @property
     def stats(self) -> ReadStats:
-        """What all threads have read so far."""
+        """Return what all threads have read so far."""
         return ReadStats(
             bytes_read=sum(worker.stats.bytes_read for worker in self._workers),
             read_s=sum(worker.stats.read_s for worker in self._workers),
@@ -245,12 +245,12 @@ class Loader:
         )
 
     def placing_s(self) -> tuple[float, float]:
-        """Seconds of copying into the buffers, and of rotating keys."""
+        """Return the seconds of copying into the buffers, and of rotating keys."""
         spent = [worker.placing.seconds() for worker in self._workers]
         return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
 
     def wait(self, layer: int) -> None:
-        """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
+        """Wait until `layer` is in the buffers. Raises the error of a loading thread."""
         if not self._ready[layer].is_set():
             started = time.perf_counter()
             while not self._ready[layer].wait(_LOOKS):
@@ -264,7 +264,7 @@ class Loader:
             placing.wait(mark)
 
     def _give_up_slow(self) -> None:
-        """Raise if a record has been read for longer than there is patience; decoding may take its time."""
+        """Raise RecordMissing if reading a record exceeds the patience; decoding may take longer."""
         now = time.perf_counter()
         for worker in self._workers:
             reading = worker.stats.reading
@@ -287,8 +287,10 @@ class Loader:
 
     @torch.inference_mode()
     def _is_held(self) -> bool:
-        """Place all layers here and now where they are held on the device: a thread would only take turns with this
-        one, for work that is over before the first layer has computed."""
+        """Place all layers at once if the chunk cache holds them on the device; return whether it did.
+
+        A thread would only compete with this one, for work that ends before the first layer has computed.
+        """
         if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, ChunkCache):
             return False
         even = all(len(segments) == len(self._segments) for segments in self._read)
@@ -310,13 +312,15 @@ class Loader:
 
     @torch.inference_mode()
     def _shared(self) -> Turning:
-        """For all threads, in the stream of the computing, for which those of the threads wait at first: on a GPU each
-        of its operations would cost every thread what it costs one. What is tried once is tried here, too."""
+        """Make one rotation for all threads of a GPU: each of its launches would cost every thread as much again.
+
+        The compute stream makes it, and the streams of the threads wait for that first.
+        """
         return Turning(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
 
     @property
     def table(self) -> Table:
-        """Of the positions of all places up to the last one that is read; made once, by whoever needs it first."""
+        """Return cos and sin of all places up to the last one that is read; made once, at the first use."""
         with self._making:
             if self._made is None:
                 self._made = self._table()
@@ -348,7 +352,7 @@ class Loader:
 
 
 class _Worker:
-    """What one loading thread has to itself."""
+    """The state of one loading thread."""
 
     def __init__(self, placing: Placing, layers: Mapping[int, Sequence[int]]) -> None:
         self.placing = placing
@@ -356,7 +360,7 @@ class _Worker:
 
 
 def _layers_of(read: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:
-    """By the start of a segment, the layers that are read of it."""
+    """Return by the start of each segment the layers that are read of it."""
     layers: dict[int, list[int]] = {}
     for layer, segments in enumerate(read):
         for segment in segments:

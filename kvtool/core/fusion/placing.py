@@ -20,7 +20,7 @@ import torch
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.kernels import rope_triton as triton_place
+from kvtool.core.kernels import rope_triton
 from kvtool.core.kernels.rope import Table
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
@@ -29,12 +29,12 @@ from kvtool.core.model.rotary import Copy, Rotary
 
 @dataclass(frozen=True)
 class Turning:
-    """Puts positions on keys.
+    """Rotation of a prompt's keys.
 
     Attributes
     ----------
     table : cos and sin of the positions of all places of the prompt up to the last cached one.
-    in_one_launch : keys on a GPU can be rotated on their way (`Rotary.by_kernel`).
+    in_one_launch : True if one GPU kernel rotates and scatters keys (`Rotary.by_kernel`).
     """
 
     rotary: Rotary
@@ -42,55 +42,47 @@ class Turning:
     in_one_launch: bool = False
 
     def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
-        """Rotate keys to their places, each run beginning at one; copy what goes beside them as it is."""
+        """Rotate runs of keys, each from its first place on; copy the values as they are."""
         placed = [(out, keys, self.table[start : start + out.shape[2]]) for (out, keys), start in turns]
         self.rotary.place(placed, beside, layer)
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
+        """Return cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
         (angles,) = self.table.by_name.values()
         return angles.cos[0], angles.sin[0]
 
 
 class Placing:
-    """Puts a layer's un-rotated keys and values into the prompt's buffers, and rotates the keys once.
+    """Places a layer's un-rotated keys and values into the prompt's buffers in main memory, and rotates the keys once.
 
-    This one serves buffers in main memory. Each belongs to one thread.
-
-    Attributes
-    ----------
-    upload_s, rotate_s : seconds that the thread has spent with both.
+    Each belongs to one thread. `upload_s` and `rotate_s` are the seconds that this thread has spent.
     """
 
     def __init__(self) -> None:
         self.upload_s = self.rotate_s = 0.0
 
     def seconds(self) -> tuple[float, float]:
-        """What copying and rotating have taken."""
+        """Return the seconds of copying and of rotating."""
         return self.upload_s, self.rotate_s
 
     def at_work(self) -> AbstractContextManager[object]:
-        """Within it, what the calling thread computes on a GPU is put where the placing itself works."""
+        """Return a context in which the calling thread uses the CUDA stream of this placing."""
         return contextlib.nullcontext()
 
     def room(self, size: int) -> memoryview:
-        """Memory for a record of the layer that is read next; it may be used again for the next but one."""
+        """Allocate memory for a record of the next layer; the next but one may reuse it."""
         return aligned(size)
 
     def place(
         self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, turning: Turning, layer: int
     ) -> int:
-        """Place one layer: rotated on their way, values beside them, all is read once and written once.
+        """Place one layer, in one pass over its keys and values; return a mark for `wait`.
 
         Parameters
         ----------
-        layers : keys and values of each segment, read since the layer before was placed.
-        layer : its number.
-
-        Returns
-        -------
-        A mark to give `wait`.
+        layers : keys and values of each segment, read since the previous layer was placed.
+        layer : number of the layer.
         """
         began = time.perf_counter()
         spans = [slice(segment.start, segment.stop) for segment in segments]
@@ -105,10 +97,10 @@ class Placing:
         return 0
 
     def wait(self, mark: int) -> None:
-        """Let the calling thread's computations wait until what was placed is there."""
+        """Let the calling thread's computations wait until the marked layer is placed."""
 
     def finish(self) -> None:
-        """Wait until nothing that was given is read any more."""
+        """Wait until no source tensor is read any more."""
 
 
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
@@ -118,7 +110,7 @@ _LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pin
 
 @dataclass(slots=True)
 class _Block:
-    """Pinned memory in one piece, of which the first `used` bytes are given out."""
+    """A block of pinned memory whose first `used` bytes are allocated."""
 
     memory: torch.Tensor
     address: int
@@ -132,11 +124,11 @@ class _Block:
 
 
 class PinnedBuffer:
-    """What one layer needs of pinned memory, given out piece by piece and brought to the device in a copy or a few.
+    """A bump allocator of pinned memory for one layer, which a copy a block uploads to the device.
 
     Parameters
     ----------
-    size : bytes that a layer's records are expected to have.
+    size : expected bytes of a layer's records.
     """
 
     def __init__(self, size: int) -> None:
@@ -145,11 +137,11 @@ class PinnedBuffer:
         self._current = 0
 
     def room(self, size: int) -> memoryview:
-        """Private, writable, on a 64-byte boundary; until `clear`."""
+        """Allocate private, writable memory on a 64-byte boundary, valid until `clear`."""
         return self._room(size, self._size)
 
     def small(self, size: int) -> memoryview:
-        """Room for what needs no memory for all records beside it."""
+        """Allocate as `room` does, without space for a whole layer of records."""
         return self._room(size, _LEAST)
 
     def _room(self, size: int, block_size: int) -> memoryview:
@@ -166,24 +158,24 @@ class PinnedBuffer:
         return block.bytes[start : start + size]
 
     def clear(self) -> None:
-        """All of it may be given out anew."""
+        """Free all allocations."""
         self._current = 0
         for block in self._blocks:
             block.used = 0
 
     def find(self, address: int) -> tuple[int, int] | None:
-        """Number of the block in which an address of main memory lies, and its place there."""
+        """Return the block number and offset of an address; None if it is not in here."""
         for number, block in enumerate(self._blocks):
             if block.address <= address < block.address + block.used:
                 return number, address - block.address
         return None
 
     def targets(self, device: torch.device) -> list[torch.Tensor]:
-        """Memory on the device for every block of which something was given out, uint8."""
+        """Allocate device memory for every used block, uint8."""
         return [torch.empty(block.used, dtype=torch.uint8, device=device) for block in self._in_use]
 
     def upload(self, targets: list[torch.Tensor]) -> None:
-        """Copy all that was given out; the copies read it until they are done."""
+        """Start copying every used block to the device."""
         for block, target in zip(self._in_use, targets, strict=True):
             target.copy_(block.memory[: block.used], non_blocking=True)
 
@@ -199,11 +191,11 @@ def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
 
 @dataclass(slots=True)
 class _Crossing:
-    """What one of two layers on their way holds until the stream has placed it.
+    """One of two layers in flight, until the stream has placed it.
 
     Attributes
     ----------
-    read : what the stream reads and the source might let go of.
+    read : tensors that the stream reads, kept alive.
     """
 
     staging: PinnedBuffer
@@ -211,7 +203,7 @@ class _Crossing:
     read: Sequence[LayerKV] = ()
 
     def free(self) -> None:
-        """Wait until the layer stands in its place, and let go of it."""
+        """Wait until the layer is placed, and release its memory."""
         if self.placed is not None:
             self.placed.synchronize()
         self.placed, self.read = None, ()
@@ -219,12 +211,12 @@ class _Crossing:
 
 
 class CudaPlacing(Placing):
-    """Places into buffers on a GPU. While one layer crosses, the next is read into other memory.
+    """Places into buffers on a GPU. While one layer is uploaded, the next is read into another buffer.
 
     Parameters
     ----------
     compute : the stream in which the buffers were made and will be read.
-    layer_bytes : what a layer's records are expected to have.
+    layer_bytes : expected bytes of a layer's records.
     """
 
     def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
@@ -236,7 +228,7 @@ class CudaPlacing(Placing):
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
-        """Of the device, between events; that of the thread, which only asks for it, is its staging."""
+        """Return the device's seconds between events; staging in the thread counts as copying."""
         uploads = sum(_between_s(begun, uploaded) for begun, uploaded, _ in self._moments)
         return self.upload_s + uploads, sum(_between_s(uploaded, placed) for _, uploaded, placed in self._moments)
 
@@ -244,11 +236,11 @@ class CudaPlacing(Placing):
         return torch.cuda.stream(self._stream)
 
     def room(self, size: int) -> memoryview:
-        """Of pinned memory, where the layer before the last stood."""
+        """Allocate pinned memory, that of the layer before the last."""
         return self._next().staging.room(size)
 
     def _next(self) -> _Crossing:
-        """The layer that is read or placed now."""
+        """Return the layer that is read or placed now."""
         crossing = self._crossings[0]
         if crossing.placed is not None:
             crossing.free()
@@ -261,7 +253,7 @@ class CudaPlacing(Placing):
         crossing = self._next()
         layers = _staged(layers, crossing.staging)
         if all(side.is_cuda for kv in layers for side in kv):
-            crossing.staging.clear()  # whatever was read there has gone another way
+            crossing.staging.clear()  # these records were decoded on the device
         if turning.in_one_launch and all(_fits(each, buffer) for each in layers):
             turns = turning.flat if turning.rotary.rotates(layer) else None
             moments = self._launch(segments, layers, buffer, turns, crossing.staging)
@@ -280,17 +272,15 @@ class CudaPlacing(Placing):
         buffers: Sequence[BufferLayer],
         turning: Turning,
     ) -> bool:
-        """Place all layers from where they are held on the device, in the stream of the computing.
+        """Place all layers from the device's own memory, in the compute stream; return False if they do not fit.
 
-        Returns
-        -------
-        False: some of it does not fit one launch a layer; nothing was placed.
+        They fit if one launch can place each layer. Where they do not, nothing is placed.
         """
         if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
             return False
         started = time.perf_counter()
         self._crossings[0].read = [kv for kvs in layers for kv in kvs]  # until it is waited for
-        table = triton_place.described(
+        table = rope_triton.described(
             [
                 Piece(Side.of(keys), Side.of(values), segment.start, segment.stop - segment.start)
                 for kvs in layers
@@ -304,7 +294,7 @@ class CudaPlacing(Placing):
         for layer, buffer in enumerate(buffers):
             cos, sin = turning.flat if turning.rotary.rotates(layer) else (None, None)
             some = slice(layer * len(segments), (layer + 1) * len(segments))
-            triton_place.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
+            rope_triton.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
         placed.record(self._compute)
         self._crossings[0].placed = placed
         self._moments.append((begun, uploaded, placed))
@@ -326,8 +316,8 @@ class CudaPlacing(Placing):
         turns: tuple[torch.Tensor, torch.Tensor] | None,
         staging: PinnedBuffer,
     ) -> Moments:
-        """All in one copy and one launch."""
-        table = np.frombuffer(staging.small(8 * triton_place.FIELDS * len(layers)), np.int64)
+        """Place a layer by one copy and one launch."""
+        table = np.frombuffer(staging.small(8 * rope_triton.FIELDS * len(layers)), np.int64)
         targets = staging.targets(buffer.keys.device)
         addresses = [target.data_ptr() for target in targets]
 
@@ -339,7 +329,7 @@ class CudaPlacing(Placing):
             Piece(side(keys), side(values), segment.start, segment.stop - segment.start)
             for segment, (keys, values) in zip(segments, layers, strict=True)
         ]
-        table[:] = triton_place.described(pieces).reshape(-1)
+        table[:] = rope_triton.described(pieces).reshape(-1)
         begun = self._now()
         staging.upload(targets)
         uploaded = self._now()
@@ -347,8 +337,8 @@ class CudaPlacing(Placing):
         assert found is not None
         there = targets[found[0]][found[1] : found[1] + table.nbytes]
         cos, sin = turns or (None, None)
-        triton_place.place(
-            table.reshape(-1, triton_place.FIELDS), there.view(torch.int64), buffer.keys, buffer.values, cos, sin
+        rope_triton.place(
+            table.reshape(-1, rope_triton.FIELDS), there.view(torch.int64), buffer.keys, buffer.values, cos, sin
         )
         return begun, uploaded, self._now()
 
@@ -360,7 +350,7 @@ class CudaPlacing(Placing):
         rotate: Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None],
         staging: PinnedBuffer,
     ) -> Moments:
-        """Keys are turned in their place, neighbouring segments as one span, so that a layer rotates in few calls."""
+        """Place a layer by torch's operations; keys of neighbouring segments are rotated in one call."""
         begun = self._now()
         targets = staging.targets(buffer.keys.device)
         staging.upload(targets)
@@ -378,14 +368,14 @@ class CudaPlacing(Placing):
         return begun, uploaded, self._now()
 
     def _now(self) -> torch.cuda.Event:
-        """A moment of the stream."""
+        """Record an event in the stream."""
         moment = torch.cuda.Event(enable_timing=True)
         moment.record(self._stream)
         return moment
 
 
 def _staged(layers: Sequence[LayerKV], staging: PinnedBuffer) -> Sequence[LayerKV]:
-    """The layers on the device or in pinned memory: those in other memory are brought there, end to end."""
+    """Return the layers on the device or in pinned memory; those in other memory are copied there, end to end."""
     strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
     if not strays:
         return layers
@@ -398,7 +388,7 @@ def _staged(layers: Sequence[LayerKV], staging: PinnedBuffer) -> Sequence[LayerK
 
 
 def _end_to_end(some: Sequence[torch.Tensor], room: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Sides of several chunks `[kv_heads, tokens, head_dim]`, end to end in a piece of memory."""
+    """Concatenate keys or values of several chunks `[kv_heads, tokens, head_dim]` in a piece of memory."""
     sizes, (heads, _, head_dim) = [side.shape[1] for side in some], some[0].shape
     whole = room.view(heads, sum(sizes), head_dim)
     torch.cat(list(some), 1, out=whole)
@@ -408,11 +398,11 @@ def _end_to_end(some: Sequence[torch.Tensor], room: torch.Tensor) -> Sequence[to
 
 def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
     keys, values = layer
-    return triton_place.fits(keys, buffer.keys) and triton_place.fits(values, buffer.values)
+    return rope_triton.fits(keys, buffer.keys) and rope_triton.fits(values, buffer.values)
 
 
 def _there(numbers: torch.Tensor, staging: PinnedBuffer, targets: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor as it stands on the device, after its memory has crossed."""
+    """Return a tensor's uploaded view on the device."""
     found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
     if found is None:
         return numbers

@@ -43,11 +43,11 @@ _MOST_SIZES = 8
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """What is stored of a prompt's segments, question excluded.
+    """The stored checkpoints of a prompt's segments, question excluded.
 
     Attributes
     ----------
-    ids : names of the stretches, one a segment. `infos`: what is stored of each; None: nothing.
+    ids : of the checkpoints, one a segment. `infos`: of those that are stored, else None.
     """
 
     ids: tuple[bytes, ...]
@@ -55,7 +55,7 @@ class StoredPrefix:
 
     @property
     def usable(self) -> int:
-        """How many segments from the first on can be reused."""
+        """Count the segments, from the first on, that can be reused."""
         usable = 0
         for number, info in enumerate(self.infos, 1):
             if info is None:
@@ -64,25 +64,24 @@ class StoredPrefix:
         return usable
 
     def has(self, number: int, with_states: bool) -> bool:
-        """Whether a segment's stretch is stored as it could be stored now, or with more."""
+        """Return True if a segment's checkpoint is stored, with states where these could be stored now."""
         info = self.infos[number]
         return info is not None and (bool(info.states) or not with_states)
 
     def of(self, numbers: Sequence[int]) -> StoredPrefix:
-        """What is stored of these segments."""
+        """Return the part of these segments."""
         return StoredPrefix(
             tuple(self.ids[number] for number in numbers), tuple(self.infos[number] for number in numbers)
         )
 
     def without(self, number: int) -> StoredPrefix:
-        """The same, had a segment's stretch not been stored."""
+        """Return a copy that lacks a segment's checkpoint."""
         return replace(self, infos=(*self.infos[:number], None, *self.infos[number + 1 :]))
 
 
 @dataclass(frozen=True, slots=True)
 class NewCheckpoint:
-    """A segment that was computed, as it can be stored: tensors by place, as they were
-    computed; those of rows are views of the cache. `info.size` is of what is kept of them."""
+    """A computed segment that can be stored: tensors by place; those of rows are views of the cache."""
 
     id: bytes
     number: int
@@ -91,7 +90,7 @@ class NewCheckpoint:
 
 
 def kept_size(parts: Parts, kept: torch.dtype) -> int:
-    """Bytes of numbers that a store keeps of parts, its format being `kept`."""
+    """Sum the bytes that a store of the format `kept` stores of parts."""
     return sum(
         tensor.numel() * (kept if place[0] == "rows" else tensor.dtype).itemsize
         for place, tensors in parts.items()
@@ -100,10 +99,10 @@ def kept_size(parts: Parts, kept: torch.dtype) -> int:
 
 
 def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
-    """Make the payloads of parts, as a store of the format `kept` keeps them.
+    """Encode the payloads of parts for a store of the format `kept`.
 
-    Rows are rounded to that format, as those of chunks are. States stay in what the model makes of them: what a state
-    lost, all that follows would lose (samples/results/states.md).
+    Rows are rounded to that format, as those of chunks are. States are not: all that follows would lose what a state
+    has lost (samples/results/states.md).
 
     Raises
     ------
@@ -116,14 +115,14 @@ def encoded(parts: Parts, kept: torch.dtype) -> Iterator[tuple[Place, bytes]]:
 
 
 class CheckpointLoader:
-    """Takes stored stretches into a cache."""
+    """A reader of stored checkpoints into a cache."""
 
     def __init__(self, decoder: Decoder, cache: StateCache, read: ReadPart) -> None:
         self._decoder, self._cache, self._read = decoder, cache, read
         self.bytes_read = 0
 
     def take(self, plan: Plan, found: StoredPrefix) -> int | None:
-        """Take all that is usable; returns the number of a segment of which something is damaged."""
+        """Restore all usable checkpoints; return the number of a damaged one, or None."""
         usable = found.usable
         for number in range(usable):
             info, segment = found.infos[number], plan.segments[number]
@@ -135,7 +134,7 @@ class CheckpointLoader:
         return None
 
     def take_one(self, stretch: bytes, info: StretchInfo, segment: Segment, with_states: bool) -> None:
-        """Take one stretch. Raises DamagedError."""
+        """Restore one checkpoint. Raises DamagedError."""
         self._cache.set_length(segment.stop)
         expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
         states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
@@ -158,18 +157,18 @@ class CheckpointLoader:
 
 
 def fitting(tensor: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Rows as they were stored, in the format of `like`. Raises DamagedError where they cannot stand where it does."""
+    """Convert stored rows to the format of `like`. Raises DamagedError for another shape."""
     if tensor is None or tensor.shape != like.shape or not tensor.dtype.is_floating_point:
         raise DamagedError("the rows of another model")
     return tensor.to(like.dtype)
 
 
 def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int) -> States:
-    """Name the tensors of a part as a layer does, each in the format that the layer itself computes it in here.
+    """Name the tensors of a part as a layer does, each in the format that the layer's own forward gives here.
 
     Raises
     ------
-    DamagedError : they are another model's, or not finite, so that all that follows would be no numbers.
+    DamagedError : they are another model's, or not finite, which would spoil all that follows.
     """
     forms = decoder.state_forms[layer]
     expected = {f"{what} {number}": (what, number) for what, number in forms}
@@ -194,7 +193,7 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int)
 
 
 def encode_part(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Make the payload of a part."""
+    """Encode a part."""
     line = json.dumps([[name, NAMES[one.dtype], list(one.shape)] for name, one in tensors.items()]).encode()
     line += b" " * (-(len(line) + _LENGTH) % _ALIGN)
     return b"".join([len(line).to_bytes(_LENGTH, "little"), line, *(_numbers(one) for one in tensors.values())])
@@ -206,11 +205,11 @@ def _numbers(tensor: torch.Tensor) -> bytes:
 
 
 def decode_part(payload: memoryview) -> dict[str, torch.Tensor]:
-    """Make the tensors of a payload: views into its memory.
+    """Decode the tensors of a part: views into the payload's memory.
 
     Raises
     ------
-    DamagedError : it holds something else than it says.
+    DamagedError : the payload contradicts its own description.
     """
     try:
         stop = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
@@ -245,8 +244,8 @@ class PrefixFused:
 
     Attributes
     ----------
-    fused : as every mode gives it; reused segments are `exact` in its plan.
-    new : the stretches that are worth keeping. `used`: ids of those that were reused.
+    fused : as of every mode; reused segments are `exact` in its plan.
+    new : the checkpoints that are worth storing. `used`: ids of those that were reused.
     """
 
     fused: Fused
@@ -255,11 +254,11 @@ class PrefixFused:
 
 
 def checkpoint_ends(segments: int) -> frozenset[int]:
-    """At the ends of which of a prompt's segments (from 0) the state is kept.
+    """Choose the segments of a prompt (from 0) whose checkpoints have states.
 
-    At the first, which is the prompt's own beginning; at the last; and 1, 2, 4, 8, … before that. A state may be larger
-    than the keys and values of a segment many times, so not each is kept; where a prompt differs from an answered one
-    from some segment on, at most twice the segments from there to the end are computed.
+    They are the first, which is the prompt's own beginning; the last; and those 1, 2, 4, 8, … before that. A state may
+    be many times larger than a segment's keys and values, so not all are stored. A prompt that differs from some
+    segment on computes at most twice as many segments as it must.
     """
     last = segments - 1
     back = [0, *(2**power for power in range(segments.bit_length()))]
@@ -275,14 +274,14 @@ def fuse_prefix(
     reserve: int = 0,
     timeline: Timeline | None = None,
 ) -> PrefixFused:
-    """Compute what follows the longest stored beginning of a prompt.
+    """Restore the longest stored prefix of a prompt and compute what follows.
 
-    A part that turns out damaged gives its stretch up: the beginning is shorter then.
+    A damaged checkpoint is given up: the prefix is shorter then.
 
     Parameters
     ----------
-    plan : all its segments to be computed. Its chunks' ids are what a stretch is told to be made of.
-    found : what is stored of it. The stretches behind what is reused are new.
+    plan : has no cached segment. Its chunks' ids are noted in the checkpoints.
+    found : the stored checkpoints. Those after the reused ones are made anew.
     """
     while True:
         cache = decoder.new_cache(plan.length + reserve)
@@ -312,16 +311,13 @@ def extend_prefix(
     reserve: int = 0,
     timeline: Timeline | None = None,
 ) -> PrefixFused:
-    """Compute what a plan has behind the tokens that the states of `cache` are behind; nothing of it is worth storing.
+    """Compute the segments of a plan after the first one, whose states `cache` holds; nothing of it is worth storing.
 
-    Parameters
-    ----------
-    cache : stays marked where it is.
-    plan : its first segment stands.
+    The cache keeps its mark.
     """
-    started, stands = time.perf_counter(), plan.segments[0].stop
+    started, resident = time.perf_counter(), plan.segments[0].stop
     cache.reserve(plan.length + reserve)
-    logits = pass_of(decoder, plan.ids[stands:], stands, cache)
+    logits = pass_of(decoder, plan.ids[resident:], resident, cache)
     took = add_span(timeline, "compute", started) * 1e3
     return PrefixFused(_fused(decoder, plan, selector, cache, logits, 0, (0.0, took)), (), ())
 
@@ -329,11 +325,11 @@ def extend_prefix(
 def _compute(
     decoder: Decoder, plan: Plan, cache: StateCache, found: StoredPrefix
 ) -> tuple[torch.Tensor, list[NewCheckpoint]]:
-    """Compute all segments that are not reused; the state is looked at where it is kept.
+    """Compute all segments that are not reused, and copy the states where checkpoints have some.
 
     Returns
     -------
-    The last token's logits, float32 `[vocabulary]`, and the stretches that were computed.
+    The last token's logits, float32 `[vocabulary]`, and the new checkpoints.
     """
     context = plan.segments[:-1]
     ends = checkpoint_ends(len(context)) if found.ids else frozenset()
@@ -353,7 +349,7 @@ def _compute(
 
 
 def pass_of(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache) -> torch.Tensor:
-    """Compute rows from place `start` on behind the states as they are; logits of the last, float32 `[vocabulary]`."""
+    """Compute rows from place `start` on after the current states; return the last logits, float32 `[vocabulary]`."""
     stop = start + len(ids)
     cache.set_length(stop)
     return decoder.compute(ids, Rows.of(torch.arange(start, stop), decoder.device), cache)[-1]
@@ -395,7 +391,7 @@ def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str
             yield ("rows", number), sides
 
 
-# ---- as other modes tell of themselves ---------------------------------------------------------------------------
+# ---- results as of other modes -----------------------------------------------------------------------------------
 
 
 def _with_reason(plan: Plan, number: int, reason: str) -> Plan:
@@ -404,7 +400,7 @@ def _with_reason(plan: Plan, number: int, reason: str) -> Plan:
 
 
 def _as_reused(plan: Plan, usable: int) -> Plan:
-    """The plan with its first segments reused, and all others but the question computed."""
+    """Return the plan with its first segments reused, and all others but the question computed."""
     context = [
         replace(one, status="exact", reason="") if at < usable else replace(one, status="miss", reason=one.reason)
         for at, one in enumerate(plan.segments[:-1])
@@ -423,13 +419,13 @@ def _fused(
 ) -> Fused:
     reused = int(plan.mask("exact").sum())
     none = torch.zeros(plan.length, dtype=torch.bool)
-    standing = int(plan.mask("standing").sum())
-    fresh = plan.length - reused - standing
+    resident = int(plan.mask("resident").sum())
+    fresh = plan.length - reused - resident
     return Fused(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers), standing),
+        tokens=TokenCounts(plan.length, reused, 0, fresh, (fresh,) * len(decoder.layers), resident),
         timing=FuseTiming(took[0], 0.0, 0.0, 0.0, 0.0, 0.0, took[1], 0.0),
         bytes_read=bytes_read,
         read_set=ReadSet.whole(plan, len(decoder.layers)),

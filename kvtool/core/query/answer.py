@@ -321,6 +321,5 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
 
 
 def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
-    counts = asdict(fused.tokens)
-    kinds = {name: counts[name] for name in ("prompt", "standing", "reused", "recomputed", "fresh", "dropped")}
-    return kinds | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)}
+    shifted = int(fused.shifted.rows.sum())
+    return fused.tokens.to_json() | {"shifted": shifted, "generated": len(said.ids)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
@@ -158,7 +158,7 @@ class Conversation:
     def give(self, session: Session, question: Request, answer: str) -> Begun:
         """Add a turn whose answer is known: as if it had been said. It need not have found anything."""
         begun = self.begin(session, question, must_find=False)
-        counts = {name: count for name, count in asdict(begun.outcome.fused.tokens).items() if name != "rows"}
+        counts = begun.outcome.fused.tokens.to_json()
         places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
         ids = self._ids_of(begun, answer)
         self._add(Turn(question.question, answer, places, counts), begun, Stands.after(begun, begun.known, ids))

@@ -15,8 +15,7 @@ from kvtool.core.codec.levels import enough_loss, known
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_after
-from kvtool.core.fusion.source import with_rows
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
@@ -113,11 +112,11 @@ def lay_out(
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
         if not left and behind is None and must_find:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
-        chunks = with_rows(session.store, [found for _, found in left])
+        chunks = with_stored_rows(session.store, [found for _, found in left])
         if behind is None:
             plan = build_plan(_prefix(session, parts.prefix), chunks, question)
         else:
-            plan = plan_after(behind.tokens, chunks, question)
+            plan = extend_plan(behind.tokens, chunks, question)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)
@@ -175,7 +174,7 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     """Lay the same prompt out with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
-    return replace(asked, plan=build_plan(prefix.source, with_rows(session.store, chunks), question.ids))
+    return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
 
 
 def parts_for(session: Session, options: QueryOptions) -> PromptParts:

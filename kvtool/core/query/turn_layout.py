@@ -102,7 +102,7 @@ def _origins(plan: Plan, marks: Sequence[Marks]) -> tuple[Origin, ...]:
     return tuple(
         Origin(replace(segment.source, relevance=0.0), mark)
         for segment, mark in zip(plan.segments, marks, strict=True)
-        if segment.status != "standing"
+        if segment.status != "resident"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
 from kvtool.core.fusion.engine import copied
-from kvtool.core.fusion.plan import Candidate, standing
+from kvtool.core.fusion.plan import Candidate, as_resident
 from kvtool.core.model.prompt import turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.query.answer import Begun
@@ -73,7 +73,7 @@ class Stands:
             fused.cache.set_length(fused.plan.length + alike)
         named = [one for one in fused.plan.chunks if one.source.chunk_id and one.source.reason != OTHER_TEXT]
         chunks = {one.source.chunk_id: len(one.source.ids) for one in named}
-        tokens = standing(fused.plan.segments, answer[:alike])
+        tokens = as_resident(fused.plan.segments, answer[:alike])
         if before is not None:
             chunks = {**before.chunks, **chunks}
         pending = (*answer[alike:], *turn_header(begun.session.tokenizer))

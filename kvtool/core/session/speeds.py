@@ -16,8 +16,8 @@ from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.loader import Loader
-from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on, with_rows
+from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.between import step_aside, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
@@ -173,7 +173,7 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
         if info is not None and info.layers == layers:
             for level in set(wanted) & set(store.levels(chunk)):
                 found[level].append(Candidate(info.token_ids, chunk, level=level))
-    return {level: [one for one in with_rows(store, chunks) if one.level] for level, chunks in found.items()}
+    return {level: [one for one in with_stored_rows(store, chunks) if one.level] for level, chunks in found.items()}
 
 
 # ---- computing ---------------------------------------------------------------------------------------------------
