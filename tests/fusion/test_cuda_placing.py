@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.fusion import loader, placing
-from kvtool.core.fusion.placing import CudaPlacing, PinnedBuffer, Turning
+from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, PinnedBuffer
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
@@ -167,14 +167,14 @@ def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel
     source, cache = StoreSource(Records(own), own.decoder), own.decoder.new_cache(plan.length)
     placing = CudaPlacing(torch.cuda.current_stream(), 2**20)
     rotary = own.decoder.rotary
-    turning = Turning(rotary, rotary.table(torch.arange(plan.length, device="cuda")), rotary.by_kernel)
+    rotation = KeyRotation(rotary, rotary.table(torch.arange(plan.length, device="cuda")), rotary.by_kernel)
     stats = ReadStats(room=placing.room)
     counts = []
     with torch.inference_mode(), placing.at_work():
         for layer in range(LAYERS):
             layers = source.read(plan.cached, layer, stats)
             with Counting() as counting:
-                placing.place(plan.cached, layers, cache.buffers[layer], turning, layer)
+                placing.place(plan.cached, layers, cache.buffers[layer], rotation, layer)
             counts.append(counting.operations)
     assert len(kernel.launches) == LAYERS
     assert [operations.count("aten.copy_.default") for operations in counts] == [1] * LAYERS

@@ -16,12 +16,12 @@ from types import TracebackType
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.fusion.placing import CudaPlacing, Placing, Turning
+from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, Placing
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
 from kvtool.core.kernels.attention.dispatch import first_read
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.between import step_aside
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
@@ -203,9 +203,9 @@ class Loader:
         self._stop = self._given_up = False
         self._left: Iterator[int] = iter(range(decoder.stored_layers))
         self._turn, self._making = threading.Lock(), threading.Lock()
-        self._made: Table | None = None
+        self._made: RopeTables | None = None
         count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
-        self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
+        self._rotation = self._shared() if decoder.device.startswith("cuda") and self._segments else None
         layers = _layers_of(self._read)
         self._workers = [_Worker(_placing_for(decoder, self._segments), layers) for _ in range(count)]
         names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
@@ -274,9 +274,9 @@ class Loader:
     def _run(self, worker: _Worker) -> None:
         try:
             with torch.inference_mode(), worker.placing.at_work():
-                turning = self._turning or Turning(self._decoder.rotary, self.table)
+                rotation = self._rotation or KeyRotation(self._decoder.rotary, self.table)
                 while not self._stop and self._error is None and (layer := self._next()) is not None:
-                    self._load(layer, turning, worker)
+                    self._load(layer, rotation, worker)
                     self._ready[layer].set()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
@@ -291,7 +291,7 @@ class Loader:
 
         A thread would only compete with this one, for work that ends before the first layer has computed.
         """
-        if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, ChunkCache):
+        if self._rotation is None or not self._rotation.in_one_launch or not isinstance(self._source, ChunkCache):
             return False
         even = all(len(segments) == len(self._segments) for segments in self._read)
         layers = self._source.whole(self._segments, len(self._ready)) if even else None
@@ -299,7 +299,7 @@ class Loader:
         if layers is None or not isinstance(placing, CudaPlacing):
             return False
         started = time.perf_counter()
-        if not placing.place_held(self._segments, layers, self._cache.buffers, self._turning):
+        if not placing.place_held(self._segments, layers, self._cache.buffers, self._rotation):
             return False
         add_span(self._timeline, "place", started)
         for ready in self._ready:
@@ -311,22 +311,22 @@ class Loader:
             return next(self._left, None)
 
     @torch.inference_mode()
-    def _shared(self) -> Turning:
+    def _shared(self) -> KeyRotation:
         """Make one rotation for all threads of a GPU: each of its launches would cost every thread as much again.
 
         The compute stream makes it, and the streams of the threads wait for that first.
         """
-        return Turning(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
+        return KeyRotation(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> RopeTables:
         """Return cos and sin of all places up to the last one that is read; made once, at the first use."""
         with self._making:
             if self._made is None:
                 self._made = self._table()
             return self._made
 
-    def _table(self) -> Table:
+    def _table(self) -> RopeTables:
         stop, device = max((segment.stop for segment in self._segments), default=0), self._decoder.device
         moved = [one for one in self._segments if one.position != one.start or one.kept is not None]
         if not moved:
@@ -336,7 +336,7 @@ class Loader:
             positions[segment.start : segment.stop] = torch.tensor(segment.positions)
         return self._decoder.rotary.table(positions.to(device))
 
-    def _load(self, layer: int, turning: Turning, worker: _Worker) -> None:
+    def _load(self, layer: int, rotation: KeyRotation, worker: _Worker) -> None:
         segments = self._read[layer]
         if not segments:
             return
@@ -346,7 +346,7 @@ class Loader:
         if self._stop:
             return
         started = time.perf_counter()
-        mark = worker.placing.place(segments, layers, self._cache.buffers[layer], turning, layer)
+        mark = worker.placing.place(segments, layers, self._cache.buffers[layer], rotation, layer)
         self._placed[layer] = worker.placing, mark
         add_span(self._timeline, "upload and rotate", started, layer=layer)
 

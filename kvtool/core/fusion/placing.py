@@ -21,14 +21,14 @@ from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.kernels import rope_triton
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rotary import Copy, Rotary
 
 
 @dataclass(frozen=True)
-class Turning:
+class KeyRotation:
     """Rotation of a prompt's keys.
 
     Attributes
@@ -38,7 +38,7 @@ class Turning:
     """
 
     rotary: Rotary
-    table: Table
+    table: RopeTables
     in_one_launch: bool = False
 
     def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
@@ -49,8 +49,8 @@ class Turning:
     @cached_property
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
-        (angles,) = self.table.by_name.values()
-        return angles.cos[0], angles.sin[0]
+        (cos_sin,) = self.table.by_name.values()
+        return cos_sin.cos[0], cos_sin.sin[0]
 
 
 class Placing:
@@ -75,7 +75,12 @@ class Placing:
         return aligned(size)
 
     def place(
-        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, turning: Turning, layer: int
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotation: KeyRotation,
+        layer: int,
     ) -> int:
         """Place one layer, in one pass over its keys and values; return a mark for `wait`.
 
@@ -91,7 +96,7 @@ class Placing:
         ]
         beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
         started = time.perf_counter()
-        turning(turns, beside, layer)
+        rotation(turns, beside, layer)
         self.rotate_s += time.perf_counter() - started
         self.upload_s += started - began
         return 0
@@ -247,18 +252,23 @@ class CudaPlacing(Placing):
         return crossing
 
     def place(
-        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, turning: Turning, layer: int
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotation: KeyRotation,
+        layer: int,
     ) -> int:
         started = time.perf_counter()
         crossing = self._next()
         layers = _staged(layers, crossing.staging)
         if all(side.is_cuda for kv in layers for side in kv):
             crossing.staging.clear()  # these records were decoded on the device
-        if turning.in_one_launch and all(_fits(each, buffer) for each in layers):
-            turns = turning.flat if turning.rotary.rotates(layer) else None
+        if rotation.in_one_launch and all(_fits(each, buffer) for each in layers):
+            turns = rotation.flat if rotation.rotary.rotates(layer) else None
             moments = self._launch(segments, layers, buffer, turns, crossing.staging)
         else:
-            moments = self._put(segments, layers, buffer, partial(turning, layer=layer), crossing.staging)
+            moments = self._put(segments, layers, buffer, partial(rotation, layer=layer), crossing.staging)
         crossing.read, crossing.placed = layers, moments[2]
         self._crossings.reverse()
         self._moments.append(moments)
@@ -270,7 +280,7 @@ class CudaPlacing(Placing):
         segments: Sequence[Segment],
         layers: Sequence[Sequence[LayerKV]],
         buffers: Sequence[BufferLayer],
-        turning: Turning,
+        rotation: KeyRotation,
     ) -> bool:
         """Place all layers from the device's own memory, in the compute stream; return False if they do not fit.
 
@@ -292,7 +302,7 @@ class CudaPlacing(Placing):
         begun.record(self._compute)
         uploaded.record(self._compute)
         for layer, buffer in enumerate(buffers):
-            cos, sin = turning.flat if turning.rotary.rotates(layer) else (None, None)
+            cos, sin = rotation.flat if rotation.rotary.rotates(layer) else (None, None)
             some = slice(layer * len(segments), (layer + 1) * len(segments))
             rope_triton.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
         placed.record(self._compute)
