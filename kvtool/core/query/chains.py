@@ -33,7 +33,7 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
         )
     found = find(session, plan) if selector.uses_cache else StoredPrefix((), ())
     if not options.force:
-        session.check_beginning([segment.ids for segment in plan.segments[:-1]], found)
+        session.check_prefix([segment.ids for segment in plan.segments[:-1]], found)
     return fuse_prefix(
         session.decoder, plan, selector, found, session.store.read_part, options.max_tokens, session.timeline
     )

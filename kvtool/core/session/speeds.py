@@ -1,4 +1,4 @@
-"""Measure once how fast this machine computes passes of a model and loads records of a store, and keep it there."""
+"""Calibration of the cost model: measure once this machine's speeds of a model's passes and of loading records."""
 
 from __future__ import annotations
 
@@ -41,15 +41,14 @@ Say = Callable[[str], None]
 
 
 class SpeedBook:
-    """The speeds of one model on this machine, measured at the first need and kept in a file beside the store.
+    """The speeds of one model on this machine, measured at the first use and stored next to the store.
 
-    The file is one for a model, with a row for each device, core and thread count and dtype. What cannot be read is
-    measured again; what is measured while the machine is busy, or for a store that cannot be written, serves this
-    process only.
+    A model has one file, with a row for each device, core and thread count and dtype. An unreadable file is measured
+    again. Speeds of a busy machine, or of a read-only store, serve this process only.
 
     Parameters
     ----------
-    say : told before something is measured.
+    say : reports what is about to be measured.
     """
 
     def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
@@ -62,12 +61,11 @@ class SpeedBook:
         self._unreadable: set[str] = set()
 
     def speeds(self, levels: Sequence[str], own: Sequence[bytes]) -> Speeds:
-        """Speeds with those of loading at these levels, `MEMORY` too; a level none of whose records can be read is
-        left out.
+        """Return the speeds, with those of loading at these levels (`MEMORY`, too) that have a readable record.
 
         Parameters
         ----------
-        own : chunks of the prompt; others are measured where there are any, since a record is read faster again.
+        own : chunks of the prompt; others are measured if possible, since a second read of a record is faster.
         """
         if self._passes is None:
             self._recall()
@@ -108,20 +106,20 @@ class SpeedBook:
 
 
 def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: int) -> Speeds | None:
-    """What was measured of a model on this machine, without the model; None if nothing was."""
+    """Return a model's stored speeds on this machine, without loading it; None if not measured."""
     found = _SpeedFile(store, fingerprint).row(machine_of(device, dtype))
     return None if found is None else _on(device, *found, layers)
 
 
 class _SpeedFile:
-    """A model's speeds beside the store, a row for each machine."""
+    """The file of a model's speeds next to the store, a row for each machine."""
 
     def __init__(self, store: Store, fingerprint: str) -> None:
         self._store = store
         self._name = f"speeds/{fingerprint[:16]}.json"
 
     def row(self, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
-        """A machine's; None where nothing can be read."""
+        """Read a machine's row; None without a readable one."""
         try:
             row = self._value()["machines"][machine]
             passes = read_numbers(PassSpeed, row["pass"])
@@ -130,12 +128,12 @@ class _SpeedFile:
             return None
 
     def keep(self, machine: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> None:
-        """Put a machine's row; a store that cannot be written stays as it is, and it is measured again next time."""
+        """Write a machine's row, unless the store is read-only."""
         machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
         write_side(self._store, self._name, {"format": FORMAT, "machines": machines})
 
     def _value(self) -> dict[str, Any]:
-        """What was kept; empty where that is nothing or nothing of ours."""
+        """Read the file; empty if it is missing or unreadable."""
         value = read_side(self._store, self._name, format=FORMAT)
         return value if isinstance(value.get("machines"), dict) else {}
 
@@ -152,13 +150,13 @@ def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int
 
 
 def machine_of(device: str, dtype: str) -> str:
-    """What speeds hold for."""
+    """Name the machine that speeds are valid for."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
     return f"{device} ({name}), {cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
 
 def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence[bytes]) -> dict[str, list[Candidate]]:
-    """Some chunks that are stored at each of these levels, in an order that does not depend on the ingest's."""
+    """Choose chunks that are stored at each of these levels, in an order independent of the ingest's."""
     others = sorted(set(store.chunk_ids()) - set(own))
     random.Random(0).shuffle(others)
     found: dict[str, list[Candidate]] = {level: [] for level in levels}
@@ -180,9 +178,9 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
 
 
 def measure_pass(decoder: Decoder) -> PassSpeed:
-    """Time passes of a few row counts, the first rows of a prompt and rows scattered over a longer one.
+    """Time passes over the first rows of a prompt, of some sizes, and over rows scattered in a longer one.
 
-    Every size is timed in every round and its least counts: what disturbs one round does not bend the fit.
+    Every size is timed in every round, and its least time counts: one disturbed round does not bend the fit.
     """
     shapes = _shapes(decoder)
     works = [_work(decoder, positions) for positions in shapes]
@@ -198,7 +196,7 @@ def measure_pass(decoder: Decoder) -> PassSpeed:
 
 
 def _shapes(decoder: Decoder) -> list[range]:
-    """Prompt positions of each pass."""
+    """Return the prompt positions of each pass."""
     longest = max(1, min(decoder.context, _LONGEST))
     sizes = [rows for rows in _ROWS.get(decoder.device.split(":")[0], _ROWS["cpu"]) if rows <= longest] or [longest]
     step = max(1, longest // sizes[len(sizes) // 2])
@@ -206,10 +204,10 @@ def _shapes(decoder: Decoder) -> list[range]:
 
 
 def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
-    """A pass of rows at these positions, over a cache of what stands before them; it tells how long it took."""
+    """Prepare a pass over rows at these positions of a prompt; each call returns its seconds."""
     cache = decoder.new_cache(positions[-1] + 1)
     cache.set_length(positions[-1] + 1)
-    for buffer in cache.buffers:  # what happens to stand there may be slow to compute with
+    for buffer in cache.buffers:  # arbitrary memory may hold numbers that are slow to compute with
         buffer.keys.zero_()
         buffer.values.zero_()
     chosen = random.Random(0)
@@ -231,7 +229,7 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
 
 
 def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
-    """Time the loading of single chunks and of groups, each for the first time; None: none of them can be read."""
+    """Time the first loading of single chunks and of groups; None if none can be read."""
     left = list(chunks)
     samples: list[_Loaded] = []
     started = time.perf_counter()
@@ -264,7 +262,7 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
-    """Time the loading of chunks that are held decoded, as `ChunkCache` holds them."""
+    """Time the loading of chunks that `ChunkCache` holds."""
     there = held_on(decoder)
     chunks = {bytes([number]): _of_ones(decoder, there) for number in range(_WANTED)}
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]
@@ -290,12 +288,12 @@ class _Loaded:
 
 
 def _usual(samples: Sequence[_Loaded]) -> _Loaded:
-    """The median by seconds a token: a record's first reading is wanted, not its fastest."""
+    """Return the median by seconds a token: the fastest read of a record is not its first."""
     return sorted(samples, key=lambda sample: sample.seconds / sample.tokens)[(len(samples) - 1) // 2]
 
 
 def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _Loaded | None:
-    """Load chunks as a query does; None: one of them is damaged."""
+    """Load chunks as a query does; None if one of them is damaged."""
     segments: list[Segment] = []
     for chunk in chunks:
         ids = tuple(chunk.ids[token] for token in chunk.rows)

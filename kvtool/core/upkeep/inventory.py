@@ -305,17 +305,13 @@ def pages(size: int) -> int:
 
 
 def sizes_of(store: Store) -> dict[str, Any]:
-    """Count what is stored.
+    """Count a store's chunks. Raises DamagedError if its manifest is damaged.
 
     Returns
     -------
-    What `Store.stats` tells, where `chunks` and `tokens` are those of documents; `beginning`: `id`, `tokens`,
-    `levels[{level, bytes}]` of the prompt's own, or None; and `unfinished`: `files`, `chunks`, `tokens`, `bytes` of
-    what interrupted ingests have stored. Records, bytes and levels are of all three.
-
-    Raises
-    ------
-    DamagedError : the store's manifest is.
+    `Store.stats`, with `chunks` and `tokens` of documents only; `beginning`: `id`, `tokens`, `levels[{level, bytes}]`
+    of the prompt's prefix, or None; and `unfinished`: `files`, `chunks`, `tokens`, `bytes` of interrupted ingests.
+    Records, bytes and levels are of all three.
     """
     sizes, identity = store.stats(), StoreIdentity.from_manifest(store.manifest())
     beginning = None if identity is None else _own_beginning(store, identity)
@@ -327,9 +323,9 @@ def sizes_of(store: Store) -> dict[str, Any]:
 
 
 def _unfinished(store: Store) -> dict[str, int]:
-    """Count what is stored of files of which an ingest was interrupted."""
+    """Count the chunks of files whose ingest was interrupted."""
     found = {"files": len(store.unfinished()), "chunks": 0, "tokens": 0, "bytes": 0}
-    with suppress(DamagedError):  # of a document, so that what it refers to is unknown, or of such a chunk
+    with suppress(DamagedError):  # a document, whose references are then unknown, or such a chunk
         for chunk in store.unfinished_chunks():
             sizes, info = store.sizes_here(chunk), store.chunk_info(chunk)
             found["chunks"] += 1
@@ -339,7 +335,7 @@ def _unfinished(store: Store) -> dict[str, int]:
 
 
 def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
-    """What is stored of the prompt's own beginning, a chunk that no document has."""
+    """Describe the prompt's prefix, a chunk that no document has."""
     try:
         info = store.chunk_info(identity.prefix_id)
     except DamagedError:

@@ -90,7 +90,7 @@ def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
     verdict.enforce()
     worst = max((check.difference / check.allowed for check in verdict.checks if check.allowed), default=0.0)
     others = "".join(
-        f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.of_others.items()
+        f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.cross_dtype_loss.items()
     )
     yield Finding("gate", "ok", f"passed by {identity.model}, its worst law at {worst:.0%} of what is allowed{others}")
 
