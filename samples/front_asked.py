@@ -25,7 +25,6 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.query.asked import read_asked
-from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.remote.opening import local_place, open_shared
@@ -128,7 +127,7 @@ def read_budget_of(place: Path) -> int:
 
 def ask(store: Store, finder: Finder, question: str, options: QueryOptions) -> int:
     """Read what a question is answered from. Returns the bytes that had to come for it."""
-    chunks = [hit.passage.chunk_id for hit in chunks_for(finder, Request(question), options).hits]
+    chunks = [hit.passage.chunk_id for hit in options.find(finder, Request(question)).hits]
     came = sum(store.level_sizes(chunk)["raw"] for chunk in chunks if "raw" not in store.sizes_here(chunk))
     info = store.chunk_info(chunks[0])
     for layer in range(info.layers if info is not None else 0):

@@ -6,9 +6,8 @@ from typing import Any
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.listing import ls
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import ManyValues, Run, takes
 from kvtool.cli.pack import export, import_, merge
-from kvtool.cli.parsing import ManyValues
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.cli.verify import repair, verify

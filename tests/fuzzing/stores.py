@@ -256,7 +256,7 @@ def side_files(data: bytes) -> None:
         for name in ("gate/x.json", "audit/x.jsonl"):
             path = store.side_file(name)
             path.write_bytes(data)
-        side.read_side(store, "gate/x.json")
+        store.read_side("gate/x.json")
         side_log.read_side_log(store, "audit/x.jsonl")
         list(side.damaged_files(store.path))
         list(side_log.damaged_journals(store.path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of

@@ -21,7 +21,6 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.finding import reply_chunk
 from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
@@ -203,7 +202,7 @@ def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]
     """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
     return [
-        reply_chunk(
+        ReplyChunk.of(
             session.store,
             hit,
             tokens=len(segment.source.ids),
@@ -220,7 +219,7 @@ def _standing_chunks(session: Session, asked: Asked) -> list[ReplyChunk]:
         return []
     tokens = asked.behind.chunks
     return [
-        reply_chunk(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
+        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
     ]
 
 

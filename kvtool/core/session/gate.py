@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import GateError
 
@@ -94,7 +93,7 @@ class ConformanceResult:
 def stored_result(store: Store, model: str, arithmetic: Arithmetic) -> ConformanceResult | None:
     """Return the stored result of a model that computes in `arithmetic`; None before its first use of the store."""
     try:
-        return ConformanceResult.from_json(read_side(store, _file(model, arithmetic), format=GATE_FORMAT))
+        return ConformanceResult.from_json(store.read_side(_file(model, arithmetic), format=GATE_FORMAT))
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # missing or unreadable: the checks are run again
 
@@ -115,7 +114,7 @@ def known_result(store: Store, model: str) -> ConformanceResult | None:
 
 def keep_result(store: Store, result: ConformanceResult, arithmetic: Arithmetic) -> None:
     """Store a result next to the store; if that fails, the checks are run again next time."""
-    write_side(store, _file(result.fingerprint, arithmetic), result.to_json())
+    store.write_side(_file(result.fingerprint, arithmetic), result.to_json())
 
 
 def _file(model: str, arithmetic: Arithmetic) -> str:

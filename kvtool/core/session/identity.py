@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.identity import chunk_id, ids_digest
-from kvtool.core.cache.origin import HERE, Origin
+from kvtool.core.cache.identity import HERE, Origin, chunk_id, ids_digest
 from kvtool.core.codec.levels import exact, known, level_of, lossy, whole
 from kvtool.core.codec.nested import NO_PROFILE
 from kvtool.core.common.types import Ids

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
@@ -130,11 +129,11 @@ class _SpeedFile:
     def keep(self, machine: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> None:
         """Write a machine's row, unless the store is read-only."""
         machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
-        write_side(self._store, self._name, {"format": FORMAT, "machines": machines})
+        self._store.write_side(self._name, {"format": FORMAT, "machines": machines})
 
     def _value(self) -> dict[str, Any]:
         """Read the file; empty if it is missing or unreadable."""
-        value = read_side(self._store, self._name, format=FORMAT)
+        value = self._store.read_side(self._name, format=FORMAT)
         return value if isinstance(value.get("machines"), dict) else {}
 
 
