@@ -323,20 +323,19 @@ def _compared(name: str, before: str, after: str) -> str:
 
 
 def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
-    from kvtool.core.native import jit
-    from kvtool.core.native.isa import AVX512_BF16, ISAS
+    from kvtool.core.native.isa import AVX512_BF16, ISAS, llvm
 
-    llvm = jit.llvm()
+    binding = llvm()
     isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
-    target = llvm.Target.from_default_triple()
+    target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)
     called = set(re.findall(r"call void (@(?:product|unpack)_\w+)(\([^)]*\))", text))  # of modules that others make
     for function, arguments in called:
         if not re.search(rf"define .*{function}\(", text):
             text += f"declare void {function}({', '.join(one.split()[0] for one in arguments[1:-1].split(','))})\n"
-    module = llvm.parse_assembly(_declared(text))
+    module = binding.parse_assembly(_declared(text))
     if optimised:
-        builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(2))
+        builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
         builder.getModulePassManager().run(module, builder)
     code: bytes = machine.emit_object(module)
     return code

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import warnings
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from kvtool.core.common.arithmetic import FEATURES, cpu_features
-from kvtool.core.native import jit
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +43,31 @@ _HELD = {"default": ("scalar",), "avx2": ("avx2", "scalar")}  # by what torch's 
 
 
 @cache
+def llvm() -> Any:
+    """Return llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
+    try:
+        binding = importlib.import_module("llvmlite.binding")
+    except (ImportError, OSError) as error:
+        _warn_slow(str(error))
+        return None
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    """Say once that decoding takes ten times as long, and why."""
+    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
+
+
+@cache
 def runnable() -> tuple[str, ...]:
     """Names of the ISAS that this machine can run, best first; none where llvmlite cannot be imported.
 
     Where a variable says what the CPU has (`common/arithmetic.py`), vectors that it does not name are not there.
     """
-    binding = jit.llvm()
+    binding = llvm()
     if binding is None:
         return ()
     host = {name for name, present in binding.get_host_cpu_features().items() if present}

@@ -25,7 +25,7 @@ from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is found out once in a process is found out anew, here and after."""
-    caches = isas.runnable, native._kernel, jit.llvm, native._warn_slow, jit._warn_slow
+    caches = isas.runnable, native._kernel, isas.llvm, native._warn_slow, isas._warn_slow
     yield
     for found in caches:
         found.cache_clear()
@@ -68,7 +68,7 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             return {name: name != "avx512vbmi2" and name != "bmi2" for name in isas.ISAS["avx512"].features}
 
     isas.runnable.cache_clear()
-    monkeypatch.setattr(jit, "llvm", Old)
+    monkeypatch.setattr(isas, "llvm", Old)
     assert native.available() == ("scalar", "numpy")
     monkeypatch.setenv(native.VARIABLE, "avx2")
     with pytest.raises(UsageError):
@@ -81,7 +81,7 @@ def test_a_cpu_that_is_told_to_have_less_gets_less(monkeypatch: pytest.MonkeyPat
         def get_host_cpu_features() -> dict[str, bool]:
             return dict.fromkeys(isas.ISAS["avx512"].features, True)
 
-    monkeypatch.setattr(jit, "llvm", New)
+    monkeypatch.setattr(isas, "llvm", New)
     for told, names in {
         "sse4_2 avx avx2 fma bmi2": ("avx2", "scalar"),
         "sse4_2": ("scalar",),
@@ -98,8 +98,8 @@ def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     isas.runnable.cache_clear()
-    jit.llvm.cache_clear()
-    jit._warn_slow.cache_clear()
+    isas.llvm.cache_clear()
+    isas._warn_slow.cache_clear()
     monkeypatch.setattr(importlib, "import_module", nothing)
 
 
