@@ -2,7 +2,8 @@
 
 On a GPU a CUDA stream of its own does the work. Records are read into pinned memory and uploaded as their bytes are, in
 one copy with the table that says where each one is; one launch rotates the keys and scatters all rows
-(`kernels/rope_triton.py`). Without Triton, and for a model that rotates in another way, torch's operations do."""
+(`kernels/rope_triton.py`). Without Triton, and for a model that rotates in another way, torch's operations do.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,8 @@ prompt is kept as checkpoints, one a segment: keys and values of the layers that
 last one with states.
 
 A checkpoint serves machines of every arithmetic. Rows are stored in the store's format and converted to the format that
-is computed in here; a state is converted to the format that the layer's own forward gives here."""
+is computed in here; a state is converted to the format that the layer's own forward gives here.
+"""
 
 from __future__ import annotations
 
@@ -292,7 +293,7 @@ def fuse_prefix(
         if damaged is None:
             break
         found = found.without(damaged)
-        plan = _with_reason(plan, damaged, DAMAGED)
+        plan = plan.without(plan.segments[damaged], DAMAGED)
     read_ms = add_span(timeline, "read states", started) * 1e3
     started = time.perf_counter()
     plan = _as_reused(plan, found.usable)
@@ -394,15 +395,10 @@ def _rows(cache: StateCache, segment: Segment) -> Iterator[tuple[Place, dict[str
 # ---- results as of other modes -----------------------------------------------------------------------------------
 
 
-def _with_reason(plan: Plan, number: int, reason: str) -> Plan:
-    segments = [replace(one, reason=reason) if at == number else one for at, one in enumerate(plan.segments)]
-    return Plan(tuple(segments))
-
-
 def _as_reused(plan: Plan, usable: int) -> Plan:
     """Return the plan with its first segments reused, and all others but the question computed."""
     context = [
-        replace(one, status="exact", reason="") if at < usable else replace(one, status="miss", reason=one.reason)
+        replace(one, status="exact", reason="") if at < usable else replace(one, status="miss")
         for at, one in enumerate(plan.segments[:-1])
     ]
     return Plan((*context, plan.segments[-1]))

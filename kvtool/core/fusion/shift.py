@@ -18,11 +18,10 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.rope import RopeTables
-from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
+from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans, shift_kernel
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
-from kvtool.core.native.isa import isa_here
 
 Numbers: TypeAlias = "np.ndarray[Any, Any]"
 
@@ -263,16 +262,11 @@ class Shift:
 
     def _kernel_of(self, probes: Probes) -> ShiftKernel | None:
         """Return machine code that shifts these chunks; None where there is none, or `offsets` is overridden."""
-        isa = isa_here() if self.decoder.device == "cpu" else None
-        if isa is None or not self.decoder.rotary.halves or type(self).offsets is not _MEANS:
+        if self.decoder.device != "cpu" or not self.decoder.rotary.halves or type(self).offsets is not _MEANS:
             return None
-        runs = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unrotate)
-        try:
-            return ShiftKernel(
-                runs, self._layers, isa, [kind.rotation for kind in self.decoder.kinds[: len(self._layers)]]
-            )
-        except ValueError:
-            return None
+        spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unrotate)
+        kinds = self.decoder.kinds[: len(self._layers)]
+        return shift_kernel(spans, self._layers, [kind.rotation for kind in kinds])
 
     def _add(self, probes: Probes, layer: int, factors: torch.Tensor) -> None:
         """Estimate offsets and add them by torch, on any device."""

@@ -6,7 +6,8 @@ It follows CacheBlend (arXiv 2405.16444, section 5.1), and decides from measured
   keys they see (fusion/cost.py), and only passes that overlap with loading are overlapped with it. A mode that ranks by
   the question's attention over the whole reused cache hides the question's own pass behind loading, but not the
   recompute after it.
-- Modes that lose nothing are choices, too: they win where they are as fast."""
+- Modes that lose nothing are choices, too: they win where they are as fast.
+"""
 
 from __future__ import annotations
 
