@@ -297,7 +297,7 @@ def audited(audit: Audit) -> str:
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
     from kvtool.core.fusion.selectors import REFERENCE
-    from kvtool.core.query.compare import compare
+    from kvtool.core.query.audit import compare
 
     replies = compare(session, request, options, modes)
     for reply in replies:
