@@ -196,12 +196,12 @@ def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
 
 
 @dataclass(slots=True)
-class _Crossing:
-    """One of two layers in flight, until the stream has placed it.
+class _InFlight:
+    """A layer in flight, until the stream has placed it.
 
     Attributes
     ----------
-    read : tensors that the stream reads, kept alive.
+    read : tensors that the stream reads.
     """
 
     staging: PinnedBuffer
@@ -230,7 +230,7 @@ class CudaPlacing(Placing):
         self._compute = compute
         self._stream = torch.cuda.Stream(compute.device)
         self._stream.wait_stream(compute)
-        self._crossings = [_Crossing(PinnedBuffer(layer_bytes)) for _ in range(2)]
+        self._in_flight = [_InFlight(PinnedBuffer(layer_bytes)) for _ in range(2)]
         self._moments: list[Moments] = []
 
     def seconds(self) -> tuple[float, float]:
@@ -245,12 +245,12 @@ class CudaPlacing(Placing):
         """Allocate pinned memory, that of the layer before the last."""
         return self._next().staging.room(size)
 
-    def _next(self) -> _Crossing:
+    def _next(self) -> _InFlight:
         """Return the layer that is read or placed now."""
-        crossing = self._crossings[0]
-        if crossing.placed is not None:
-            crossing.free()
-        return crossing
+        flight = self._in_flight[0]
+        if flight.placed is not None:
+            flight.free()
+        return flight
 
     def place(
         self,
@@ -261,17 +261,17 @@ class CudaPlacing(Placing):
         layer: int,
     ) -> int:
         started = time.perf_counter()
-        crossing = self._next()
-        layers = _staged(layers, crossing.staging)
+        flight = self._next()
+        layers = _staged(layers, flight.staging)
         if all(side.is_cuda for kv in layers for side in kv):
-            crossing.staging.clear()  # these records were decoded on the device
+            flight.staging.clear()  # these records were decoded on the device
         if rotation.in_one_launch and all(_fits(each, buffer) for each in layers):
             turns = rotation.flat if rotation.rotary.rotates(layer) else None
-            moments = self._launch(segments, layers, buffer, turns, crossing.staging)
+            moments = self._launch(segments, layers, buffer, turns, flight.staging)
         else:
-            moments = self._put(segments, layers, buffer, partial(rotation, layer=layer), crossing.staging)
-        crossing.read, crossing.placed = layers, moments[2]
-        self._crossings.reverse()
+            moments = self._put(segments, layers, buffer, partial(rotation, layer=layer), flight.staging)
+        flight.read, flight.placed = layers, moments[2]
+        self._in_flight.reverse()
         self._moments.append(moments)
         self.upload_s += time.perf_counter() - started
         return len(self._moments) - 1
@@ -290,7 +290,7 @@ class CudaPlacing(Placing):
         if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
             return False
         started = time.perf_counter()
-        self._crossings[0].read = [kv for kvs in layers for kv in kvs]  # until it is waited for
+        self._in_flight[0].read = [kv for kvs in layers for kv in kvs]  # until it is waited for
         table = rope_triton.described(
             [
                 Piece(Side.of(keys), Side.of(values), segment.start, segment.stop - segment.start)
@@ -307,7 +307,7 @@ class CudaPlacing(Placing):
             some = slice(layer * len(segments), (layer + 1) * len(segments))
             rope_triton.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
         placed.record(self._compute)
-        self._crossings[0].placed = placed
+        self._in_flight[0].placed = placed
         self._moments.append((begun, uploaded, placed))
         self.upload_s += time.perf_counter() - started
         return True
@@ -316,8 +316,8 @@ class CudaPlacing(Placing):
         self._moments[mark][2].wait()
 
     def finish(self) -> None:
-        for crossing in self._crossings:
-            crossing.free()
+        for flight in self._in_flight:
+            flight.free()
 
     def _launch(
         self,

@@ -1,9 +1,8 @@
 """Prefix cache of a recurrent model: restore the longest stored prefix of a prompt, exactly, and compute what follows.
 
-A recurrent state depends on every token before it, so nothing but the very same beginning can be reused. An answered
-prompt is kept as checkpoints, one a segment: keys and values of the layers that have some, as they are in the prompt
-(they never move), and at some ends the states. Reuse goes as far as checkpoints are stored without a gap, back to the
-last one with states.
+A recurrent state depends on every earlier token, so only an equal prefix can be reused. An answered prompt is stored as
+checkpoints, one a segment: keys and values of the layers that have some, as they are in the prompt, and at some ends
+the states. A prefix is reusable as far as no checkpoint is missing, back to the last one with states.
 
 A checkpoint serves machines of every arithmetic. Rows are stored in the store's format and converted to the format that
 is computed in here; a state is converted to the format that the layer's own forward gives here.
@@ -282,7 +281,7 @@ def fuse_prefix(
     Parameters
     ----------
     plan : has no cached segment. Its chunks' ids are noted in the checkpoints.
-    found : the stored checkpoints. Those after the reused ones are made anew.
+    found : the stored checkpoints. Those after the reused ones are replaced.
     """
     while True:
         cache = decoder.new_cache(plan.length + reserve)

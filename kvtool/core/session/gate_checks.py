@@ -230,7 +230,7 @@ def _plan(prefix: Ids, chunks: dict[bytes, Ids], question: Ids, lead_in: bytes =
 def _prefix_error(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> float:
     """Answer a prompt, encode its prefix, restore it; return the distance of the question's logits to full prefill's.
 
-    Models differ in whether their forward continues a state with several tokens at once; some silently start anew.
+    Models differ in whether their forward continues a state with several tokens at once; some silently restart.
     """
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
     full, _ = decoder.prefill(plan.ids)

@@ -278,7 +278,7 @@ def _of_ones(decoder: Decoder, there: torch.device | None) -> ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One sample of loading."""
+    """A sample of loading."""
 
     chunks: int
     tokens: int
