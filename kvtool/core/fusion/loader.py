@@ -56,20 +56,14 @@ class ReadSet:
         needed = tuple(one for one in selector.reads(plan, layers) if one.kept == one.source.kept)
         sizes = () if selector.reads_all else {*windows}
         seen = {size: _Seen.through(size, plan, selector, layers) for size in sizes if size is not None}
-        read: list[tuple[Segment, ...]] = []
-        skipped: list[tuple[Segment, ...]] = []
-        unwritten: list[tuple[slice, ...]] = []
+        read, skipped, unwritten = list[tuple[Segment, ...]](), list[tuple[Segment, ...]](), list[tuple[slice, ...]]()
         for window in windows:
             through = None if window is None else seen.get(window)
-            if through is None:
-                read.append(needed)
-                skipped.append(())
-                unwritten.append(())
-                continue
-            shown = {one.start for one in needed if through.shows(one)}
-            read.append(tuple(one for one in needed if one.start in shown))
-            skipped.append(tuple(one for one in needed if one.start not in shown))
-            unwritten.append(tuple(through.passed(one, device) for one in skipped[-1]))
+            hidden = () if through is None else tuple(one for one in needed if not through.shows(one))
+            starts = {one.start for one in hidden}
+            read.append(tuple(one for one in needed if one.start not in starts))
+            skipped.append(hidden)
+            unwritten.append(() if through is None else tuple(through.passed(one, device) for one in hidden))
         return cls(tuple(read), tuple(skipped), tuple(unwritten))
 
     @classmethod

@@ -53,7 +53,7 @@ class SpeedBook:
     def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
         self._say = say
         self._store, self._decoder = store, decoder
-        self._file = _SpeedFile(store, fingerprint)
+        self._fingerprint = fingerprint
         self._machine = machine_of(decoder.device, str(decoder.dtype).removeprefix("torch."))
         self._passes: PassSpeed | None = None
         self._loads: dict[str, LoadSpeed] = {}
@@ -67,7 +67,8 @@ class SpeedBook:
         own : chunks of the prompt; others are measured if possible, since a second read of a record is faster.
         """
         if self._passes is None:
-            self._recall()
+            stored = _stored_speeds(self._store, self._fingerprint, self._machine)
+            self._passes, self._loads = stored or (None, {})
         missing = [level for level in levels if level not in self._loads and level not in self._unreadable]
         if self._passes is None or missing:
             self._measure(missing, own)
@@ -97,44 +98,35 @@ class SpeedBook:
             else:
                 self._loads[level] = speed
         if not busy:
-            self._file.keep(self._machine, self._passes, self._loads, self._decoder.stored_layers)
-
-    def _recall(self) -> None:
-        if (found := self._file.row(self._machine)) is not None:
-            self._passes, self._loads = found
+            measured = Speeds(self._passes, self._loads, self._decoder.stored_layers).to_json()
+            machines = _machines(self._store, self._fingerprint) | {self._machine: measured}
+            self._store.write_side(_file(self._fingerprint), {"format": FORMAT, "machines": machines})
 
 
 def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: int) -> Speeds | None:
     """Return a model's stored speeds on this machine, without loading it; None if not measured."""
-    found = _SpeedFile(store, fingerprint).row(machine_of(device, dtype))
+    found = _stored_speeds(store, fingerprint, machine_of(device, dtype))
     return None if found is None else _on(device, *found, layers)
 
 
-class _SpeedFile:
-    """The file of a model's speeds next to the store, a row for each machine."""
+def _stored_speeds(store: Store, fingerprint: str, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
+    """Read a machine's speeds of a model; None without a readable row."""
+    try:
+        row = _machines(store, fingerprint)[machine]
+        loads = {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
+        return read_numbers(PassSpeed, row["pass"]), loads
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
-    def __init__(self, store: Store, fingerprint: str) -> None:
-        self._store = store
-        self._name = f"speeds/{fingerprint[:16]}.json"
 
-    def row(self, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
-        """Read a machine's row; None without a readable one."""
-        try:
-            row = self._value()["machines"][machine]
-            passes = read_numbers(PassSpeed, row["pass"])
-            return passes, {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
+def _machines(store: Store, fingerprint: str) -> dict[str, Any]:
+    """Read the rows of all machines; empty if the file is missing or unreadable."""
+    rows = store.read_side(_file(fingerprint), format=FORMAT).get("machines")
+    return rows if isinstance(rows, dict) else {}
 
-    def keep(self, machine: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> None:
-        """Write a machine's row, unless the store is read-only."""
-        machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
-        self._store.write_side(self._name, {"format": FORMAT, "machines": machines})
 
-    def _value(self) -> dict[str, Any]:
-        """Read the file; empty if it is missing or unreadable."""
-        value = self._store.read_side(self._name, format=FORMAT)
-        return value if isinstance(value.get("machines"), dict) else {}
+def _file(fingerprint: str) -> str:
+    return f"speeds/{fingerprint[:16]}.json"
 
 
 def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> Speeds:
