@@ -25,7 +25,7 @@ from kvtool.core.kernels import rope_triton
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rotary import Copy, Rotary
+from kvtool.core.model.rope import Copy, Rotary
 
 
 @dataclass(frozen=True)

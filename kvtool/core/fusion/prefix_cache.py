@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
-from kvtool.core.codec.raw import DTYPES, NAMES
+from kvtool.core.codec.base import DTYPES, NAMES
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, TokenCounts

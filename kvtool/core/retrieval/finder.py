@@ -17,7 +17,7 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.common.globs import regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
-from kvtool.core.model.between import step_aside
+from kvtool.core.model.preemption import run_pending
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embeds, embedder_of
 from kvtool.core.retrieval.index import Index, index_of
@@ -119,7 +119,7 @@ class Finder:
         for name in chunks or documents:
             places = self.places.of_chunks(name) if chunks else self.places.of_document(name)
             hits += [Hit(place, math.nan) for place in places]
-            step_aside()
+            run_pending()
         return hits
 
     def _search(self, retrieval: Retrieval) -> Search:

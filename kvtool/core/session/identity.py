@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import HERE, Origin, chunk_id, ids_digest
-from kvtool.core.codec.levels import exact, known, level_of, lossy, whole
-from kvtool.core.codec.nested import NO_PROFILE
+from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, ModelError, StoreFormatError, StoreNotFoundError, UsageError

@@ -200,8 +200,8 @@ class Session:
 
         While the model is not loaded, its configuration says so.
         """
+        from kvtool.core.model.kinds import stated_windows
         from kvtool.core.model.load import supported_config
-        from kvtool.core.model.windows import stated_windows
 
         if self.is_loaded:
             return self.decoder.windows
