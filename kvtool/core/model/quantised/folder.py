@@ -24,7 +24,7 @@ from kvtool.core.model.files import PACKED, weight_files
 from kvtool.core.model.gguf_header import GgufHeader, TensorInfo
 from kvtool.core.native.isa import best_isa
 
-_PARTS = ("data", "scales", "mins")
+_PARTS = {"data": "data", "scales": "scales", "mins": "group_mins"}  # names in a file, and of attributes
 _ROWS = 4096  # unpacked at a time
 
 
@@ -42,7 +42,8 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
         if (found := _matrix(gguf, info)) is not None:
             for name, matrix in _matched(found, sought):
                 kinds[name] = matrix.kind
-                tensors |= {f"{name}.{part}": getattr(matrix, part).clone() for part in _PARTS}  # two may be alike
+                for part, own in _PARTS.items():
+                    tensors[f"{name}.{part}"] = getattr(matrix, own).clone()  # two may be alike
     part = folder / f"{PACKED}.part"
     save_file(tensors, part, {"kinds": json.dumps(kinds)})
     part.replace(folder / PACKED)
