@@ -188,7 +188,7 @@ def peers_chart(result: PeersBench) -> str:
     ]
     panel = Panel("TTFT, seconds", tuple(drawn), logarithmic=True)
     note = f"{result.model}, {result.dtype}, {result.threads} threads; llama.cpp: the quickest of its settings"
-    return line_charts("kvtool bench peers: time to the first token", [panel], "prompt, tokens", note, "logarithmic")
+    return line_charts("kvtool and its peers: time to the first token", [panel], "prompt, tokens", note, "logarithmic")
 
 
 if __name__ == "__main__":

@@ -128,7 +128,7 @@ class StreamBench:
         return next(row for row in self.rows if (row.policy, row.kind, row.slo_ms) == (policy, kind, slo_ms))
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `bench stream`."""
+        """The JSON object of `stream.py`."""
         value = {own.name: getattr(self, own.name) for own in fields(self)}
         names = ("slo_ms", "predictor", "margin", "depth")
         case = self.options.scenario.case

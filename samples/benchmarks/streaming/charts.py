@@ -89,7 +89,7 @@ def stream_chart(result: StreamBench) -> str:
         Panel("mean loss, nats a token", lines("kl_answer")),
     ]
     note = f"{result.tokens} tokens, {len(result.traces)} traces, over all of them; text loses nothing"
-    return line_charts(f"kvtool bench stream: {result.context}", panels, "objective, ms", note, "logarithmic")
+    return line_charts(f"streaming policies: {result.context}", panels, "objective, ms", note, "logarithmic")
 
 
 _CELL, _ROW, _NAMES, _TOP = 104, 34, 84, 66

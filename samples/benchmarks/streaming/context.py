@@ -1,4 +1,4 @@
-"""What is streamed in `kvtool bench stream`: chunks by level, their losses, and how fast the other side computes."""
+"""Contexts that are streamed: chunks by level, their losses, and the speed of the other side."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Outcome:
     log: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Put it as `bench stream` tells it: times in milliseconds, chunks by their number in the context."""
+        """Put it as `stream.py` tells it: times in milliseconds, chunks by their number in the context."""
         return {
             "ready_ms": self.ready_s * 1e3,
             "ttft_ms": self.ttft_s * 1e3,

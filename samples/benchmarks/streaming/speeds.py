@@ -1,4 +1,4 @@
-"""How fast the side that streams to computes prompts and decodes levels, in `kvtool bench stream`."""
+"""Speeds of the side that streams to: prompts and decoding."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PeersBench:
     includes: str = INCLUDES
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `bench peers`."""
+        """The JSON object of `peers.py`."""
         value = asdict(self)
         return {"resolved": {name: value.pop(name) for name in ("model", "device", "dtype")}} | value
 
