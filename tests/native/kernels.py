@@ -47,7 +47,6 @@ def _entropy() -> Kernels:
 
 def _transforms() -> Kernels:
     from kvtool.core.codec import transform_ir
-    from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX512, ISAS
 
     for name, form in product(ISAS, STORED):
@@ -65,7 +64,6 @@ def _transforms() -> Kernels:
 def _flash() -> Kernels:
     from kvtool.core.kernels.attention.flash_ir import attention_module
     from kvtool.core.kernels.attention.flash_tile_ir import Tiling
-    from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX512_BF16, ISAS
 
     for name, stored in product(ISAS, STORED):
@@ -125,7 +123,6 @@ def _decoding() -> Kernels:
 def _rows() -> Kernels:
     from kvtool.core.kernels.rope import rotation_module
     from kvtool.core.kernels.shift import offsets_module
-    from kvtool.core.native.formats import STORED
     from kvtool.core.native.isa import AVX2
 
     for stored in STORED:

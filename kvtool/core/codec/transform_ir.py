@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, along, each, module
-from kvtool.core.native.formats import rounded
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, rounded
 from kvtool.core.native.gemm import PAIRS, Tile, gemm, tile_of
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import JOBS, Job
-from kvtool.core.native.simd import MAGIC, any_bits, total_onto
+from kvtool.core.native.simd import MAGIC, along, any_bits, each, total_onto
 
 MOST_ROWS = 96  # at once: a multiple of every tile's rows
 FORWARD = Job(

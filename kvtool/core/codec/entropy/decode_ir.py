@@ -11,8 +11,7 @@ from collections.abc import Sequence
 
 from kvtool.core.codec.entropy.reference import BLOCK, LANES, LEAST_STATE, MOST_CONTEXT
 from kvtool.core.codec.entropy.tables import ESCAPE, PROBABILITY_BITS, SLOTS, ZERO
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module
-from kvtool.core.native.formats import narrow
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, narrow
 from kvtool.core.native.isa import AVX512, SCALAR, Isa
 from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted

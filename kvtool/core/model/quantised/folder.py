@@ -42,8 +42,8 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
         if (found := _matrix(gguf, info)) is not None:
             for name, matrix in _matched(found, sought):
                 kinds[name] = matrix.kind
-                for part, own in _PARTS.items():
-                    tensors[f"{name}.{part}"] = getattr(matrix, own).clone()  # two may be alike
+                for kept, own in _PARTS.items():
+                    tensors[f"{name}.{kept}"] = getattr(matrix, own).clone()  # two may be alike
     part = folder / f"{PACKED}.part"
     save_file(tensors, part, {"kinds": json.dumps(kinds)})
     part.replace(folder / PACKED)

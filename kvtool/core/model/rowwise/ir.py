@@ -11,11 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtool.core.native import builder, simd
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, each
-from kvtool.core.native.formats import rounded
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, rounded
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.job import Job
-from kvtool.core.native.simd import rotate
+from kvtool.core.native.job import Job, WorkQueue
+from kvtool.core.native.simd import each, rotate
 
 # `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
 _TAKING = {"next": "i64", "share": "i64", "rows": "i64"}
