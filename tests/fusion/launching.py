@@ -21,7 +21,7 @@ from kvtool.core.codec.raw import NAMES, Raw
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.cuda_placing import PinnedBuffer
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.model.rotary import Rotary
+from kvtool.core.model.rope import Rotary
 from tests.fusion.making import Case
 from tests.pretended import streams
 

@@ -23,7 +23,7 @@ from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
-from kvtool.core.model.latent import joined
+from kvtool.core.model.mla import joined
 from kvtool.core.model.modules import cache_name
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import platform
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +27,7 @@ from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is found out once in a process is found out anew, here and after."""
-    caches = isas.runnable, native._kernel, jit.llvm, native._warn_slow, jit._warn_slow
+    caches = isas.runnable, native._kernel, isas.llvm, native._warn_slow, isas._warn_slow
     yield
     for found in caches:
         found.cache_clear()
@@ -58,7 +60,10 @@ def test_unknown_names_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(native.VARIABLE, name)
     with pytest.raises(UsageError) as error:
         round_trip()
-    assert "avx512, avx2, scalar, numpy" in error.value.message
+    assert "avx512, avx2, neon, scalar, numpy" in error.value.message
+
+
+X86, ARM = "x86_64", "aarch64"
 
 
 def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,29 +73,56 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
             return {name: name != "avx512vbmi2" and name != "bmi2" for name in isas.ISAS["avx512"].features}
 
     isas.runnable.cache_clear()
-    monkeypatch.setattr(jit, "llvm", Old)
+    monkeypatch.setattr(platform, "machine", lambda: X86)
+    monkeypatch.setattr(isas, "llvm", Old)
     assert native.available() == ("scalar", "numpy")
     monkeypatch.setenv(native.VARIABLE, "avx2")
     with pytest.raises(UsageError):
         native.chosen()
 
 
-def test_a_cpu_that_is_told_to_have_less_gets_less(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("machine", "told", "names"),
+    [
+        (X86, "sse4_2 avx avx2 fma bmi2", ("avx2", "scalar")),
+        (X86, "sse4_2", ("scalar",)),
+        (X86, "avx avx2 avx512f avx512_vbmi2", ("avx2", "scalar")),
+        (X86, "", ("avx512", "avx2", "scalar")),
+        (ARM, "", ("neon", "scalar")),
+        (ARM, "fp asimd asimddp", ("neon", "scalar")),
+        (ARM, "fp", ("scalar",)),
+    ],
+)
+def test_a_cpu_that_is_told_to_have_less_gets_less(
+    machine: str, told: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     class New:
         @staticmethod
         def get_host_cpu_features() -> dict[str, bool]:
-            return dict.fromkeys(isas.ISAS["avx512"].features, True)
+            return dict.fromkeys(isas.ISAS["avx512"].features, True) if machine == X86 else {"crc": True}
 
-    monkeypatch.setattr(jit, "llvm", New)
-    for told, names in {
-        "sse4_2 avx avx2 fma bmi2": ("avx2", "scalar"),
-        "sse4_2": ("scalar",),
-        "avx avx2 avx512f avx512_vbmi2": ("avx2", "scalar"),
-        "": ("avx512", "avx2", "scalar"),
-    }.items():
-        isas.runnable.cache_clear()
-        monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
-        assert isas.runnable() == names
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setattr(isas, "llvm", New)
+    isas.runnable.cache_clear()
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
+    assert isas.runnable() == names
+
+
+@pytest.mark.parametrize(
+    ("held", "there", "best"),
+    [
+        ("", ("avx512", "avx2", "scalar"), "avx512"),
+        ("avx2", ("avx512", "avx2", "scalar"), "avx2"),
+        ("default", ("avx512", "avx2", "scalar"), "scalar"),
+        ("default", ("neon", "scalar"), "neon"),  # which torch's default kernels on ARM use as well
+    ],
+)
+def test_torch_is_held_back_and_so_are_we(
+    held: str, there: tuple[str, ...], best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(isas, "runnable", functools.cache(lambda: there))
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", held)
+    assert isas.best_isa() == best
 
 
 def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,8 +130,8 @@ def without_llvmlite(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError(name)
 
     isas.runnable.cache_clear()
-    jit.llvm.cache_clear()
-    jit._warn_slow.cache_clear()
+    isas.llvm.cache_clear()
+    isas._warn_slow.cache_clear()
     monkeypatch.setattr(importlib, "import_module", nothing)
 
 
