@@ -40,11 +40,11 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    from kvtool.core.codec.entropy import native
+    from kvtool.core.codec.rans import coder
     from kvtool.core.native.isa import ISAS
 
-    for isa, kind in product(ISAS, native.KINDS):
-        yield f"entropy/{kind}/{isa}", lambda isa=isa, kind=kind: native._text(ISAS[isa], kind)
+    for isa, kind in product(ISAS, coder.KINDS):
+        yield f"entropy/{kind}/{isa}", lambda isa=isa, kind=kind: coder._text(ISAS[isa], kind)
 
 
 def _transforms() -> Kernels:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.raw import Raw
+from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.kernels.rope import RopeTables

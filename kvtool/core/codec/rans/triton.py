@@ -1,11 +1,11 @@
-"""Decode streams on a GPU: the bytes of `reference.py`, a batch of streams a launch, one warp a stream.
+"""rANS decoder for GPUs, in Triton: a batch of streams a launch, one warp a stream (the bytes: reference.py).
 
-A stream is sequential and short of work for a GPU; what fills one is many streams (layers, sides, chunks) at once. Its
-64 lanes are two halves of 32, one lane of each a thread, so that lanes that want a word are counted by two ballots. One
-step's columns are two groups of 32 for the same reason.
+A stream is sequential and short of work for a GPU, which many streams (layers, sides, chunks) at once fill. Its 64
+lanes are two halves of 32, one lane of each a thread, so that two ballots count the lanes that want a word. One step's
+columns are two groups of 32 for the same reason.
 
 Nothing imports triton before the first batch: kvtool works without it. With `TRITON_INTERPRET=1` in the environment of
-a process that has not imported triton yet, the same kernel runs on the CPU (slowly; bfloat16 is truncated there).
+a process that has not imported triton yet, the same kernel runs on the CPU, slowly.
 """
 
 from __future__ import annotations
@@ -15,141 +15,100 @@ import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec.entropy.reference import LANES, LEAST_STATE, U16, Stream, check_ids
-from kvtool.core.codec.entropy.tables import PROBABILITY_BITS, ZERO, TableSet
+from kvtool.core.codec.rans.reference import LANES, LEAST_STATE, PROBABILITY_BITS, ZERO, Columns, Stream, TableSet
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import DamagedError, KvtoolError
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-Form = Literal["int16", "bfloat16", "float16"]
-F32 = npt.NDArray[np.float32]
-I32 = npt.NDArray[np.int32]
-
-GROUP = 32
-MOST_CONTEXT = 2
-_DTYPES = {"int16": torch.int16, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_FIELDS = 12  # rows, blocks of 64 columns, words; addresses: 6 arrays of the job, slots, out; out's stride
+_FIELDS = 10  # rows, blocks of 64 columns, words; addresses: 4 arrays of the job, slots, out; out's stride
 _ALIGNMENT = 16
 _slots: weakref.WeakKeyDictionary[TableSet, dict[torch.device, torch.Tensor]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class CudaDecoding:
-    """One stream and where its numbers go: `out[row, places[column // 32] + column % 32]`.
+    """A stream and the place of its numbers.
 
     Parameters
     ----------
-    ids : table of each column, uint16 `[columns]`; `columns` is a multiple of 64.
-    places : first column in `out` of every 32 columns, int32 `[columns // 32]`; they must not overlap.
-    out : `[rows, stride]` on the device, of the form's dtype, rows of adjacent numbers; what no place names is kept.
-    form : "int16": symbol - 128; else that times scale plus offset in float32, each rounded, then rounded to `form`.
-    scale, offset : float32 `[columns]`; unused for "int16".
+    out : int16 `[rows, stride]` on the device, rows of adjacent numbers; numbers outside the columns' places are kept.
     """
 
     stream: Stream
-    ids: U16
-    tables: TableSet
+    columns: Columns
     rows: int
-    places: I32
     out: torch.Tensor
-    form: Form
-    scale: F32 | None = None
-    offset: F32 | None = None
 
 
 def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> None:
-    """Fill every job's `out`, in one launch a form; waits for the result.
+    """Fill every job's `out` in one launch, and wait for it.
+
+    A number is its symbol - 128. Columns that refine make finer, in place, the coarser numbers q that `out` holds: q
+    becomes 3 q + r, or 3 q - r where q < 0. A column's table is then its own + min(|q|, 2).
 
     Raises
     ------
-    DamagedError : a table that does not exist, or a stream that does not end as `reference.check_end` demands. What
-        `out` then holds is of no use.
-    ValueError : a job whose arrays do not fit each other.
-    KvtoolError : there is no triton.
+    DamagedError : a stream does not end as `reference.check_end` demands. What `out` then holds is of no use.
+    ValueError : a job's arrays do not fit each other, or only some jobs' columns refine.
+    KvtoolError : triton is missing.
     """
-    for form in dict.fromkeys(job.form for job in jobs):
-        _launch([job for job in jobs if job.form == form], device, refine=False)
-
-
-def refine_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> None:
-    """Refine, in place, the coarser numbers q that every job's `out` (int16) holds, by the next level's streams.
-
-    A column's table is `ids` + min(|q|, 2); q becomes 3 q + r, or 3 q - r where q < 0, with r = symbol - 128.
-
-    Raises
-    ------
-    DamagedError : as in `decode_batch_cuda`; a column needs three tables, whatever q is.
-    ValueError : a job whose arrays do not fit each other, or that is not "int16".
-    KvtoolError : there is no triton.
-    """
-    if any(job.form != "int16" for job in jobs):
-        raise ValueError("only int16 numbers can be refined")
-    _launch(jobs, device, refine=True)
-
-
-def _launch(jobs: Sequence[CudaDecoding], device: torch.device, refine: bool) -> None:
     if not jobs:
         return
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     for job in jobs:
-        check_ids(job.ids, job.tables, MOST_CONTEXT if refine else 0)
         _check(job, device)
+    if len({job.columns.refines for job in jobs}) > 1:
+        raise ValueError("all columns refine, or none does")
     kernel = _kernel()
     described = _described(jobs, device)
     ends = torch.empty((len(jobs), 2), dtype=torch.int32, device=device)
-    options = constants(jobs[0].form, refine, ballot=device.type == "cuda")
+    options = constants(jobs[0].columns.refines, ballot=device.type == "cuda")
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        # Without fused multiply-add: the numbers of the CPU's coders, bit for bit.
-        kernel[(len(jobs),)](described, ends, **options, num_warps=1, enable_fp_fusion=False)
+        kernel[(len(jobs),)](described, ends, **options, num_warps=1)
     expected = torch.tensor([(len(job.stream.words), LANES) for job in jobs], dtype=torch.int32)
     if not torch.equal(ends.cpu(), expected):
         raise DamagedError("an encoded stream that does not end where it should")
 
 
 def _check(job: CudaDecoding, device: torch.device) -> None:
-    """Everything that the kernel relies upon to stay inside its arrays."""
-    columns, words, states = len(job.ids), job.stream.words, job.stream.states
-    if len(states) != LANES or states.dtype != np.uint32 or words.dtype != np.uint16 or job.ids.dtype != np.uint16:
-        raise ValueError("a stream or table ids of the wrong type")
-    if job.rows * columns >= 1 << 31 or len(words) >= 1 << 31:
+    """Check everything that the kernel relies upon to stay inside its arrays, beyond what `Columns` checks."""
+    words, states = job.stream.words, job.stream.states
+    if len(states) != LANES or states.dtype != np.uint32 or words.dtype != np.uint16:
+        raise ValueError("a stream of the wrong type")
+    if job.rows * len(job.columns) >= 1 << 31 or len(words) >= 1 << 31:
         raise ValueError("a stream of more symbols than an int32 counts")
-    if job.out.dtype != _DTYPES[job.form] or job.out.device != device or job.out.ndim != 2:
-        raise ValueError(f"decoding to {job.form} needs such a matrix on {device}")
+    if job.out.dtype != torch.int16 or job.out.device != device or job.out.ndim != 2:
+        raise ValueError(f"decoding needs an int16 matrix on {device}")
     if len(job.out) != job.rows or (job.out.numel() and job.out.stride(1) != 1):
         raise ValueError("an output of the wrong shape")
-    if job.places.shape != (columns // GROUP,) or job.places.dtype != np.int32:
-        raise ValueError("a place is needed for every 32 columns")
-    if columns and not 0 <= int(job.places.min()) <= int(job.places.max()) <= job.out.shape[1] - GROUP:
+    if job.columns.reach > job.out.shape[1]:
         raise ValueError("a place outside the output")
-    for factors in () if job.form == "int16" else (job.scale, job.offset):
-        if factors is None or factors.shape != (columns,) or factors.dtype != np.float32:
-            raise ValueError(f"decoding to {job.form} needs a scale and an offset for every column")
 
 
 def _described(jobs: Sequence[CudaDecoding], device: torch.device) -> torch.Tensor:
-    """Descriptors of the jobs, int64 `[jobs, 12]`, on the device, followed by all that they point to: one upload."""
+    """Upload at once the jobs' descriptors, int64 `[jobs, 10]`, and after them everything that they point to."""
     rows = np.zeros((len(jobs), _FIELDS), np.int64)
     parts: list[npt.NDArray[Any]] = [rows]
     starts, at = [0], _aligned(rows.nbytes)
     for job in jobs:
-        for part in (job.stream.words, job.stream.states, job.ids, job.places, job.scale, job.offset):
-            parts.append(np.empty(0) if part is None else np.ascontiguousarray(part))
+        for part in (job.stream.words, job.stream.states, job.columns.ids, job.columns.places):
+            parts.append(np.ascontiguousarray(part))
             starts.append(at)
             at += _aligned(parts[-1].nbytes)
     buffer = torch.empty(at, dtype=torch.uint8, device=device)
-    rows[:, 3:9] = np.reshape(starts[1:], (len(jobs), 6)) + buffer.data_ptr()
+    rows[:, 3:7] = np.reshape(starts[1:], (len(jobs), 4)) + buffer.data_ptr()
     for row, job in zip(rows, jobs, strict=True):
-        row[:3] = job.rows, len(job.ids) // LANES, len(job.stream.words)
-        row[9:] = _slots_on(job.tables, device).data_ptr(), job.out.data_ptr(), job.out.stride(0)
+        row[:3] = job.rows, job.columns.groups, len(job.stream.words)
+        row[7:] = _slots_on(job.columns.tables, device).data_ptr(), job.out.data_ptr(), job.out.stride(0)
     host = torch.empty(at, dtype=torch.uint8, pin_memory=device.type == "cuda")
     view = host.numpy()
     for start, part in zip(starts, parts, strict=True):
@@ -162,32 +121,24 @@ def _aligned(size: int) -> int:
 
 
 def _slots_on(tables: TableSet, device: torch.device) -> torch.Tensor:
-    """The set's slots on the device, uploaded once and kept as long as the set is."""
+    """Upload the set's slots to the device once, and keep them as long as the set."""
     copies = _slots.setdefault(tables, {})
     if device not in copies:
         copies[device] = torch.from_numpy(tables.slots).to(device)
     return copies[device]
 
 
-def constants(form: Form, refine: bool, ballot: bool) -> dict[str, Any]:
-    """What a kernel is compiled for; `ballot`: count by PTX instead of a scan, which only real hardware can."""
-    dtype = getattr(_kernel().fn.__globals__["tl"], form)
-    return {
-        "FORM": dtype,
-        "REFINE": refine,
-        "BALLOT": ballot,
-        "BITS": PROBABILITY_BITS,
-        "ZERO": ZERO,
-        "LEAST": LEAST_STATE,
-    }
+def constants(refine: bool, ballot: bool) -> dict[str, Any]:
+    """Return a kernel's compile-time arguments; `ballot`: count by PTX, which only hardware can, instead of a scan."""
+    return {"REFINE": refine, "BALLOT": ballot, "BITS": PROBABILITY_BITS, "ZERO": ZERO, "LEAST": LEAST_STATE}
 
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel, of which triton makes one for each set of `constants`.
+    """Make the kernel, which triton compiles for each set of `constants`.
 
-    A kernel finds triton's language and the functions that it calls among its module's globals, so these are put there
-    at the first use instead of by decorators and an import, which would need triton for importing this module.
+    A kernel finds triton's language and the functions that it calls among its module's globals. They are put there at
+    the first use: decorators and an import would need triton for importing this module.
     """
     try:
         import triton
@@ -202,21 +153,20 @@ def _kernel() -> Any:
     return triton.jit(_decode)
 
 
-# Below: Triton. Its code cannot use this module's numbers, hence the literals: 12 fields, 64 lanes, 32 threads a warp.
+# Below: Triton. Its code cannot use this module's numbers, hence the literals: 10 fields, 64 lanes, 32 threads a warp.
 
 
 def _decode(
     descriptors: tl.tensor,
     ends: tl.tensor,
-    FORM: tl.constexpr,
     REFINE: tl.constexpr,
     BALLOT: tl.constexpr,
     BITS: tl.constexpr,
     ZERO: tl.constexpr,
     LEAST: tl.constexpr,
 ) -> None:
-    """One stream a program. `ends` int32 `[jobs, 2]`: words wanted, lanes that ended in 2^16."""
-    job = descriptors + tl.program_id(0) * 12
+    """Decode one stream a program. `ends` int32 `[jobs, 2]`: words wanted, lanes that ended in 2^16."""
+    job = descriptors + tl.program_id(0) * 10
     blocks = tl.load(job + 1).to(tl.int32)
     steps = tl.load(job).to(tl.int32) * blocks
     count = tl.load(job + 2).to(tl.int32)
@@ -224,11 +174,9 @@ def _decode(
     states = tl.load(job + 4).to(tl.pointer_type(tl.uint32))
     ids = tl.load(job + 5).to(tl.pointer_type(tl.uint16))
     places = tl.load(job + 6).to(tl.pointer_type(tl.int32))
-    scale = tl.load(job + 7).to(tl.pointer_type(tl.float32))
-    offset = tl.load(job + 8).to(tl.pointer_type(tl.float32))
-    slots = tl.load(job + 9).to(tl.pointer_type(tl.uint32))
-    out = tl.load(job + 10).to(tl.pointer_type(FORM))
-    stride = tl.load(job + 11)
+    slots = tl.load(job + 7).to(tl.pointer_type(tl.uint32))
+    out = tl.load(job + 8).to(tl.pointer_type(tl.int16))
+    stride = tl.load(job + 9)
     lane = tl.arange(0, 32)
     low, high = tl.load(states + lane), tl.load(states + 32 + lane)
     position = tl.zeros([32], tl.int32)
@@ -243,7 +191,7 @@ def _decode(
             table_high += tl.minimum(tl.abs(q_high), 2)
         entry_low = tl.load(slots + (table_low << BITS) + (low & ((1 << BITS) - 1)).to(tl.int32))
         entry_high = tl.load(slots + (table_high << BITS) + (high & ((1 << BITS) - 1)).to(tl.int32))
-        before_low, before_high, at_low, at_high, column = q_low, q_high, to_low, to_high, block * 64
+        before_low, before_high, at_low, at_high = q_low, q_high, to_low, to_high
         row = tl.where(block + 1 == blocks, row + 1, row)
         block = tl.where(block + 1 == blocks, 0, block + 1)
         more = step + 1 < steps
@@ -255,9 +203,8 @@ def _decode(
         low = _refilled(low, words, position + rank_low, count, LEAST)
         high = _refilled(high, words, position + rank_high, count, LEAST)
         position += taken
-        low_here = _number(entry_low, before_low, scale + column, offset + column, FORM, REFINE, ZERO)
-        column += 32
-        high_here = _number(entry_high, before_high, scale + column, offset + column, FORM, REFINE, ZERO)
+        low_here = _number(entry_low, before_low, REFINE, ZERO)
+        high_here = _number(entry_high, before_high, REFINE, ZERO)
         tl.store(at_low, low_here)  # both after all loads, which must not wait for them
         tl.store(at_high, high_here)
     ends += tl.program_id(0) * 2
@@ -275,7 +222,7 @@ def _ahead(
     valid: tl.tensor,
     REFINE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Table ids of 32 columns, the coarser numbers there, and pointers to where their numbers go."""
+    """Return the table ids of 32 columns, the coarser numbers there, and pointers to the places of their numbers."""
     lane = tl.arange(0, 32)
     table = tl.load(ids + group * 32 + lane, mask=valid, other=0).to(tl.int32)
     to = out + row * stride + tl.load(places + group, mask=valid, other=0) + lane
@@ -284,7 +231,7 @@ def _ahead(
 
 
 def _ranks(low: tl.tensor, high: tl.tensor, BALLOT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """How many lanes before each lane of the halves want a word, and how many do in all."""
+    """Count the lanes before each lane of the halves that want a word, and all that do."""
     if BALLOT:
         # Two halves of 32 lanes in a warp of 32 threads: thread i has lane i of both.
         rank_low, rank_high, taken = tl.inline_asm_elementwise(
@@ -312,26 +259,15 @@ def _ranks(low: tl.tensor, high: tl.tensor, BALLOT: tl.constexpr) -> tuple[tl.te
 
 
 def _refilled(state: tl.tensor, words: tl.tensor, at: tl.tensor, count: tl.tensor, LEAST: tl.constexpr) -> tl.tensor:
-    """States with a word taken in where they want one; past the stream's own words there are zeros."""
+    """Refill the states that want a word; after the stream's own words come zeros."""
     empty = state < LEAST
     word = tl.load(words + at, mask=empty & (at < count), other=0).to(tl.uint32)
     return tl.where(empty, (state << 16) | word, state)
 
 
-def _number(
-    entry: tl.tensor,
-    before: tl.tensor,
-    scale: tl.tensor,
-    offset: tl.tensor,
-    FORM: tl.constexpr,
-    REFINE: tl.constexpr,
-    ZERO: tl.constexpr,
-) -> tl.tensor:
-    """What is stored for the symbols of 32 columns."""
-    lane = tl.arange(0, 32)
+def _number(entry: tl.tensor, before: tl.tensor, REFINE: tl.constexpr, ZERO: tl.constexpr) -> tl.tensor:
+    """Make the numbers of the symbols of 32 columns."""
     number = (entry & 255).to(tl.int32) - ZERO
     if REFINE:
         number = 3 * before + tl.where(before < 0, -number, number)
-    elif tl.int16 != FORM:
-        number = number.to(tl.float32) * tl.load(scale + lane) + tl.load(offset + lane)
-    return number.to(FORM)
+    return number.to(tl.int16)

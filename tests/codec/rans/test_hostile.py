@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.entropy import decoder, native, reference
-from kvtool.core.codec.entropy.columns import Columns, in_order
-from kvtool.core.codec.entropy.decoder import HELD, Decoding, Scaling, decode, decode_all, refine
-from kvtool.core.codec.entropy.reference import LANES, U16, Stream
+from kvtool.core.codec.rans import coder, reference
+from kvtool.core.codec.rans.coder import HELD, Decoding, decode, refine
+from kvtool.core.codec.rans.reference import LANES, U16, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.job import address
-from tests.codec.entropy.streams import TABLES, TERNARY, int16_job, sample, stream_of
+from tests.codec.rans.streams import TABLES, TERNARY, int16_job, sample, stream_of
 
 MUTATIONS = 3000
 MARGIN, CANARY = 96, 4321
@@ -128,13 +127,6 @@ def test_wrong_sizes_and_ids(back_end: str) -> None:
     in_order(wide - np.uint16(2), TABLES)
     with pytest.raises(DamagedError, match="names no table"):
         in_order(wide - np.uint16(2), TABLES, refines=True)
-    ones = np.ones(64, np.float32)
-    for number in (np.nan, np.inf, -np.inf):
-        wrong = ones.copy()
-        wrong[33] = number
-        for pair in ((ones, wrong), (wrong, ones)):
-            with pytest.raises(DamagedError):
-                Scaling(*pair)
 
 
 def test_a_callers_mistakes(back_end: str) -> None:
@@ -142,8 +134,7 @@ def test_a_callers_mistakes(back_end: str) -> None:
     good = int16_job(stream_of(symbols, ids), ids, 2)
     fixed = good.out.copy()
     fixed.flags.writeable = False
-    bits, ones = good.out.view(np.uint16), Scaling(np.ones(64, np.float32), np.ones(64, np.float32))
-    few = Scaling(np.ones(32, np.float32), np.ones(32, np.float32))
+    bits = good.out.view(np.uint16)
     words, states = good.streams[0].words, good.streams[0].states
     bad: list[dict[str, Any]] = [
         {"columns": Columns(ids, TABLES, np.array([0, 33], np.int32))},
@@ -161,16 +152,14 @@ def test_a_callers_mistakes(back_end: str) -> None:
         {"out": np.zeros((64, 2), np.int16).T},
         {"out": np.zeros(128, np.int16)},
         {"out": fixed},
-        {"scaling": ones},
         {"form": "bfloat16"},
-        {"form": "bfloat16", "out": bits, "scaling": few},
         {"marked": np.zeros(1, np.uint16), "marks": [1]},
         {"marked": np.zeros((1, 1), np.int16), "marks": [1]},
         {"marked": np.zeros(4, np.int16)[::2], "marks": [2]},
         {"marked": np.zeros(1, np.int16)},
         {"marked": np.zeros(1, np.int16), "marks": [2]},
         {"marked": np.zeros(1, np.int16), "marks": [2, -1]},
-        {"form": "bfloat16", "out": bits, "scaling": ones, "marked": np.zeros(1, np.uint16), "marks": [1]},
+        {"form": "bfloat16", "out": bits, "marked": np.zeros(1, np.int16), "marks": [1]},
         {"form": "float32", "out": np.zeros((2, 64), np.float32)},
         {"streams": [Stream(words.astype(np.int64), states)]},  # type: ignore[arg-type]
         {"streams": [Stream(words, states.astype(np.int64))]},  # type: ignore[arg-type]
@@ -189,8 +178,8 @@ def test_a_callers_mistakes(back_end: str) -> None:
             refine(wrong)
 
 
-def test_mistakes_of_columns_and_scales() -> None:
-    ids, places, ones = np.zeros(64, np.uint16), np.array([0, 32], np.int32), np.ones(64, np.float32)
+def test_mistakes_of_columns() -> None:
+    ids, places = np.zeros(64, np.uint16), np.array([0, 32], np.int32)
     bad: list[tuple[Any, Any]] = [
         (ids, np.array([-1, 32], np.int32)),
         (ids, places[:1]),
@@ -203,28 +192,25 @@ def test_mistakes_of_columns_and_scales() -> None:
     for wrong in bad:
         with pytest.raises(ValueError):
             Columns(wrong[0], TABLES, wrong[1])
-    for scale, offset in ((ones, ones[:32]), (ones, ones.astype(np.float64)), (ones[None], ones), (ones, ones[::-1])):
-        with pytest.raises(ValueError):
-            Scaling(scale, offset)
 
 
-def test_jobs_of_two_kinds_are_not_one_call() -> None:
+def test_jobs_of_two_forms_are_not_one_call() -> None:
     jobs = [
         Decoding([], in_order(np.zeros(64, np.uint16), TABLES), [], [], np.empty((1, 64), HELD[form]), form)
         for form in ("int16", "float16")
     ]
-    with pytest.raises(ValueError, match="one kind"):
-        decode_all(jobs)
+    with pytest.raises(ValueError, match="one form"):
+        decode(*jobs)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
 @pytest.mark.parametrize("kind", ["int16", "refine"])
-@pytest.mark.parametrize("name", [name for name in native.available() if name != native.NUMPY])
+@pytest.mark.parametrize("name", [name for name in coder.available() if name != coder.NUMPY])
 def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind those lies a page that ends the process when it is read. All lanes ask for words in the same steps."""
-    kernel = native._kernel(name, kind)
+    kernel = coder._kernel(name, kind)
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -232,10 +218,10 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     assert libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 0) == 0
     ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
     # No copy with more behind them.
-    monkeypatch.setattr(decoder, "_addresses", lambda stream, kept: (address(stream.words), address(stream.states)))
+    monkeypatch.setattr(coder, "_addresses", lambda stream, kept: (address(stream.words), address(stream.states)))
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
         job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)
-        (read,), _ = decoder.run(kernel, [(job, [0])])
+        (read,), _ = coder.run(kernel, [(job, [0])])
         assert ~read > count + 64
     libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

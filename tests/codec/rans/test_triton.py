@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvtool.core.codec.entropy import triton_decode
-from kvtool.core.codec.entropy.reference import Stream, decode, encode
-from kvtool.core.codec.entropy.tables import TableSet, quantised
-from kvtool.core.codec.entropy.triton_decode import CudaDecoding, Form, decode_batch_cuda, refine_batch_cuda
+from kvtool.core.codec.rans import triton as coder
+from kvtool.core.codec.rans.reference import Columns, Stream, TableSet, decode, encode, quantised
+from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.errors import DamagedError, KvtoolError
 from tests.codec.processes import needs_triton, triton_process
 
@@ -24,23 +23,23 @@ GAP = -77
 CPU = torch.device("cpu")
 
 
-def decoded(jobs: list[CudaDecoding], refine: bool) -> list[torch.Tensor]:
+def decoded(jobs: list[CudaDecoding]) -> list[torch.Tensor]:
     """What the jobs leave in their outputs; runs in the interpreter's process."""
-    (refine_batch_cuda if refine else decode_batch_cuda)(jobs, CPU)
+    decode_batch_cuda(jobs, CPU)
     return [job.out for job in jobs]
 
 
-def compiled(capability: int, form: Form, refine: bool, ballot: bool) -> tuple[str, str, int]:
+def compiled(capability: int, refine: bool, ballot: bool) -> tuple[str, str, int]:
     """TTGIR, PTX and size of the machine code for a GPU that need not be here; runs in a process that compiles."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel = triton_decode._kernel()
-    constants = triton_decode.constants(form, refine, ballot)
+    kernel = coder._kernel()
+    constants = coder.constants(refine, ballot)
     signature = {"descriptors": "*i64", "ends": "*i32"} | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): at for name, at in constants.items()})
-    options = {"num_warps": 1, "enable_fp_fusion": False}
+    options = {"num_warps": 1}
     built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return built.asm["ttgir"], built.asm["ptx"], len(built.asm["cubin"])
 
@@ -51,9 +50,7 @@ def _tables(rng: np.random.Generator, count: int, symbols: range) -> TableSet:
     return TableSet(np.stack([quantised(row) for row in rows]))
 
 
-def _job(
-    rng: np.random.Generator, rows: int, columns: int, form: Form = "int16", refine: bool = False
-) -> tuple[CudaDecoding, torch.Tensor]:
+def _job(rng: np.random.Generator, rows: int, columns: int, refine: bool = False) -> tuple[CudaDecoding, torch.Tensor]:
     """A job with gaps in its output, and what the reference makes of it."""
     tables = _tables(rng, 9, range(127, 130) if refine else range(40, 230))
     ids = rng.integers(0, 7, columns).astype(np.uint16)
@@ -64,36 +61,24 @@ def _job(
     symbols = np.asarray((rng.random((rows, columns, 1)) >= weights).sum(-1), np.uint8)
     stream = encode(symbols, ids, tables, contexts)
     numbers = decode(stream, rows, ids, tables, contexts).astype(np.int64) - 128
-    scale = rng.normal(size=columns).astype(np.float32)
-    offset = rng.normal(size=columns).astype(np.float32)
-    dtype = {"int16": torch.int16, "bfloat16": torch.bfloat16, "float16": torch.float16}[form]
     groups = columns // 32
     places = (rng.permutation(groups + 2)[:groups] * 40 + 3).astype(np.int32)
     at = (places[:, None] + np.arange(32)).reshape(-1)
-    out = torch.full((rows, (groups + 2) * 40 + 8), GAP, dtype=dtype)
+    out = torch.full((rows, (groups + 2) * 40 + 8), GAP, dtype=torch.int16)
     expected = out.clone()
     if refine:
-        out[:, at] = torch.from_numpy(coarse).to(dtype)
+        out[:, at] = torch.from_numpy(coarse).to(torch.int16)
         numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
-    values = numbers if form == "int16" else numbers.astype(np.float32) * scale + offset
-    expected[:, at] = torch.from_numpy(values).to(dtype)
-    return CudaDecoding(stream, ids, tables, rows, places, out, form, scale, offset), expected
-
-
-def _ulps(one: torch.Tensor, other: torch.Tensor) -> int:
-    """The most that bits, taken as whole numbers, differ: 1 is one unit in the last place (signs are the same)."""
-    return int((one.view(torch.int16).int() - other.view(torch.int16).int()).abs().max())
+    expected[:, at] = torch.from_numpy(numbers).to(torch.int16)
+    return CudaDecoding(stream, Columns(ids, tables, places, refine), rows, out), expected
 
 
 @needs_triton
 @pytest.mark.parametrize(("rows", "columns"), [(5, 64), (3, 128), (1, 192)])
-@pytest.mark.parametrize(("form", "ulps"), [("int16", 0), ("float16", 0), ("bfloat16", 1)])
-def test_what_the_reference_decodes(
-    interpreter: ProcessPoolExecutor, rows: int, columns: int, form: Form, ulps: int
-) -> None:
-    job, expected = _job(np.random.default_rng(rows), rows, columns, form)
-    (out,) = interpreter.submit(decoded, [job], False).result()
-    assert _ulps(out, expected) <= ulps  # the interpreter truncates to bfloat16
+def test_what_the_reference_decodes(interpreter: ProcessPoolExecutor, rows: int, columns: int) -> None:
+    job, expected = _job(np.random.default_rng(rows), rows, columns)
+    (out,) = interpreter.submit(decoded, [job]).result()
+    assert torch.equal(out, expected)
 
 
 @needs_triton
@@ -103,24 +88,24 @@ def test_a_batch_of_streams_of_different_sizes(interpreter: ProcessPoolExecutor,
     shapes = [(10, 128), (18, 64), (0, 64), (1, 0), (2, 64)]
     jobs, expected = zip(*[_job(rng, *shape, refine=refine) for shape in shapes], strict=True)
     assert min(len(job.stream.words) for job in jobs[:2]) > 3  # a lane's state alone holds its first 16 bits
-    outs = interpreter.submit(decoded, list(jobs), refine).result()
+    outs = interpreter.submit(decoded, list(jobs)).result()
     for out, right in zip(outs, expected, strict=True):
         assert torch.equal(out, right)
 
 
 @needs_triton
-def test_forms_and_table_sets_may_be_mixed_and_an_output_shared(interpreter: ProcessPoolExecutor) -> None:
+def test_table_sets_may_be_mixed_and_an_output_shared(interpreter: ProcessPoolExecutor) -> None:
     rng = np.random.default_rng(2)
-    (whole, whole_expected), (half, half_expected) = _job(rng, 3, 64), _job(rng, 3, 64, "float16")
-    other = dataclasses.replace(whole, out=torch.empty(0))  # decoded beside the first, into the same matrix
+    (whole, whole_expected), (second, second_expected) = _job(rng, 3, 64), _job(rng, 3, 64)
     width = whole.out.shape[1]
     shared = torch.full((3, 2 * width), GAP, dtype=torch.int16)
+    beside = dataclasses.replace(whole.columns, places=whole.columns.places + np.int32(width))
+    other = dataclasses.replace(whole, out=shared, columns=beside)  # decoded beside the first, into the same matrix
     whole = dataclasses.replace(whole, out=shared[:, :width])
-    other = dataclasses.replace(other, out=shared, places=whole.places + np.int32(width))
-    outs = interpreter.submit(decoded, [whole, half, other], False).result()
+    outs = interpreter.submit(decoded, [whole, second, other]).result()
     assert torch.equal(outs[0], whole_expected)
     assert torch.equal(outs[2][:, width:], whole_expected)
-    assert torch.equal(outs[1], half_expected)
+    assert torch.equal(outs[1], second_expected)
 
 
 def _hostile(stream: Stream, how: str) -> Stream:
@@ -160,36 +145,32 @@ def test_a_hostile_stream_is_refused(interpreter: ProcessPoolExecutor, how: str,
     assert len(bad.stream.words) > 3
     bad = dataclasses.replace(bad, stream=_hostile(bad.stream, how))
     with pytest.raises(DamagedError):
-        interpreter.submit(decoded, [good, bad], refine).result()
+        interpreter.submit(decoded, [good, bad]).result()
 
 
 def test_a_job_that_does_not_fit_is_refused_before_anything_runs() -> None:
     job, _ = _job(np.random.default_rng(4), 2, 64)
-    unknown = dataclasses.replace(job, ids=np.full(64, 9, np.uint16))
-    with pytest.raises(DamagedError):
-        decode_batch_cuda([unknown], CPU)
-    with pytest.raises(DamagedError):  # the contexts' tables do not exist
-        refine_batch_cuda([dataclasses.replace(job, ids=np.full(64, 7, np.uint16))], CPU)
     misfits: list[CudaDecoding] = [
         dataclasses.replace(job, out=job.out.float()),
+        dataclasses.replace(job, out=job.out.half()),
         dataclasses.replace(job, out=job.out[:1]),
         dataclasses.replace(job, out=job.out.T.contiguous().T),
-        dataclasses.replace(job, places=job.places + np.int32(140)),
-        dataclasses.replace(job, places=job.places - np.int32(140)),
-        dataclasses.replace(job, places=job.places[:1]),
+        dataclasses.replace(job, out=job.out[None]),
+        dataclasses.replace(job, columns=dataclasses.replace(job.columns, places=job.columns.places + np.int32(140))),
         dataclasses.replace(job, stream=Stream(job.stream.words, job.stream.states[:63])),
-        dataclasses.replace(job, out=job.out.half(), form="float16", scale=None),
+        dataclasses.replace(job, stream=Stream(job.stream.words.astype(np.int64), job.stream.states)),  # type: ignore[arg-type]
     ]
     for misfit in misfits:
         with pytest.raises(ValueError):
             decode_batch_cuda([misfit], CPU)
-    with pytest.raises(ValueError):
-        refine_batch_cuda([dataclasses.replace(job, out=job.out.half(), form="float16")], CPU)
+    refining, _ = _job(np.random.default_rng(4), 2, 64, refine=True)
+    with pytest.raises(ValueError, match="none does"):
+        decode_batch_cuda([job, refining], CPU)
 
 
 def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
-    triton_decode._kernel.cache_clear()
+    coder._kernel.cache_clear()
     job, _ = _job(np.random.default_rng(5), 1, 64)
     with pytest.raises(KvtoolError, match="triton") as error:
         decode_batch_cuda([job], CPU)
@@ -200,15 +181,10 @@ def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton.backends.nvidia") is None:
         pytest.skip("this triton has no PTX backend")
-    kinds: list[tuple[Form, bool, bool]] = [
-        ("bfloat16", False, True),
-        ("int16", True, True),
-        ("int16", False, False),
-    ]
     with triton_process(tmp_path, "0") as process:
         for capability in (80, 90):
-            for form, refine, ballot in kinds:
-                ttgir, ptx, size = process.submit(compiled, capability, form, refine, ballot).result()
+            for refine, ballot in ((False, True), (True, True), (False, False)):
+                ttgir, ptx, size = process.submit(compiled, capability, refine, ballot).result()
                 assert f".target sm_{capability}" in ptx
                 assert size > 0
                 assert ("vote.sync.ballot" in ptx) == ballot

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.codec.entropy import native
+from kvtool.core.codec.rans import coder
 
 
-@pytest.fixture(params=native.available())
+@pytest.fixture(params=coder.available())
 def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes the coder use it."""
     name = str(request.param)
-    monkeypatch.setenv(native.VARIABLE, name)
+    monkeypatch.setenv(coder.VARIABLE, name)
     return name

@@ -1,14 +1,22 @@
-"""Encode rANS streams, as LLVM IR: one module for each instruction set, with contexts and without (reference.py); and
-make the symbols that are encoded of numbers, the same for every instruction set: LLVM splits the vectors.
+"""rANS encoders in LLVM IR: one module for each instruction set, with contexts and without (reference.py).
 
-An encoder goes from the last step to the first and from lane 63 to 0, and gives its words in the order it makes them.
-So inside, lane `i` is the stream's lane `63 - i`, and `bases`, `words` and `states` are the caller's backwards.
+And the kernels that make symbols of numbers, the same for every instruction set: LLVM splits the vectors. An encoder
+goes from the last step to the first and from lane 63 to 0, and gives its words in the order it makes them. So inside,
+lane `i` is the stream's lane `63 - i`, and `bases`, `words` and `states` are the caller's backwards.
 """
 
 from __future__ import annotations
 
-from kvtool.core.codec.entropy.reference import BLOCK, LANES, MOST_CONTEXT
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, PROBABILITY_BITS, SLOTS, ZERO
+from kvtool.core.codec.rans.reference import (
+    ALPHABET,
+    BLOCK,
+    ESCAPE,
+    LANES,
+    MOST_CONTEXT,
+    PROBABILITY_BITS,
+    SLOTS,
+    ZERO,
+)
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import AVX512, SCALAR, Isa
 from kvtool.core.native.job import JOBS, Job

@@ -1,32 +1,32 @@
-"""Decode rANS streams, as LLVM IR: one module for each instruction set and form of output (the bytes: reference.py).
+"""rANS decoders in LLVM IR: one module for each instruction set and form of output (the bytes: reference.py).
 
-A kernel checks nothing but its own reading: at every step it reads from no later than the end of the words, and never
-more than 64 words on, so 128 bytes behind them must be readable. It counts the words a stream asks for, and the caller
-compares that number with theirs; it compares the states that are left with what the encoder began with.
+A kernel checks only its own reading. At every step it reads at most 64 words from no later than the end of the words,
+so the 128 bytes after them must be readable. It counts the words that a stream asks for, which the caller compares with
+theirs; and it compares the states that are left with those that an encoder begins with.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtool.core.codec.entropy.reference import BLOCK, LANES, LEAST_STATE, MOST_CONTEXT
-from kvtool.core.codec.entropy.tables import ESCAPE, PROBABILITY_BITS, SLOTS, ZERO
+from kvtool.core.codec.rans.reference import (
+    BLOCK,
+    ESCAPE,
+    LANES,
+    LEAST_STATE,
+    MOST_CONTEXT,
+    PROBABILITY_BITS,
+    SLOTS,
+    ZERO,
+)
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, narrow
 from kvtool.core.native.isa import AVX512, SCALAR, Isa
 from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
 
-FORMS = ("int16", "bfloat16", "float16")
+FORMS = ("int16", "bfloat16", "float16")  # of the numbers as they are; the latter two have those of 8 bits exactly
 REFINE = "refine"
-
-
-def whole(form: str) -> str:
-    """Name of the kernel that gives numbers as they are in a float form."""
-    return f"whole {form}"
-
-
-REPLACING = ("int16", *(whole(form) for form in FORMS[1:]))  # escapes by what they stand for
-KINDS = (*FORMS, *REPLACING[1:], REFINE)
+KINDS = (*FORMS, REFINE)
 DECODE = Job(
     words="i16*",
     count="i64",  # of words
@@ -38,9 +38,7 @@ DECODE = Job(
     stride="i64",  # bytes from row to row of `out`
     rows="i64",  # at least 1
     groups="i64",  # columns / 64, at least 1
-    scale="float*",  # [columns]; of the scaled forms only
-    offset="float*",
-    marked="i16*",  # [last + 1]: what takes the escapes' places, one after another; of the unscaled forms only
+    marked="i16*",  # [last + 1]: what takes the escapes' places, one after another; not of `refine`
     last="i64",
     replace="i64",  # all bits where escapes are replaced, else 0
     escapes="i64*",  # how many were
@@ -83,8 +81,8 @@ def _in_registers(k: FunctionBuilder, form: str) -> None:
         ]
         states = [_moved(*pair) for pair in zip(entries, states, strict=True)]
         position, states = _filled(job, position, states)
-        _write(job, form, column, entries, coarse, parts)
-        if form in REPLACING:
+        _write(form, entries, coarse, parts)
+        if form != REFINE:
             escapes = _with_escapes(job, entries, outs, escapes)
 
         carried = steps.close(position, escapes, *states)
@@ -115,8 +113,8 @@ def _in_memory(k: FunctionBuilder, form: str) -> None:
             tables = chosen
         position = _advance(job, tables, states.at(column & BLOCK), position, kept)
         entries = [kept.load(lane, width) for lane in lanes]
-        _write(job, form, column, entries, coarse, parts)
-        if form in REPLACING:
+        _write(form, entries, coarse, parts)
+        if form != REFINE:
             escapes = _with_escapes(job, entries, [out], escapes)
 
         carried = blocks.close(position, escapes)
@@ -210,22 +208,16 @@ def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value
 # ---- what is written ---------------------------------------------------------------------------------------------
 
 
-def _write(
-    job: Fields, form: str, column: Value, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]
-) -> None:
-    """Write the symbols of slot entries as numbers: as they are, scaled and rounded, or merged into a coarser level."""
-    scale, offset = job.scale.at(column), job.offset.at(column)
+def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
+    """Write the symbols of slot entries as numbers of a form, or merged into a coarser level."""
     for index, (entry, out) in enumerate(zip(entries, parts, strict=True)):
-        numbers, lane = (entry & 255) - ZERO, index * entry.lanes
-        exact = numbers.to("float", signed=True) if form not in ("int16", REFINE) else numbers
+        numbers = (entry & 255) - ZERO
+        exact = numbers.to("float", signed=True) if form in FORMS[1:] else numbers
         if form == REFINE:
             numbers = _refined(coarse[index], numbers)
-        elif form in FORMS[1:]:  # rounded twice, as numpy does
-            scaled = exact * scale.load(lane, entry.lanes) + offset.load(lane, entry.lanes)
-            numbers = narrow(scaled, form)
-        elif form == whole("bfloat16"):  # which holds numbers of 8 bits without rounding
+        elif form == "bfloat16":  # which holds numbers of 8 bits without rounding
             numbers = exact.bitcast("i32") >> 16
-        elif form == whole("float16"):
+        elif form == "float16":
             numbers = narrow(exact, "float16")
         if numbers.element == "i32":
             numbers = numbers.to("i16")

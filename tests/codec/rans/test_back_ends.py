@@ -11,23 +11,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.entropy import encode_ir, native
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.decoder import decode
-from kvtool.core.codec.entropy.encoder import encode
+from kvtool.core.codec.rans import coder, encode_ir
+from kvtool.core.codec.rans.coder import decode
+from kvtool.core.codec.rans.reference import in_order
 from kvtool.core.errors import UsageError
 from kvtool.core.native import isa as isas
 from kvtool.core.native import jit
 from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import JOBS
-from tests.codec.entropy.streams import TABLES, int16_job, sample, stream_of
+from tests.codec.rans.streams import TABLES, encoded, int16_job, sample, stream_of
 
 
 @pytest.fixture(autouse=True)
 def _fresh() -> Iterator[None]:
     """What is found out once in a process is found out anew, here and after."""
-    caches = isas.runnable, native._kernel, isas.llvm, native._warn_slow, isas._warn_slow
+    caches = isas.runnable, coder._kernel, isas.llvm, coder._warn_slow, isas._warn_slow
     yield
     for found in caches:
         found.cache_clear()
@@ -35,7 +34,7 @@ def _fresh() -> Iterator[None]:
 
 def round_trip() -> None:
     symbols, ids = sample(3, 64)
-    stream = encode(symbols, in_order(ids, TABLES))
+    stream = encoded(symbols, in_order(ids, TABLES))
     assert np.array_equal(stream.words, stream_of(symbols, ids).words)
     job = int16_job(stream, ids, 3)
     decode(job)
@@ -44,20 +43,20 @@ def round_trip() -> None:
 
 def test_the_variable_decides(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[str] = []
-    compile_it = native._kernel
-    monkeypatch.setattr(native, "_kernel", lambda name, kind: used.append(name) or compile_it(name, kind))
+    compile_it = coder._kernel
+    monkeypatch.setattr(coder, "_kernel", lambda name, kind: used.append(name) or compile_it(name, kind))
     round_trip()
     assert set(used) == (set() if back_end == "numpy" else {back_end})
 
 
 def test_the_best_is_chosen() -> None:
-    assert native.chosen() == native.available()[0]
-    assert list(native.available()) == [name for name in (*isas.ISAS, "numpy") if name in native.available()]
+    assert coder.chosen() == coder.available()[0]
+    assert list(coder.available()) == [name for name in (*isas.ISAS, "numpy") if name in coder.available()]
 
 
 @pytest.mark.parametrize("name", ["sse9", "AVX2", " scalar"])
 def test_unknown_names_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.VARIABLE, name)
+    monkeypatch.setenv(coder.VARIABLE, name)
     with pytest.raises(UsageError) as error:
         round_trip()
     assert "avx512, avx2, neon, scalar, numpy" in error.value.message
@@ -75,10 +74,10 @@ def test_what_the_cpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     isas.runnable.cache_clear()
     monkeypatch.setattr(platform, "machine", lambda: X86)
     monkeypatch.setattr(isas, "llvm", Old)
-    assert native.available() == ("scalar", "numpy")
-    monkeypatch.setenv(native.VARIABLE, "avx2")
+    assert coder.available() == ("scalar", "numpy")
+    monkeypatch.setenv(coder.VARIABLE, "avx2")
     with pytest.raises(UsageError):
-        native.chosen()
+        coder.chosen()
 
 
 @pytest.mark.parametrize(
@@ -140,29 +139,29 @@ def test_numpy_where_llvmlite_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.warns(RuntimeWarning, match="numpy"):
         round_trip()
     round_trip()  # another warning would be an error
-    assert native.available() == ("numpy",)
+    assert coder.available() == ("numpy",)
 
 
 def test_a_missing_llvmlite_is_an_error_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     without_llvmlite(monkeypatch)
-    monkeypatch.setenv(native.VARIABLE, "scalar")
+    monkeypatch.setenv(coder.VARIABLE, "scalar")
     with pytest.warns(RuntimeWarning), pytest.raises(UsageError):
         round_trip()
 
 
 def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    native._kernel.cache_clear()
-    native._warn_slow.cache_clear()
-    monkeypatch.setattr(native, "_text", lambda *_: "no LLVM IR")
+    coder._kernel.cache_clear()
+    coder._warn_slow.cache_clear()
+    monkeypatch.setattr(coder, "_text", lambda *_: "no LLVM IR")
     with pytest.warns(RuntimeWarning, match="numpy"):
         round_trip()
-    monkeypatch.setenv(native.VARIABLE, "scalar")
+    monkeypatch.setenv(coder.VARIABLE, "scalar")
     with pytest.raises(UsageError):
         round_trip()
 
 
 def test_other_threads_run_while_a_kernel_does() -> None:
-    kernel: Any = native._kernel("scalar", "int16")
+    kernel: Any = coder._kernel("scalar", "int16")
     holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
     assert not type(kernel._call)._flags_ & holds_the_lock
 
@@ -185,7 +184,7 @@ def next_states(isa: Isa) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", [name for name in native.available() if name not in ("scalar", "numpy")])
+@pytest.mark.parametrize("name", [name for name in coder.available() if name not in ("scalar", "numpy")])
 def test_the_division_is_exact(name: str) -> None:
     """For every frequency: multiples of it, their neighbours and both ends, over all the states an encoder meets."""
     run, random = next_states(isas.ISAS[name]), np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""The bytes of a CacheGen record, and the checks that stand between them and an unchecked kernel.
+"""Lossy records (`1` to `4`, `cachegen-…`): their bytes, and the checks before an unchecked kernel reads them.
 
 Little-endian, no padding:
 
@@ -10,22 +10,22 @@ offset     type         field
 6          B, B         level, and the level it refines (0: none)
 8          I            tokens
 12         I            columns of the first stream (a multiple of 64)
-16         4I           words of the streams; 0 for those that there are not
+16         4I           words of the streams; 0 for streams that a record does not have
 32         4I           placed escapes, marked escapes, check of the base, bytes of side information
 48         f, f         step of K, of V (untransformed predictors)
 56         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
 64         16s          digest of the profile, or zeros
 80         u16[words]   a stream's words, then u32[64], its states: for each stream
-…          bytes        side information of the untransformed predictors (plain.py)
-…          u32[], i16[] placed escapes: where in the numbers `[rows, stride]`, ascending; and which number
+…          bytes        side information of the untransformed predictors (cachegen.py)
+…          u32[], i16[] placed escapes: places in the numbers `[rows, stride]`, ascending; and the numbers
 …          i16[]        the numbers that marked escapes stand for, stream by stream, row by row
 =========  ===========  =====================================================================
 
-Transformed records have one stream, K's and V's columns side by side. Others have one for K, one for V, and one more
-for each side whose predictor is ANCHOR, in this order. A marked escape stands in a stream as a symbol of its own; a
-placed one belongs to a column that is not coded.
+Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for each
+side whose predictor is ANCHOR, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
+to a column that is not coded.
 
-The check is `check_of` (refines.py) the very record that is refined: another one of its level, made elsewhere, rounds
+The check is `check_of` (levels.py) the very record that is refined: another record of its level, made elsewhere, rounds
 otherwise. 0: older records do not state it.
 """
 
@@ -41,16 +41,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec.base import Payload
-from kvtool.core.codec.entropy.decoder import HELD, Form
-from kvtool.core.codec.entropy.reference import LANES, Stream
-from kvtool.core.codec.nested import NESTED, NO_PROFILE
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.base import DTYPES, Payload
+from kvtool.core.codec.levels import NESTED, NO_PROFILE
+from kvtool.core.codec.rans.coder import HELD, Form
+from kvtool.core.codec.rans.reference import LANES, Stream
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.job import address
 
 FORMAT = 2
-MOST_NUMBER = 32767
 
 _MAGIC = b"kvg" + bytes([FORMAT])
 _HEADER = struct.Struct("<4s4B10I4f16s")
@@ -61,7 +59,7 @@ _NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
 
 
 class Predictor(enum.IntEnum):
-    """What is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
+    """The prediction that is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
 
     MEAN = 0  # each channel's mean over the chunk
     ANCHOR = 1  # the first token of each group of ten, in 8 bits (CacheGen, section 5.1)
@@ -72,12 +70,7 @@ _PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for val
 
 
 def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
-    """How many streams a record has.
-
-    Raises
-    ------
-    DamagedError : only one side is transformed.
-    """
+    """Count a record's streams. Raises DamagedError: only one side is transformed."""
     transformed = predictors.count(Predictor.TRANSFORM)
     if transformed == 1:
         raise DamagedError("a compressed record with one side transformed")
@@ -86,13 +79,13 @@ def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
 
 @dataclass(slots=True)  # see Stream
 class Escapes:
-    """Numbers that no symbol of their column's table stands for.
+    """Numbers that their column's table has no symbol for.
 
     Attributes
     ----------
-    places, placed : where they stand in columns that are not coded, uint32, flat in the numbers `[rows, stride]`; and
-        which numbers they are, int16.
-    marked : those in columns that are coded, int16: one for each symbol ESCAPE, stream by stream, row by row.
+    places, placed : in columns that are not coded: flat places in the numbers `[rows, stride]`, uint32; and the
+        numbers, int16.
+    marked : in columns that are coded, int16: one for each symbol ESCAPE, stream by stream, row by row.
     """
 
     places: npt.NDArray[np.uint32]
@@ -100,7 +93,7 @@ class Escapes:
     marked: npt.NDArray[np.int16]
 
     def pack(self) -> list[Payload]:
-        """The parts as they stand in a record."""
+        """Return the parts of a record."""
         return [
             part.astype(dtype).tobytes()
             for part, dtype in ((self.places, _U32), (self.placed, _I16), (self.marked, _I16))
@@ -108,12 +101,7 @@ class Escapes:
         ]
 
     def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
-        """Put those of columns that are not coded into decoded numbers `[rows, stride]` of a form.
-
-        Raises
-        ------
-        DamagedError : one lies outside.
-        """
+        """Put the placed ones into decoded numbers `[rows, stride]` of a form. Raises DamagedError: outside of them."""
         if not len(self.places):
             return
         if int(self.places[-1]) >= numbers.size:
@@ -122,27 +110,22 @@ class Escapes:
 
 
 def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
-    """Whole numbers as a decoder writes them, the nearest that the form has."""
+    """Convert whole numbers to the nearest ones of a decoder's form."""
     if form == "int16":
         return numbers
     values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
     return values.view(torch.int16).numpy().view(HELD[form])
 
 
-def _ascends(values: npt.NDArray[np.unsignedinteger]) -> bool:
-    return len(values) < 2 or bool((values[1:] > values[:-1]).all())
-
-
 @dataclass(slots=True)  # see Stream
-class Coded:
+class Record:
     """A record's parts.
 
     Attributes
     ----------
-    base : number of the level it refines; 0: it stands alone.
-    base_check : `check_of` the record that it refines; 0: it is not stated.
-    columns : how many the first stream has.
-    escapes : numbers that no symbol of their table stands for.
+    base : number of the level that it refines; 0: none.
+    base_check : `check_of` the record that it refines; 0: not stated.
+    columns : number of columns of the first stream.
     """
 
     predictors: tuple[Predictor, Predictor]
@@ -159,7 +142,7 @@ class Coded:
     base_check: int = 0
 
     def pack(self) -> list[Payload]:
-        """The record as parts, to be joined."""
+        """Return the record as parts, to be joined."""
         words = [len(stream.words) for stream in self.streams]
         header = _HEADER.pack(
             _MAGIC,
@@ -178,17 +161,16 @@ class Coded:
             *self.errors,
             self.profile,
         )
-        streams = [part for stream in self.streams for part in _stream_parts(stream)]
+        streams = [
+            part.astype(dtype, copy=False).tobytes()
+            for stream in self.streams
+            for part, dtype in ((stream.words, _U16), (stream.states, _U32))
+        ]
         return [header, *streams, self.side, *self.escapes.pack()]
 
     @classmethod
-    def parse(cls, payload: Payload) -> Coded:
-        """The parts of a record, as views; every length and place is checked.
-
-        Raises
-        ------
-        DamagedError : what no encoder writes.
-        """
+    def parse(cls, payload: Payload) -> Record:
+        """View the parts of a record. Raises DamagedError: a length or place that no encoder writes."""
         fields = _header(payload)
         predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
         words, (placed, marked, check, side), numbers = fields[7:11], fields[11:15], fields[15:19]
@@ -219,13 +201,13 @@ class Coded:
 
 
 def base_of(payload: Payload) -> int:
-    """Number of the level that a record refines, 0 where it stands alone; raises DamagedError."""
+    """Read the number of the level that a record refines; 0: none. Raises DamagedError."""
     base: int = _header(payload)[4]
     return base
 
 
 def _header(payload: Payload) -> tuple[Any, ...]:
-    """Fields of a header whose format and levels are known."""
+    """Read the fields of a header whose format and levels are known."""
     if len(payload) < _HEADER.size:
         raise DamagedError("a compressed record without its header")
     fields = _HEADER.unpack_from(payload)
@@ -239,17 +221,13 @@ def _header(payload: Payload) -> tuple[Any, ...]:
 
 def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
     escapes = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
-    if not _ascends(escapes.places):
+    if not bool((escapes.places[1:] > escapes.places[:-1]).all()):
         raise DamagedError("a compressed record whose escapes are out of order")
     return escapes
 
 
-def _stream_parts(stream: Stream) -> list[Payload]:
-    return [stream.words.astype(_U16, copy=False).tobytes(), stream.states.astype(_U32, copy=False).tobytes()]
-
-
 class _Cut:
-    """Takes one part after another off a payload that is long enough for all."""
+    """A reader that takes one part after another off a payload that is long enough for all."""
 
     def __init__(self, payload: Payload, at: int) -> None:
         self._payload, self._at = payload, at
@@ -265,18 +243,3 @@ class _Cut:
         at = self._at
         self._at += count * dtype.itemsize
         return np.frombuffer(self._payload, dtype, count, at)
-
-
-I16 = npt.NDArray[np.int16]
-
-
-def coarsened(numbers: I16, levels: int = 1) -> I16:
-    """Numbers of a level whose steps are 3 ** levels times as wide: the nearest, and nested by construction."""
-    for _ in range(levels):
-        numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
-    return numbers
-
-
-def clipped(values: npt.NDArray[np.float32]) -> I16:
-    """The nearest whole numbers; what is beyond int16 ends there."""
-    return np.clip(np.rint(values), -MOST_NUMBER, MOST_NUMBER - 1).astype(np.int16)

@@ -7,11 +7,21 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvtool.core.codec.entropy import reference
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.decoder import Decoding
-from kvtool.core.codec.entropy.reference import U8, U16, Stream
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet, quantised
+from kvtool.core.codec.rans import reference
+from kvtool.core.codec.rans.coder import Decoding, Encoding, encode
+from kvtool.core.codec.rans.reference import (
+    ALPHABET,
+    ESCAPE,
+    SLOTS,
+    U8,
+    U16,
+    ZERO,
+    Columns,
+    Stream,
+    TableSet,
+    in_order,
+    quantised,
+)
 
 
 def _row(**frequencies: int) -> U16:
@@ -65,6 +75,11 @@ def int16_job(stream: Stream, ids: U16, rows: int, tables: TableSet = TABLES, re
     """Into an array of its own, full of a number that no symbol gives."""
     out = np.full((rows, len(ids)), 999, np.int16)
     return Decoding([stream], in_order(ids, tables, refines), [0], [rows], out)
+
+
+def encoded(symbols: U8, columns: Columns, contexts: U8 | None = None) -> Stream:
+    """By the back-end that is chosen."""
+    return encode(Encoding(symbols, columns, contexts))[0]
 
 
 def stream_of(symbols: U8, ids: U16, tables: TableSet = TABLES) -> Stream:
