@@ -20,7 +20,7 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
 from kvtool.core.kernels.attention.flash_cpu import tiling_here
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams
-from kvtool.core.model.attention import PackedChunks, Rows
+from kvtool.core.model.attention import PackedChunks, QueryRows
 
 HEADS = {
     "smollm2-135m": (9, 3, 64),
@@ -57,7 +57,7 @@ def cases(heads: tuple[int, int, int], keys: int, share: float, dtype: torch.dty
         ("rows", scattered),
         ("question", torch.arange(keys - QUESTION, keys)),
     ):
-        rows, query = Rows.of(at, "cpu"), random(len(at), query_heads)
+        rows, query = QueryRows.of(at, "cpu"), random(len(at), query_heads)
         seen = int(at.sum()) + len(at)
         yield Case(
             name,

@@ -35,7 +35,7 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
@@ -173,7 +173,7 @@ def surprise(session: Session, ids: Ids) -> torch.Tensor:
     decoder, text = session.decoder, (*session.identity.lead_in.ids, *ids)
     cache = decoder.new_cache(len(text))
     cache.set_length(len(text))
-    logits = decoder.compute(text, Rows.of(torch.arange(len(text)), decoder.device), cache, keep=len(ids) + 1)
+    logits = decoder.compute(text, QueryRows.of(torch.arange(len(text)), decoder.device), cache, keep=len(ids) + 1)
     return -logits[:-1].log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)].cpu()
 
 
