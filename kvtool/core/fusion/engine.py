@@ -19,14 +19,14 @@ from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, exten
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Rows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
+    """QueryRows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Fused:
     ----------
     logits : float32 `[vocabulary]`.
     plan : what was computed; segments with unusable records are holes, and rows that are not stored have no place.
-    read_set : what was read of which layer. Rows that no window reaches are undefined in the cache.
+    read_set : what was read of which layer. QueryRows that no window reaches are undefined in the cache.
     recomputed : cached rows that the last layer computed, bool `[length]`.
     reasons : by reason, the rows recomputed for it, bool `[length]`; no row has two.
     shifted : which reused rows were shifted, and how far.
@@ -154,7 +154,7 @@ def fuse_into(
         one (`stored`) a thread may still write there.
     """
     cache.set_length(plan.length)
-    cache.turned_to = plan.turned_to
+    cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -200,7 +200,7 @@ class _First:
     asking_s : seconds of that pass.
     """
 
-    rows: Rows
+    rows: QueryRows
     done: int = 0
     asking_s: float = 0.0
 
@@ -220,11 +220,11 @@ def _first_rows(
     return _First(_rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking)
 
 
-def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> Rows:
-    return Rows.of(mask.nonzero()[:, 0], decoder.device, plan.turned_to)
+def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
+    return QueryRows.of(mask.nonzero()[:, 0], decoder.device, plan.position_ids)
 
 
-def _computed(decoder: Decoder, plan: Plan, rows: Rows, cache: PromptCache) -> torch.Tensor:
+def _computed(decoder: Decoder, plan: Plan, rows: QueryRows, cache: PromptCache) -> torch.Tensor:
     """Compute rows; return the logits of the prompt's last token."""
     ids = plan.ids
     at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
@@ -379,6 +379,6 @@ def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
     for new, old in zip(copy.buffers, cache.buffers, strict=True):
         new.keys[:, :, :length] = old.keys[:, :, :length]
         new.values[:, :, :length] = old.values[:, :, :length]
-    copy.turned_to = cache.turned_to and cache.turned_to[:length]
+    copy.position_ids = cache.position_ids and cache.position_ids[:length]
     copy.set_length(length)
     return copy

@@ -132,7 +132,7 @@ class Plan:
         return torch.tensor([position for segment in self.segments for position in segment.positions])
 
     @property
-    def turned_to(self) -> list[int] | None:
+    def position_ids(self) -> list[int] | None:
         """Return the position of each place; None where every token is at its place."""
         return self.positions.tolist() if self.dropped else None
 

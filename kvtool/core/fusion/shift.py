@@ -19,7 +19,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans, shift_kernel
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 
@@ -216,7 +216,7 @@ class Shift:
         """Return the shift so far; its rows are those of the last layer that ran."""
         return Shifted(self._rows, tuple(self._by_layer))
 
-    def follow(self, rows: Rows, refreshed: torch.Tensor | None = None) -> None:
+    def follow(self, rows: QueryRows, refreshed: torch.Tensor | None = None) -> None:
         """Take the rows that are computed from the next layer on.
 
         Parameters
@@ -301,7 +301,7 @@ class Shift:
     def _chunks(self) -> _Chunks:
         return _Chunks.of(self.plan)
 
-    def _probes_of(self, rows: Rows) -> Probes | None:
+    def _probes_of(self, rows: QueryRows) -> Probes | None:
         """Find the probes of each chunk; None if no chunk has enough."""
         computed, chunks = np.zeros(self.plan.length, np.bool_), self._chunks
         computed[rows.order] = True

@@ -104,8 +104,9 @@ def isa() -> Isa | None:
 
 def compile_ahead(dtype: str) -> None:
     """Compile the decoders to numbers of this format, before anybody waits for them."""
-    for kind in (dtype, "int16"):  # as it is, and what a finer level refines
-        kernel(kind)
+    for form in decode_ir.FORMS:
+        if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
+            kernel(form)
 
 
 def kernel(kind: str | Kind) -> Function | None:
