@@ -26,7 +26,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """QueryRows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
+    """Rows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ class Fused:
     ----------
     logits : float32 `[vocabulary]`.
     plan : what was computed; segments with unusable records are holes, and rows that are not stored have no place.
-    read_set : what was read of which layer. QueryRows that no window reaches are undefined in the cache.
+    read_set : what was read of which layer. Rows that no window reaches are undefined in the cache.
     recomputed : cached rows that the last layer computed, bool `[length]`.
     reasons : by reason, the rows recomputed for it, bool `[length]`; no row has two.
     shifted : which reused rows were shifted, and how far.

@@ -246,6 +246,8 @@ class _Now:
     stands: Stands | None = None
 
 
+# A vague follow-up is searched with the questions before it, as `samples/benchmarks/follow_ups.py` measured. Answers
+# are left out: those of small models mislead the search.
 RARE = 0.05  # share of the chunks that a rare word stands in at most
 ENOUGH = 4  # rare words of a question that is searched alone
 NAMES = 3  # rare words of a question that says what is talked about
