@@ -13,9 +13,9 @@ from transformers.models.llama import modeling_llama
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rotary
+from kvtool.core.model.kinds import stated_windows
 from kvtool.core.model.support import check_supported, context_limit, keeps_states, kept_layers
 from kvtool.core.model.text import text_part
-from kvtool.core.model.windows import stated_windows
 from kvtool.core.session.gate_checks import check_laws
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of

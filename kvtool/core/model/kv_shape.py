@@ -14,7 +14,7 @@ class KVShape:
     Attributes
     ----------
     joint : keys and values stand in one row of the prompt's buffers, values first, and attention takes the whole row as
-        the key (latents, latent.py).
+        the key (latents, mla.py).
     """
 
     heads: int

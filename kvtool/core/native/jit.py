@@ -18,13 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.arithmetic import X86
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError
 from kvtool.core.native.isa import Isa, llvm
 
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
-_X86 = ("x86_64", "AMD64")
 _CALLABLE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _engines: list[Any] = []  # own the machine code: never freed
 
@@ -67,7 +67,7 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
     binding = llvm()
     if binding is None:
         raise RuntimeError("llvmlite cannot be imported")
-    least = "x86-64" if platform.machine() in _X86 else ""
+    least = "x86-64" if platform.machine() in X86 else ""
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
     key = key_of(*_compiler(binding), target.triple, isa.cpu or least, isa.extra, text)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from kvtool.core.native.builder import FunctionBuilder, Value, rounded
+from kvtool.core.native.isa import NEON
 
 MAGIC = 1.5 * 2.0**23  # adding it to a small float32 leaves the nearest whole number in the lowest bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -175,9 +176,15 @@ def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:
 
 
 def permuted(name: str, bits: Value, lanes: Value) -> Value:
-    """Eight i32 lanes, permuted by row `bits` of a constant."""
-    order = Value(bits.k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8).to("i32")
-    return bits.k.call("llvm.x86.avx2.permd", lanes.type, lanes, order)
+    """Permute the lower halves of eight i32 lanes by row `bits` of a constant; upper ones come along or become 0."""
+    k = bits.k
+    order = Value(k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8)
+    if k.isa is not NEON:
+        return k.call("llvm.x86.avx2.permd", lanes.type, lanes, order.to("i32"))
+    # A table of bytes in one register: lane i is bytes 2i and 2i + 1.
+    pairs = (order.to("i16") * 0x0202 + 0x0100).bitcast("<16 x i8>")
+    table = lanes.to("i16").bitcast("<16 x i8>")
+    return k.call("llvm.aarch64.neon.tbl1.v16i8", table.type, table, pairs).bitcast("<8 x i16>").to("i32")
 
 
 def lanes_for(width: int, *counts: int) -> int:

@@ -21,8 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from kvtool.core.common.arithmetic import ARM, X86
 from kvtool.core.native.builder import FunctionBuilder, Value, module
-from kvtool.core.native.isa import ISAS, Isa, runnable
+from kvtool.core.native.isa import ISAS, NEON, SCALAR, Isa, runnable
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import LINE, aligned
 
@@ -369,7 +370,9 @@ def _atomic_load(pointer: Value) -> Value:
 
 def _pause(k: FunctionBuilder) -> None:
     """Leave the core's units to the thread that shares it: one that spins without takes a fifth of that one's speed."""
-    if platform.machine() in ("x86_64", "AMD64"):
+    if k.isa is NEON or (k.isa is SCALAR and platform.machine() in ARM):
+        k.call_void("llvm.aarch64.isb", k.constant("i32", 15))  # `yield` does nothing on most CPUs
+    elif platform.machine() in X86:
         k.call_void("llvm.x86.sse2.pause")
 
 
