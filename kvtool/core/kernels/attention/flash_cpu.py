@@ -29,7 +29,7 @@ name = "flash"
 def declines(call: AttentionCall) -> str:
     """Return why this backend does not serve a call, or an empty string; by features of the CPU, never by the clock.
 
-    Measured on one core of an AMD EPYC (`samples/attention.py`), 15 % of 4,096 rows over 4,096 keys, heads of
+    On one core of an AMD EPYC (`samples/benchmarks/attention.py`), 15 % of 4,096 rows over 4,096 keys, heads of
     Qwen2.5-0.5B, GFLOP/s: bfloat16 with AVX-512 BF16 350 of the plain product's 460 (`eager` 173, `sdpa` 55); float32
     with AVX2 102 of 104 (`eager` 63, `sdpa` 54).
     """
