@@ -16,6 +16,7 @@ LayerKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # one layer's keys and
 # [kv_heads, tokens, head_dim] of K and of V; and then V's head_dim, where it is another one than K's.
 Shape: TypeAlias = "tuple[int, int, int] | tuple[int, int, int, int]"
 SideShape: TypeAlias = "tuple[int, int, int]"
+Device: TypeAlias = "torch.device | None"  # None: main memory
 Profiles = Callable[[bytes], Profile]  # by digest; raises DamagedError where there is none
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -114,11 +115,7 @@ class Codec(Protocol):
         ...
 
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
         """Decode keys and values of several chunks at one layer, on `device` if the codec can. Raises DamagedError."""
         ...
@@ -153,11 +150,7 @@ class SelfContained:
         return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
 
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
         """Decode keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]

@@ -33,7 +33,7 @@ from kvtool.core.codec.base import (
 from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
-from kvtool.core.codec.rans.reference import ESCAPE, LANES, ZERO, TableSet, in_order
+from kvtool.core.codec.rans.reference import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
 from kvtool.core.codec.record import Escapes, Predictor, Record, streams_of
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -44,7 +44,6 @@ _ANCHOR_STEPS = 127
 _LEAST_SPREAD = 2**-10  # of the RMS: a side that hardly varies must not take hundreds of steps
 
 F32 = npt.NDArray[np.float32]
-I16 = npt.NDArray[np.int16]
 
 
 class CacheGen(SelfContained):
@@ -102,6 +101,21 @@ def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
+class Coding:
+    """A stream's numbers, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
+
+    numbers: I16
+    ids: U16
+
+    @classmethod
+    def of(cls, rows: I16) -> Coding:
+        """Pad numbers, and take the cheapest table for each column."""
+        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
+        numbers[:, : rows.shape[1]] = rows
+        return cls(numbers, cheapest(numbers))
+
+
+@dataclass(frozen=True, slots=True)
 class Side:
     """A quantised side of a layer.
 
@@ -119,19 +133,16 @@ class Side:
     values: F32
 
 
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """A stream's numbers, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
-
-    numbers: I16
-    ids: npt.NDArray[np.uint16]
-
-    @classmethod
-    def of(cls, rows: I16) -> Coding:
-        """Pad numbers, and take the cheapest table for each column."""
-        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
-        numbers[:, : rows.shape[1]] = rows
-        return cls(numbers, cheapest(numbers))
+def quantise(side: F32, step: float) -> Side:
+    """Quantise a side `[tokens, C]`."""
+    step = float(np.float32(max(step, 1e-12)))
+    anchors = is_anchor(len(side))
+    widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
+    quantised = _clipped(side[anchors] / widths)
+    base = _spread(quantised * widths, len(side))
+    rows = _clipped((side - base) / np.float32(step))
+    rows[anchors] = 0
+    return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
 
 
 def padded(channels: int) -> int:
@@ -144,19 +155,7 @@ def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
     return np.asarray(np.arange(tokens) % GROUP == 0)
 
 
-def quantise(side: F32, step: float) -> Side:
-    """Quantise a side `[tokens, C]`."""
-    step = float(np.float32(max(step, 1e-12)))
-    anchors = is_anchor(len(side))
-    widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
-    quantised = clipped(side[anchors] / widths)
-    base = _spread(quantised * widths, len(side))
-    rows = clipped((side - base) / np.float32(step))
-    rows[anchors] = 0
-    return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
-
-
-def clipped(values: F32) -> I16:
+def _clipped(values: F32) -> I16:
     """Return the nearest whole numbers within int16."""
     return np.clip(np.rint(values), -32767, 32766).astype(np.int16)
 
@@ -175,7 +174,7 @@ def shipped() -> TableSet:
         return TableSet(np.load(file, allow_pickle=False))
 
 
-def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
+def cheapest(numbers: I16) -> U16:
     """Choose the cheapest table of each column, escapes counted."""
     columns = numbers.shape[1]
     if not numbers.size:
@@ -307,5 +306,5 @@ class _SideInformation:
             raise DamagedError("a compressed record whose side information is no number")
         return values
 
-    def ids(self, columns: int) -> npt.NDArray[np.uint16]:
+    def ids(self, columns: int) -> U16:
         return np.frombuffer(self._take(columns), np.uint8).astype(np.uint16)

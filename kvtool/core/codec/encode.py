@@ -302,7 +302,7 @@ def wider(numbers: I16, out: I16) -> I16:
     ----------
     numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
     """
-    kernel = coder.kernel(coder.WIDER)
+    kernel = coder.kernel(encode_ir.wider_module)
     if kernel is None or numbers.size % BLOCK or not numbers.size:
         out[...] = coarsened(numbers)
         return out
@@ -328,7 +328,7 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     ValueError : numbers are not int16, or too few.
     """
     _check_numbers(numbers, columns)
-    kernel = coder.kernel(coder.SYMBOLS)
+    kernel = coder.kernel(encode_ir.symbols_module)
     if kernel is None or numbers.strides[2] != numbers.itemsize:
         return [_symbols_in_numpy(some, of) for some, of in zip(numbers, columns, strict=True)]
     symbols = _cut("symbols", numbers.shape[1], columns)
@@ -368,7 +368,7 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
     """
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
-    kernel = coder.kernel(coder.FINER)
+    kernel = coder.kernel(encode_ir.finer_module)
     if kernel is None:
         return [
             refinement(*(np.ascontiguousarray(part[:, of.numbers]) for part in (fine, wide)))
@@ -395,7 +395,7 @@ def refinement(fine: I16, coarse: I16) -> tuple[U8, U8]:
 
 def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
     """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
-    kernel = coder.kernel(coder.STRAY)
+    kernel = coder.kernel(encode_ir.stray_module)
     if kernel is None:
         return [
             any(bool(rows[:, place : place + BLOCK].any()) for place in some)

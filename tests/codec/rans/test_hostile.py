@@ -15,6 +15,7 @@ import pytest
 
 from kvtool.core.codec.rans import coder, reference
 from kvtool.core.codec.rans.coder import HELD, Decoding, decode, refine
+from kvtool.core.codec.rans.decode_ir import Decode
 from kvtool.core.codec.rans.reference import LANES, U16, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.job import address
@@ -210,7 +211,7 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Behind those lies a page that ends the process when it is read. All lanes ask for words in the same steps."""
-    kernel = coder._kernel(name, kind)
+    kernel = coder._kernel(name, Decode(kind))
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -10,15 +10,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtool.core.codec.rans import decode_ir, encode_ir, reference
+from kvtool.core.codec.rans.decode_ir import REFINE, Decode
+from kvtool.core.codec.rans.encode_ir import Encode
 from kvtool.core.codec.rans.reference import (
     ESCAPE,
     LANES,
@@ -46,17 +48,7 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
 }
 VARIABLE = ENTROPY_CODER
 NUMPY = "numpy"
-ENCODE, ENCODE_CONTEXTS = "encode", "encode with contexts"
-SYMBOLS, FINER, WIDER, STRAY = "symbols", "finer", "wider", "stray"
-KINDS: dict[str, Callable[[Isa], str]] = {
-    **{kind: partial(decode_ir.decode_module, form=kind) for kind in decode_ir.KINDS},
-    ENCODE: partial(encode_ir.encode_module, contexts=False),
-    ENCODE_CONTEXTS: partial(encode_ir.encode_module, contexts=True),
-    SYMBOLS: encode_ir.symbols_module,
-    FINER: encode_ir.finer_module,
-    WIDER: encode_ir.wider_module,
-    STRAY: encode_ir.stray_module,
-}
+Kind = Callable[[Isa], str]  # LLVM IR of a function `run(jobs, number of jobs)`; equal ones are compiled once
 _SLACK = 16  # words an encoder may write after the last: those of a register
 _AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
 _NOTHING = np.zeros(1, np.uint16)
@@ -65,16 +57,6 @@ _entries: WeakKeyDictionary[TableSet, tuple[U32, int]] = WeakKeyDictionary()
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
-
-
-class Kind(Protocol):
-    """A kernel that is none of KINDS. Equal ones are compiled once."""
-
-    def text(self, isa: Isa) -> str:
-        """Return LLVM IR, a function `run(jobs, number of jobs)`."""
-        ...
-
-    def __hash__(self) -> int: ...
 
 
 def available() -> tuple[str, ...]:
@@ -106,11 +88,11 @@ def compile_ahead(dtype: str) -> None:
     """Compile the decoders to numbers of this format, before anybody waits for them."""
     for form in decode_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
-            kernel(form)
+            kernel(Decode(form))
 
 
-def kernel(kind: str | Kind) -> Function | None:
-    """Return `function(jobs, number of jobs)` for one of KINDS, compiled at its first use; None: numpy serves.
+def kernel(kind: Kind) -> Function | None:
+    """Return `function(jobs, number of jobs)`, compiled at its first use; None: numpy serves.
 
     Raises
     ------
@@ -130,13 +112,9 @@ def kernel(kind: str | Kind) -> Function | None:
 
 
 @cache
-def _kernel(name: str, kind: str | Kind) -> Function:
+def _kernel(name: str, kind: Kind) -> Function:
     """Compile; callers hold the lock, so no kernel is compiled twice."""
-    return compiled(_text(ISAS[name], kind), ISAS[name], "run")[0]
-
-
-def _text(isa: Isa, kind: str | Kind) -> str:
-    return KINDS[kind](isa) if isinstance(kind, str) else kind.text(isa)
+    return compiled(kind(ISAS[name]), ISAS[name], "run")[0]
 
 
 @cache
@@ -175,7 +153,7 @@ def encode(*encodings: Encoding) -> list[Stream]:
     contexts = bool(encodings) and encodings[0].contexts is not None
     if any((one.contexts is not None) != contexts for one in encodings):
         raise ValueError("all have contexts, or none has")
-    function = kernel(ENCODE_CONTEXTS if contexts else ENCODE)
+    function = kernel(Encode(contexts))
     if function is None:
         return [_encode_in_numpy(one) for one in encodings]
     made = iter(_encode(function, [one for one in encodings if one.symbols.size]))
@@ -310,13 +288,13 @@ def refine(job: Decoding) -> None:
     """
     if job.form != "int16" or not job.columns.refines or job.marked is not None:
         raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
-    _decode(decode_ir.REFINE, [job])
+    _decode(REFINE, [job])
 
 
 def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
     for job in jobs:
         _check_decoding(job)
-    function = kernel(kind)
+    function = kernel(Decode(kind))
     if function is None:
         for job in jobs:
             _decode_in_numpy(kind, job)
@@ -469,7 +447,7 @@ def _decode_in_numpy(kind: str, job: Decoding) -> None:
     ends = list(accumulate(job.marks))
     for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
         out = job.out[start : start + rows]
-        coarse = out[:, wanted].astype(np.int32) if kind == decode_ir.REFINE else None
+        coarse = out[:, wanted].astype(np.int32) if kind == REFINE else None
         contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
         symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
         numbers = symbols.astype(np.int32) - ZERO

@@ -14,7 +14,6 @@ A decoder starts with the stream's states and must end with 2^16 in every lane a
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ SLOTS = 1 << PROBABILITY_BITS
 ALPHABET = 256
 ZERO = 128  # the symbol of the number 0
 ESCAPE = 255  # the symbol of a number that the alphabet or a table has no symbol for
-MAX_TABLES = 4096
+_MOST_TABLES = 4096
 _SYMBOL_BITS, _BIAS_AT = 8, 20
 
 U8 = npt.NDArray[np.uint8]
@@ -63,7 +62,7 @@ class TableSet:
 
     def __post_init__(self) -> None:
         rows = self.frequencies
-        if rows.ndim != 2 or rows.shape[1] != ALPHABET or rows.dtype != np.uint16 or not 0 < len(rows) <= MAX_TABLES:
+        if rows.ndim != 2 or rows.shape[1] != ALPHABET or rows.dtype != np.uint16 or not 0 < len(rows) <= _MOST_TABLES:
             raise DamagedError("a table set of the wrong shape")
         if (rows.sum(1, dtype=np.int64) != SLOTS).any():
             raise DamagedError(f"a frequency table that does not sum to {SLOTS}")
@@ -101,11 +100,6 @@ class TableSet:
         empty = ~present.any(1)  # then everything is an escape
         low, high = np.where(empty, 1, first - ZERO), np.where(empty, 0, last - ZERO)
         return low.astype(np.int16), high.astype(np.int16)
-
-    @cached_property
-    def digest(self) -> bytes:
-        """Hash the frequencies by blake2b-128."""
-        return hashlib.blake2b(self.frequencies.astype("<u2").tobytes(), digest_size=16).digest()
 
 
 def quantised(probabilities: npt.NDArray[np.float64]) -> U16:
