@@ -164,9 +164,6 @@ def _spread(anchors: F32, tokens: int) -> F32:
     return np.repeat(anchors, GROUP, 0)[:tokens]
 
 
-# ---- tables ------------------------------------------------------------------------------------------------------
-
-
 @cache
 def shipped() -> TableSet:
     """Load the tables, by growing spread; the first has nothing but zeros. Every kvtool has the same integers."""
@@ -201,9 +198,6 @@ def _costs() -> npt.NDArray[np.float64]:
     costs = np.where(np.isfinite(costs), costs, escape)
     costs[:, ESCAPE, None] = escape
     return costs
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
 
 
 def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Record:

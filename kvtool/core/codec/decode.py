@@ -131,7 +131,7 @@ class HostBuffer:
 
         By columns that refine, the numbers there become finer.
         """
-        (coder.refine if columns.refines else coder.decode)(self.job(columns, records, starts))
+        coder.decode(self.job(columns, records, starts))
 
     def job(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> coder.Decoding:
         """Return the work of `decode`, to be done together with others'."""

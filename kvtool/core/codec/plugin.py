@@ -71,10 +71,6 @@ class PluginCodec(SelfContained):
                 raise ValueError("it gives back another shape")
             return [(keys, values) for keys, values in made]
 
-    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk. Raises DamagedError."""
-        return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer)]
-
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         """Read the stated error. Raises DamagedError."""
         if self._level.lossless:

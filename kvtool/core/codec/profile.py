@@ -182,8 +182,6 @@ class Profile:
         others = np.setdiff1d(self.layout.places(), places)
         return CodedColumns(alone, fine, tuple(widths.tolist()), others)
 
-    # ---- the transform -------------------------------------------------------------------------------------------
-
     def forward(self, layer: int) -> torch.Tensor:
         """Return float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
         return self.memo(("forward", layer), lambda: self._forward(layer))
@@ -209,8 +207,6 @@ class Profile:
         bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
         means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
         return bases.to(device), means.to(device)
-
-    # ---- bytes ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def data(self) -> bytes:

@@ -36,7 +36,7 @@ _TAIL = struct.Struct("<II4s")
 _MAGIC = b"kvk\1"
 
 
-class RowSubset:
+class RowSubset(Codec):
     """A level that stores only some rows. `encode` stores all given rows, as those of a chunk that has no others; the
     tail that `tail_of` makes says otherwise."""
 

@@ -7,7 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from kvtool.core.codec import cachegen
-from kvtool.core.codec.base import Device, Encoded, LayerKV, Payload, Profiles, channels_of, heads_of, no_profiles
+from kvtool.core.codec.base import (
+    Codec,
+    Device,
+    Encoded,
+    LayerKV,
+    Payload,
+    Profiles,
+    channels_of,
+    heads_of,
+    no_profiles,
+)
 from kvtool.core.codec.decode import BOTH, Parsed, decode_layers
 from kvtool.core.codec.encode import encode_nested
 from kvtool.core.codec.levels import NESTED
@@ -16,7 +26,7 @@ from kvtool.core.codec.record import Predictor, Record, base_of
 from kvtool.core.errors import DamagedError
 
 
-class TransformCodec:
+class TransformCodec(Codec):
     """A level of transform coding. Before a store has a profile its chunks are encoded by CacheGen's scheme."""
 
     def __init__(self, level: str) -> None:
@@ -71,7 +81,7 @@ class TransformCodec:
         parsed = [(self._parsed(item), item) for item in items]
         alike = {(record.predictors, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
         if len(alike) != 1 or parsed[0][0].predictors != BOTH:
-            return [self.decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
+            return super().decode_layers(items, profiles)
         profile, layers = profiles(parsed[0][0].profile), range(len(items))
         _check_fit(profile, layers, items)
         sides = decode_layers(profile, layers, self.level, [[one] for one in parsed])

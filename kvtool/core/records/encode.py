@@ -117,9 +117,6 @@ def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequen
     return encode_record(chunk_id, header, payload)
 
 
-# ---- sensitivity -------------------------------------------------------------------------------------------------
-
-
 def other_lead_in(decoder: Decoder, parts: PromptParts, own: Ids, shared: bool) -> LeadIn:
     """Make the lead-in for comparison: how far does a text before a chunk move its values?
 
@@ -153,9 +150,6 @@ def _distance(values: torch.Tensor, moved: torch.Tensor) -> bytes:
     """Measure the distance, token by token, of values `[kv_heads, tokens, head_dim]`."""
     distance = (values.float() - moved.float()).square().sum((0, 2)).sqrt().clamp_max(_LARGEST)
     return distance.half().numpy().astype("<f2").tobytes()
-
-
-# ---- numbers and threads ------------------------------------------------------------------------------------------
 
 
 def check_float16_range(kept: Iterable[torch.Tensor]) -> None:

@@ -67,9 +67,7 @@ def available() -> tuple[str, ...]:
 def chosen() -> str:
     """Choose the back-end: the one that KVTOOL_ENTROPY_CODER names, else the best there is.
 
-    Raises
-    ------
-    UsageError : the variable names a back-end that does not exist, or that this machine cannot run.
+    Raises UsageError: the variable names a back-end that does not exist, or that this machine cannot run.
     """
     name = asked(VARIABLE)
     if not name:
@@ -94,9 +92,7 @@ def compile_ahead(dtype: str) -> None:
 def kernel(kind: Kind) -> Function | None:
     """Return `function(jobs, number of jobs)`, compiled at its first use; None: numpy serves.
 
-    Raises
-    ------
-    UsageError : see `chosen`; or the back-end it names cannot be compiled.
+    Raises UsageError: see `chosen`; or the back-end it names cannot be compiled.
     """
     name = chosen()
     if name == NUMPY:
@@ -144,9 +140,7 @@ class Encoding:
 def encode(*encodings: Encoding) -> list[Stream]:
     """Encode in one call, each as a stream of its own in one piece of memory: the bytes of `reference.encode`.
 
-    Raises
-    ------
-    ValueError : a table gives a symbol no frequency, an array has the wrong shape, or only some have contexts.
+    Raises ValueError: a table gives a symbol no frequency, an array has the wrong shape, or only some have contexts.
     """
     for one in encodings:
         _check_encoding(one.symbols, one.columns, one.contexts)
@@ -259,45 +253,34 @@ class Decoding:
     marked: npt.NDArray[Any] | None = None
     marks: Sequence[int] = ()
 
+    @property
+    def kind(self) -> str:
+        """Name the kernel."""
+        return REFINE if self.columns.refines else self.form
+
 
 def decode(*jobs: Decoding) -> None:
-    """Decode the streams of jobs of one form in one call, on one core; other threads run meanwhile.
+    """Decode the streams of jobs of one kind in one call, on one core; other threads run meanwhile.
 
-    A number is its symbol - 128.
+    A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` (int16) holds: with
+    r = symbol - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond
+    int16 wrap.
 
     Raises
     ------
     DamagedError : no encoder made a stream; `out` may hold anything.
-    ValueError : arrays have the wrong shape or type, places lie outside `out`, or forms differ.
+    ValueError : arrays have the wrong shape or type, places lie outside `out`, or kinds differ.
     UsageError : see `chosen`.
     """
-    if len({job.form for job in jobs}) > 1:
-        raise ValueError("jobs of one form are decoded together")
-    if jobs:
-        _decode(jobs[0].form, jobs)
-
-
-def refine(job: Decoding) -> None:
-    """Refine coarser numbers q, which `out` (int16) holds at the places: q becomes 3q + r, or 3q - r where q < 0.
-
-    The context of a symbol is min(|q|, 2); r is symbol - 128. What does not fit int16 wraps.
-
-    Raises
-    ------
-    As decode; ValueError also for columns that do not refine.
-    """
-    if job.form != "int16" or not job.columns.refines or job.marked is not None:
-        raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
-    _decode(REFINE, [job])
-
-
-def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
+    kinds = {job.kind for job in jobs}
+    if len(kinds) > 1:
+        raise ValueError("jobs of one kind are decoded together")
     for job in jobs:
         _check_decoding(job)
-    function = kernel(Decode(kind))
+    function = kernel(Decode(*kinds)) if kinds else None
     if function is None:
         for job in jobs:
-            _decode_in_numpy(kind, job)
+            _decode_in_numpy(job)
         return
     work = [(job, _with_rows(job)) for job in jobs]
     if not any(some for _, some in work):
@@ -328,6 +311,8 @@ def _check_decoding(job: Decoding) -> None:
         raise ValueError("each stream has its rows in the output")
     if any(start + rows > len(out) for start, rows in zip(job.starts, job.rows, strict=True)):
         raise ValueError("rows outside of the output")
+    if job.columns.refines and (job.form != "int16" or job.marked is not None):
+        raise ValueError("only int16 can be refined, and knows no escapes")
     if job.marked is not None and not _are_marks(job, job.marked):
         raise ValueError("marked values are a vector of what the output holds")
 
@@ -441,13 +426,13 @@ def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
     return address(kept[-1]), address(stream.states)
 
 
-def _decode_in_numpy(kind: str, job: Decoding) -> None:
+def _decode_in_numpy(job: Decoding) -> None:
     """Decode by the reference where there is no kernel."""
     wanted = job.columns.numbers
     ends = list(accumulate(job.marks))
     for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
         out = job.out[start : start + rows]
-        coarse = out[:, wanted].astype(np.int32) if kind == REFINE else None
+        coarse = out[:, wanted].astype(np.int32) if job.columns.refines else None
         contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
         symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
         numbers = symbols.astype(np.int32) - ZERO

@@ -211,9 +211,6 @@ def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value
     job.read.store(any_bits(wrong).ne(0).select(position ^ -1, position))
 
 
-# ---- what is written ---------------------------------------------------------------------------------------------
-
-
 def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
     """Write the symbols of slot entries as numbers of a form, or merged into a coarser level."""
     for index, (entry, out) in enumerate(zip(entries, parts, strict=True)):

@@ -215,9 +215,6 @@ def _finish(job: Fields, words: Value, missing: Value) -> None:
     job.missing.store(missing)
 
 
-# ---- numbers to symbols ------------------------------------------------------------------------------------------
-
-
 def symbols_module(isa: Isa) -> str:
     """Make the kernel for symbols of numbers, 32 at a time."""
     k = FunctionBuilder("run", isa, JOBS)

@@ -53,9 +53,7 @@ class TableSet:
 
     Integers: no table is rebuilt from floating point numbers where a stream is read.
 
-    Raises
-    ------
-    DamagedError : a row has another sum, or there are no rows or too many.
+    Raises DamagedError: a row has another sum, or there are no rows or too many.
     """
 
     frequencies: U16
@@ -105,9 +103,7 @@ class TableSet:
 def quantised(probabilities: npt.NDArray[np.float64]) -> U16:
     """Make one table's frequencies: sum 2048, at least 1 wherever the probability is not 0, largest remainders first.
 
-    Raises
-    ------
-    ValueError : no probability is above 0, or more symbols have one than there are slots.
+    Raises ValueError: no probability is above 0, or more symbols have one than there are slots.
     """
     used = probabilities > 0
     count = int(used.sum())
@@ -265,9 +261,7 @@ def encode(symbols: U8, ids: U16, tables: TableSet, contexts: U8 | None = None) 
 def decode(stream: Stream, rows: int, ids: U16, tables: TableSet, contexts: U8 | None = None) -> U8:
     """Decode the symbols `[rows, columns]` of a stream.
 
-    Raises
-    ------
-    DamagedError : a table does not exist, words are missing or left over, or end states are not 2^16.
+    Raises DamagedError: a table does not exist, words are missing or left over, or end states are not 2^16.
     """
     columns = len(ids)
     check_ids(ids, tables, 0 if contexts is None or not contexts.size else int(contexts.max()))
