@@ -72,7 +72,7 @@ def no_profiles(digest: bytes) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One layer of one chunk as stored.
+    """A layer of a chunk as stored.
 
     Attributes
     ----------

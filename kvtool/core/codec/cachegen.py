@@ -47,7 +47,7 @@ F32 = npt.NDArray[np.float32]
 
 
 class CacheGen(SelfContained):
-    """One level of the paper's scheme; `cachegen-1` has the finest steps."""
+    """A level of the paper's scheme; `cachegen-1` has the finest steps."""
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
@@ -75,13 +75,32 @@ class CacheGen(SelfContained):
         return int(self.level.rpartition("-")[2])
 
     def _encoded(self, kv: LayerKV, layer: int, layers: int) -> Sequence[Payload]:
-        sides = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
-        if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
+        both = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
+        if both.numel() and not all(torch.isfinite(end) for end in torch.aminmax(both)):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
-        third = _THIRDS[min(2, 3 * layer // layers)]
-        keys, values = (quantise(side, STEPS[self._number - 1] * third * _spread_of(side)) for side in sides.numpy())
-        restored = torch.stack([torch.from_numpy(side.values) for side in (keys, values)]).to(kv[0].dtype).float()
-        return pack((keys, values), self._number, sides.shape[1], _errors(sides, restored)).pack()
+        step = STEPS[self._number - 1] * _THIRDS[min(2, 3 * layer // layers)]
+        sides = [quantise(side, step * _spread_of(side)) for side in both.numpy()]
+        restored = torch.stack([torch.from_numpy(side.values) for side in sides]).to(kv[0].dtype).float()
+        streams, marked = [], []
+        parts = [*(side.rows for side in sides), *(side.anchors for side in sides)]
+        for part in parts:
+            columns = in_order(part.ids, shipped())
+            ((symbols, escapes),) = symbols_of(part.numbers[None], [columns])
+            streams += encode(Encoding(symbols, columns))
+            marked.append(escapes)
+        widths, ids = [side.widths.astype("<f4") for side in sides], [part.ids.astype(np.uint8) for part in parts]
+        return Record(
+            predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
+            level=self._number,
+            base=0,
+            tokens=both.shape[1],
+            columns=parts[0].numbers.shape[1],
+            streams=tuple(streams),
+            escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
+            steps=(sides[0].step, sides[1].step),
+            errors=_errors(both, restored),
+            side=b"".join(part.tobytes() for part in (*widths, *ids)),
+        ).pack()
 
 
 def _spread_of(side: F32) -> float:
@@ -198,31 +217,6 @@ def _costs() -> npt.NDArray[np.float64]:
     costs = np.where(np.isfinite(costs), costs, escape)
     costs[:, ESCAPE, None] = escape
     return costs
-
-
-def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Record:
-    """Make the record of two quantised sides."""
-    tables = shipped()
-    parts = [sides[0].rows, sides[1].rows, sides[0].anchors, sides[1].anchors]
-    widths = [side.widths.astype("<f4").tobytes() for side in sides]
-    columns = [in_order(part.ids, tables) for part in parts]
-    streams, marked = [], []
-    for part, of in zip(parts, columns, strict=True):
-        ((symbols, escapes),) = symbols_of(part.numbers[None], [of])
-        streams += encode(Encoding(symbols, of))
-        marked.append(escapes)
-    return Record(
-        predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
-        level=level,
-        base=0,
-        tokens=tokens,
-        columns=sides[0].rows.numbers.shape[1],
-        streams=tuple(streams),
-        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
-        steps=(sides[0].step, sides[1].step),
-        errors=errors,
-        side=b"".join([*widths, *(part.ids.astype(np.uint8).tobytes() for part in parts)]),
-    )
 
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
