@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.fusion import loader, read_set
+from kvtool.core.fusion import loader
 from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model import attention
-from kvtool.core.model.rope import Copy, Rotary, Turn
+from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ def latents_rotated(patch: pytest.MonkeyPatch) -> None:
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
     place = Rotary.place
 
-    def backwards(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
-        place(self, [(out, keys, table.transposed()) for out, keys, table in turns], copies, layer)
+    def backwards(self: Rotary, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
+        place(self, [(out, keys, table.transposed()) for out, keys, table in jobs], copies, layer)
 
     patch.setattr(Rotary, "place", backwards)
 
@@ -100,13 +100,13 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
 
 def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:
     """Rows of a prompt attend with another scoring than their layer's; chunks at ingest with their own."""
-    attend = attention.Rows.attend
+    attend = attention.QueryRows.attend
 
     def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: AttentionParams) -> torch.Tensor:
         more = {name: make(getattr(scoring, name)) for name, make in change.items()}
         return attend(self, layer, query, key, value, replace(scoring, **more))
 
-    patch.setattr(attention.Rows, "attend", changed)
+    patch.setattr(attention.QueryRows, "attend", changed)
 
 
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ def wrong_rope_of_a_kind(patch: pytest.MonkeyPatch) -> None:
 
 def a_window_is_read_too_short(patch: pytest.MonkeyPatch) -> None:
     """Records that only the first rows of a window lie in are taken for out of sight."""
-    through = read_set._Seen.through
+    through = loader._Seen.through
 
     def short(window: int, *more: Any) -> Any:
         return through(max(1, window // 4), *more)
 
-    patch.setattr(read_set._Seen, "through", short)
+    patch.setattr(loader._Seen, "through", short)
