@@ -22,21 +22,21 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from kvtool.core.checkpoint.load import quiet  # noqa: E402
+from kvtool.core.checkpoint.text_submodel import text_part  # noqa: E402
 from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402
 from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
-from kvtool.core.model.load import quiet  # noqa: E402
 from kvtool.core.model.stepping import stepper_for  # noqa: E402
-from kvtool.core.model.text import text_part  # noqa: E402
 from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
 from kvtool.core.session.gate_checks import check_laws  # noqa: E402
 from samples.layer_bytes import kept, prompt, read  # noqa: E402
+from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
-from tests.model.gguf_models import IN_GGUF  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
 PAGE, README = ROOT / "kvtool" / "docs" / "models.md", ROOT / "README.md"

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.files import ModelFiles
+from kvtool.core.checkpoint.load import Loaded, quiet
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.prefix_cache import PrefixFused, fuse_prefix
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.state_checkpoint import StoredPrefix, encode_part
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.files import ModelFiles
-from kvtool.core.model.load import Loaded, quiet
 
 _SPREAD = 0.02
 _VOCABULARY = 8192  # of all shapes: an LM head's time is the same in every mode

@@ -22,6 +22,7 @@ ORDER = (
         "crew",
         "native",
         "kernels",
+        "checkpoint",
         "codec",
         "model",
         "corpus",

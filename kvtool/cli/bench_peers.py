@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
+from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.common.machine import cores, is_busy
 from kvtool.core.common.progress import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.model.files import PACKAGED
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.bench.options import PeersBenchOptions

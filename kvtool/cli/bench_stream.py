@@ -79,7 +79,7 @@ def _context(run: Run, wanted: StreamBenchOptions, speeds: GivenSpeeds, table: L
 
 def _measured(run: Run, store: Any) -> PassSpeed | None:
     """How fast this machine computes the store's model, if that was measured once."""
-    from kvtool.core.model.load import resolve_device
+    from kvtool.core.checkpoint.load import resolve_device
     from kvtool.core.session.session import Session
     from kvtool.core.session.speeds import recalled
 

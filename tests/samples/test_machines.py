@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.checkpoint.files import ModelFiles
 from kvtool.lab.bench.peers.job import Found, Run
 from kvtool.lab.bench.peers.rows import gathered
 from tests.lab.bench.peers.fabricated import HOST, STORED, TRIED, contenders, measured, options

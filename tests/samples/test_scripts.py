@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import load_model
-from kvtool.core.model.resolve import resolve
 from samples import layer_bytes, plan_of_scale
 from tests.cli.working import built, tiny
 from tests.families import save_tiny

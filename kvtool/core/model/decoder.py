@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.checkpoint.load import Loaded, plain_attention, quiet
+from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.common.turns import Turns
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, UsageError
@@ -21,14 +23,12 @@ from kvtool.core.model.kinds import kinds_of
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.latent import attend_latents
 from kvtool.core.model.lean import lean_pass
-from kvtool.core.model.load import quiet
 from kvtool.core.model.modules import attentions_of, base_of, cache_name, layers_of, still
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.model.rowwise.layer import in_team, install_fused_layers
 from kvtool.core.model.spec import ModelSpec, Projection, read_model_spec
 from kvtool.core.model.states import StateCache, StateForms, StateLayer
-from kvtool.core.model.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.model.tail import last_rows_only
 from kvtool.core.model.trial import UnsupportedArchitecture
 from kvtool.core.native.threads import use_pool
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvtool.core.model.lean import LeanPass
-    from kvtool.core.model.load import Loaded
 
 
 _PIECE = 512  # rows that are appended to a cache at once
@@ -350,7 +349,7 @@ class Decoder:
     def plain_attention(self) -> Iterator[None]:
         """Use `transformers`' default attention inside: for a plain call of the model, and for gradients."""
         gradients = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        self.model.set_attn_implementation(attention.plain_attention(self.model))
+        self.model.set_attn_implementation(plain_attention(self.model))
         self.model.requires_grad_(False)
         try:
             yield

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, cache_name
 from kvtool.core.model.probe import KV, LayerProbe
-from kvtool.core.model.support import context_limit
 from kvtool.core.model.windows import check_window
 
 _NEAR = (3, 40)  # positions of one and the same row: are its keys told apart?

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from typing import Any
@@ -20,7 +23,7 @@ Conversation = Sequence[dict[str, str]]
 SECONDS = 10  # of a processor; a template takes milliseconds
 _MEMORY = 2 * 10**9  # bytes of address space
 _PATIENCE = 120.0  # seconds for a busy machine to start the process and to end it
-_PROGRAM = "from kvtool.core.model.template_child import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
+_PROGRAM = "from kvtool.core.model.template import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
 _OWN = "transformers.tokenization_utils_base"
 _HOW = {"add_generation_prompt": True, "enable_thinking": False}
 
@@ -80,3 +83,43 @@ def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
     rows = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
     lost = {"error": f"it takes over {seconds} s, or {_MEMORY / 1e9:.0f} GB of memory"}
     return rows + [lost] * (len(json.loads(asked)["conversations"]) - len(rows))
+
+
+_LONGEST = 10**6  # characters of a rendered conversation
+
+
+def main(seconds: int, memory: int) -> None:
+    """Render each conversation of a request. Each may take so many seconds of a processor, all of them so much memory.
+
+    The process is ended where that is not enough; what was answered before stands.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    asked = json.load(sys.stdin.buffer)
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # what a library prints goes where nobody reads it
+    for conversation in asked["conversations"]:
+        _limit(seconds, memory)
+        answers.write(json.dumps(_rendered(render_jinja_template, asked, conversation)) + "\n")
+        answers.flush()
+
+
+def _rendered(render: Any, asked: dict[str, Any], conversation: list[dict[str, str]]) -> dict[str, str]:
+
+    try:
+        ((text,), _) = render(conversations=[conversation], chat_template=asked["template"], **asked["names"])
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except Exception as error:
+        return {"error": reason_of(error)[:500]}
+    return {"text": text} if len(text) <= _LONGEST else {"error": f"it writes more than {_LONGEST:,} characters"}
+
+
+def _limit(seconds: int, memory: int) -> None:
+    with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.origin import HERE, Origin
+from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.support import ONLY_EXACTLY
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.model.files import ModelFiles, Once, unnoticed
-from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
-from kvtool.core.model.resolve import resolve
-from kvtool.core.model.support import ONLY_EXACTLY
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

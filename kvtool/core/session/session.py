@@ -21,12 +21,12 @@ from kvtool.core.session.identity import LEARNED, StoreIdentity, model_files, st
 from kvtool.core.session.levels import MeasuredLosses, ProfileCache
 
 if TYPE_CHECKING:
+    from kvtool.core.checkpoint.files import ModelFiles
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
     from kvtool.core.fusion.state_checkpoint import StoredPrefix
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
     from kvtool.core.session.speeds import SpeedBook
 
@@ -155,8 +155,8 @@ class Session:
         """
         import torch
 
+        from kvtool.core.checkpoint.load import load_model, resolve_device
         from kvtool.core.model.decoder import Decoder
-        from kvtool.core.model.load import load_model, resolve_device
 
         device, dtype, arithmetic = resolve_device(self._wanted.device), self.identity.dtype, self.arithmetic.dtype
         if arithmetic != product_dtype(arithmetic, device):
@@ -169,7 +169,7 @@ class Session:
         """What the model computes in here; where it is not loaded, what it would. Raises ModelError, UsageError."""
         if self.is_loaded:
             return self.decoder.loaded.arithmetic
-        from kvtool.core.model.load import resolve_device, resolve_dtype
+        from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
 
         device = resolve_device(self._wanted.device)
         return Arithmetic(resolve_dtype(self._wanted.dtype, device, self.files), device.partition(":")[0])
@@ -177,15 +177,15 @@ class Session:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer, which needs no loaded model."""
-        from kvtool.core.model.load import load_tokenizer
+        from kvtool.core.checkpoint.load import load_tokenizer
 
         return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
 
     @cached_property
     def layers(self) -> int:
         """How many layers have records of a chunk: one that is stored with another number is not this model's."""
-        from kvtool.core.model.load import supported_config
-        from kvtool.core.model.support import kept_layers
+        from kvtool.core.checkpoint.load import supported_config
+        from kvtool.core.checkpoint.support import kept_layers
 
         return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
 
@@ -193,7 +193,7 @@ class Session:
     def windows(self) -> tuple[int | None, ...]:
         """How many positions a row sees at each layer that has records; None: all before it. Where the model is not
         loaded this is what its configuration states."""
-        from kvtool.core.model.load import supported_config
+        from kvtool.core.checkpoint.load import supported_config
         from kvtool.core.model.windows import stated_windows
 
         if self.is_loaded:

@@ -9,12 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import load_model
-from kvtool.core.model.resolve import resolve
 from kvtool.core.model.stepping import stepper_for
 from kvtool.core.model.stepping.engines import engine_of
 from kvtool.core.model.stepping.kept import WeightSource

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.checkpoint.files import tensor_table, weight_files
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
-from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.spec import ModelSpec, Projection
 from kvtool.core.model.trial import UnsupportedArchitecture
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.checkpoint.files import ModelFiles
 from kvtool.lab.bench.peers.job import Found, Run, llama_contenders, runs
 from kvtool.lab.bench.peers.rows import PeersBench, gathered
 from kvtool.lab.bench.peers.task import LLAMA, LLAMA_DEFAULT, Contender

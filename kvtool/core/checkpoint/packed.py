@@ -1,0 +1,227 @@
+"""Packed weights beside those of a converted GGUF file: found once, then read where they lie.
+
+Which tensor of the GGUF file is which weight, and in what order its rows stand, is read off the numbers themselves:
+llama.cpp's names and its order of rotary rows differ from those of `transformers` by family. What is found is unpacked
+and compared, bit for bit, so that packed weights are never another model than the folder's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from kvtool.core.checkpoint.files import PACKED, tensor_table, weight_files
+from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
+from kvtool.core.checkpoint.text_submodel import Part
+from kvtool.core.errors import ModelError
+from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
+from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dense, dequantize, take_rows, tensor_of_blocks
+from kvtool.core.kernels.linear.quantized import dequantize_rows
+from kvtool.core.native.isa import best_isa
+
+_PARTS = ("data", "scales", "mins")
+_ROWS = 4096  # unpacked at a time
+
+
+def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
+    """Write the packed weights of a converted folder.
+
+    Raises
+    ------
+    ModelError : the GGUF file holds scales that are no numbers.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    kinds: dict[str, str] = {}
+    sought = _weights_by_rows(folder)
+    for info in header.tensors.values():
+        if (found := _matrix(gguf, info)) is not None:
+            for name, matrix in _matched(found, sought):
+                kinds[name] = matrix.kind
+                tensors |= {f"{name}.{part}": getattr(matrix, part).clone() for part in _PARTS}  # two may be alike
+    part = folder / f"{PACKED}.part"
+    save_file(tensors, part, {"kinds": json.dumps(kinds)})
+    part.replace(folder / PACKED)
+
+
+def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
+    """The packed weights of a converted folder by the model's names for them, mapped from the file; {}: it has none.
+
+    Raises
+    ------
+    ModelError : the file is damaged.
+    """
+    path = folder / PACKED
+    if not path.is_file():
+        return {}
+    try:
+        with safe_open(path, "pt") as file:
+            kinds = json.loads((file.metadata() or {})["kinds"])
+            return {name: _read(file, name, kind) for name, kind in kinds.items()}
+    except Exception as error:
+        raise ModelError(f"{path} is damaged: {error}", "delete it; it is made again from the GGUF file") from error
+
+
+def _read(file: Any, name: str, kind: str) -> QuantizedTensor:
+    data, scales, mins = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
+    columns = data.shape[1] * 8 // READERS[kind][1]
+    return QuantizedTensor(kind, data.shape[0], columns, data, scales, mins)
+
+
+def _matrix(gguf: Path, info: TensorInfo) -> QuantizedTensor | None:
+    """A tensor of a GGUF file; None where its kind stays unpacked."""
+    from gguf.constants import GGMLQuantizationType
+
+    kind = GGMLQuantizationType(info.kind).name.lower()
+    if kind not in READERS or len(info.shape) != 2:
+        return None
+    columns, rows = info.shape
+    data = np.fromfile(gguf, np.uint8, info.nbytes, offset=info.start)
+    try:
+        return tensor_of_blocks(kind, torch.from_numpy(data), rows, columns)
+    except ValueError as error:
+        raise ModelError(f"{gguf}: the tensor {info.name!r} is damaged: {error}", "download it again") from error
+
+
+_Sought = dict[tuple[tuple[int, ...], int], list[tuple[Path, str, torch.Tensor]]]
+
+
+def _weights_by_rows(folder: Path) -> _Sought:
+    """The folder's matrices by shape and the sum of their rows' marks, which no order of rows changes."""
+    sought: _Sought = {}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                if len(file.get_slice(name).get_shape()) == 2:
+                    marks = torch.cat([_marks(rows) for rows in file.get_tensor(name).split(_ROWS)])
+                    key = tuple(file.get_slice(name).get_shape()), int(marks.sum())
+                    sought.setdefault(key, []).append((path, name, marks))
+    return sought
+
+
+def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, QuantizedTensor]]:
+    """The weights that a matrix is, each with its rows in the weight's own order."""
+    marks = torch.cat([_marks(rows) for rows in _unpacked(matrix)])
+    for path, name, wanted in sought.get(((matrix.rows, matrix.columns), int(marks.sum())), []):
+        order = torch.empty_like(marks)
+        order[wanted.argsort(stable=True)] = marks.argsort(stable=True)
+        own = matrix if torch.equal(order, torch.arange(len(order))) else take_rows(matrix, order)
+        with safe_open(path, "pt") as file:
+            rows = file.get_tensor(name).split(_ROWS)
+        if all(torch.equal(given, kept) for given, kept in zip(_unpacked(own), rows, strict=True)):
+            yield name, own
+
+
+def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
+    """Its numbers as a converted folder has them, some rows at a time."""
+    out = torch.empty(_ROWS * matrix.columns, dtype=torch.bfloat16)
+    for first in range(0, matrix.rows, _ROWS):
+        last = min(first + _ROWS, matrix.rows)
+        if best_isa() is None:
+            yield dequantize(take_rows(matrix, torch.arange(first, last))).bfloat16()
+        else:
+            yield dequantize_rows(matrix, first, last, out)
+
+
+def _marks(rows: torch.Tensor) -> torch.Tensor:
+    """A number for each row `[rows]` that differs where the rows do, nearly always."""
+    bits = (rows.bfloat16() + 0.0).contiguous()  # a zero has a sign, which nothing depends on
+    words = bits.view(torch.int64 if rows.shape[1] % 4 == 0 else torch.int16)
+    chance = torch.Generator().manual_seed(rows.shape[1])
+    factors = torch.randint(-(2**62), 2**62, (words.shape[1],), generator=chance) | 1
+    return (words.long() * factors).sum(1)
+
+
+def packed_model(folder: Path, part: Part, dtype: str) -> Any:
+    """Build a model whose weights stay as they are on disk; None: it has to be loaded as others are.
+
+    They are mapped into memory, not copied into it. Of a checkpoint in bfloat16 a model that computes in float32 keeps
+    half the bytes so.
+
+    Parameters
+    ----------
+    part : what of the folder is loaded, its family supported.
+    dtype : what it computes in: "float32" or "bfloat16".
+
+    Raises
+    ------
+    ModelError : the packed weights are damaged.
+    """
+    matrices = read_packed(folder) if best_isa() is not None else {}
+    if best_isa() is not None and dtype == "float32":
+        matrices = _bfloat16(folder, part) | matrices
+    if not matrices:
+        return None
+    model = _empty(folder, part, getattr(torch, dtype))
+    plain = dict(model.named_modules())
+    for name, matrix in _with_tied(model, matrices).items():
+        path = name.removesuffix(".weight")
+        _replace(model, path, plain.get(path), matrix)
+    return model.eval().requires_grad_(False) if _fill(model, folder, part) else None
+
+
+def _bfloat16(folder: Path, part: Part) -> dict[str, QuantizedTensor]:
+    """The bfloat16 matrices of a checkpoint, mapped from its files."""
+    found = {}
+    for path in weight_files(folder):
+        table = tensor_table(path)
+        with safe_open(path, "pt") as file:
+            for name, entry in table.items():
+                if entry["dtype"] == "BF16" and len(entry["shape"]) == 2 and (own := part.own(name)) is not None:
+                    found[own] = dense(file.get_tensor(name))
+    return found
+
+
+def _empty(folder: Path, part: Part, dtype: torch.dtype) -> Any:
+    """The model with weights that hold nothing: no page of them is touched before they are let go."""
+    from transformers.generation.configuration_utils import GenerationConfig
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        model = part.empty(dtype)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
+    return model
+
+
+def _with_tied(model: Any, matrices: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
+    """The matrices, and once more those of layers that share another's weight."""
+    tied = model.all_tied_weights_keys or {}
+    shared = {name: matrices[source] for name, source in tied.items() if source in matrices}
+    return {**matrices, **shared}
+
+
+def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None:
+    """Put a packed layer in a plain one's place; any other keeps what `_fill` reads for it.
+
+    There may be none: some families are saved under other names than they are built with.
+    """
+    if plain is None or tuple(plain.weight.shape) != (matrix.rows, matrix.columns):
+        return
+    if type(plain) is torch.nn.Linear:
+        bias = None if plain.bias is None else plain.bias.detach()
+        model.set_submodule(path, PackedLinear(matrix, bias, plain.weight.dtype))
+    elif type(plain) is torch.nn.Embedding:
+        model.set_submodule(path, PackedEmbedding(matrix, plain.padding_idx, plain.weight.dtype))
+
+
+def _fill(model: Any, folder: Path, part: Part) -> bool:
+    """Read what is not packed into the model; whether the folder has all of it."""
+    packed = {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "matrix")}
+    left = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in packed}
+    for path in weight_files(folder):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                if (own := part.own(name)) not in left:
+                    continue
+                value, kept = left.pop(own), file.get_tensor(name)
+                if value.shape != kept.shape:
+                    return False
+                value.data = kept.to(value.dtype)
+    return not left
