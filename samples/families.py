@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from kvtool.core.checkpoint.load import quiet  # noqa: E402
-from kvtool.core.checkpoint.text_submodel import text_part  # noqa: E402
+from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
 from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402
@@ -244,7 +244,7 @@ def _shapes(decoder: Decoder) -> Iterator[str]:
         yield "latents"
     if any(kind.source is not None for kind in decoder.kinds):
         yield "layers that share KV"
-    text = text_part(decoder.config)
+    text = text_config(decoder.config)
     if any(getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "num_local_experts")):
         yield "experts"
 

@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.core.checkpoint import fingerprint
 from kvtool.core.checkpoint.files import PACKED, SOURCE, ModelFiles
-from kvtool.core.checkpoint.fingerprint import lacks_digests, model_fingerprint, read_origin
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.checkpoint.gguf import convert
 from kvtool.core.checkpoint.gguf.convert import converted
 from kvtool.core.errors import ModelError
@@ -48,12 +48,6 @@ def overwrite(path: Path, size: int = 200) -> None:
     with path.open("r+b") as file:
         file.seek(-size, 2)
         file.write(b"\xff" * size)
-
-
-def as_before_digests(folder: Path) -> None:
-    noted = json.loads((folder / SOURCE).read_text())
-    del noted["files"]
-    (folder / SOURCE).write_text(json.dumps(noted))
 
 
 def test_a_conversion_notes_the_digest_of_each_file(source: Path) -> None:
@@ -95,43 +89,27 @@ def test_a_start_hashes_nothing_again(source: Path, monkeypatch: pytest.MonkeyPa
     assert of(source) == first
 
 
-def test_a_folder_of_before_is_completed_once(source: Path) -> None:
+@pytest.mark.parametrize("lost", ["packed weights", "their digest", "all digests", "its note"])
+def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     folder, first = converted(source), of(source)
-    noted = read_origin(folder)
-    as_before_digests(folder)
-    assert lacks_digests(folder)
-    assert of(source) == first
-    assert read_origin(folder) == noted
-    overwrite(folder / PACKED)
-    with pytest.raises(ModelError, match="damaged"):
-        of(source)
-
-
-def test_packed_weights_made_anew_are_noted_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = converted(source)
-    (folder / PACKED).unlink()
-    monkeypatch.setattr(convert, "_pack", lambda *_: None)
-    assert of(source)  # no room for them, say: the model runs without
+    noted = json.loads((folder / SOURCE).read_text())
+    if lost == "packed weights":
+        (folder / PACKED).unlink()
+    elif lost == "their digest":
+        del noted["files"][PACKED]
+    else:
+        del noted["files"]
+    (folder / SOURCE).write_text(json.dumps(noted))
+    if lost == "its note":
+        (folder / SOURCE).unlink()
+    with pytest.raises(ModelError, match="could not be converted"):  # `_convert` is gone
+        converted(source)
     monkeypatch.undo()
-
-    def other(folder: Path, *_: object) -> None:
-        (folder / PACKED).write_bytes(b"of another release")
-
     monkeypatch.setenv("KVTOOL_CACHE", str(folder.parent.parent))
-    monkeypatch.setattr("kvtool.core.checkpoint.packed.pack_folder", other)
-    assert of(source)
-    assert read_origin(folder).files[PACKED] == hashlib.sha256(b"of another release").hexdigest()
-
-
-def test_a_folder_that_cannot_be_written_to_is_used_as_it_is(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_before_digests(converted(source))
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "read-only")
-
-    monkeypatch.setattr("kvtool.core.checkpoint.fingerprint.write_atomically", refuse)
-    assert of(source)
-    assert lacks_digests(converted(source))
+    assert of(source) == first
+    assert json.loads((folder / SOURCE).read_text())["files"].keys() == {path.name for path in folder.iterdir()} - {
+        SOURCE
+    }
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha256": "0", "version": "x"}', '{"files": 3}', "\x00\xff"])

@@ -15,7 +15,7 @@ from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import load_model, supported_config
 from kvtool.core.checkpoint.packed import packed_model
-from kvtool.core.checkpoint.text_submodel import wanted_part
+from kvtool.core.checkpoint.text_submodel import text_submodel
 from kvtool.core.kernels.linear import modules
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize
@@ -120,25 +120,12 @@ def test_gradients_have_plain_weights(quantised: Path) -> None:
     assert not any(weight.is_meta for weight in loaded.model.parameters())
 
 
-def test_a_folder_of_a_release_before_gets_packed_weights(quantised: Path) -> None:
+def test_packed_weights_that_are_gone_are_made_again(quantised: Path) -> None:
     folder = resolve(str(quantised)).folder
     before = (folder / PACKED).read_bytes()
     (folder / PACKED).unlink()
     assert resolve(str(quantised)).folder == folder
     assert (folder / PACKED).read_bytes() == before
-
-
-def test_a_folder_that_cannot_be_written_to_does_without(quantised: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = resolve(str(quantised)).folder
-    (folder / PACKED).unlink()
-
-    def refuse(*_: object) -> None:
-        raise PermissionError(13, "read-only")
-
-    monkeypatch.setattr("kvtool.core.checkpoint.packed.pack_folder", refuse)
-    files = resolve(str(quantised))
-    model = load_model(files, device="cpu", dtype="float32", packed=True).model
-    assert {layer.matrix.kind for layer in model.modules() if hasattr(layer, "matrix")} == {"bfloat16"}
 
 
 def test_it_is_said_how_weights_are_kept(quantised: Path) -> None:
@@ -156,7 +143,7 @@ def test_a_family_that_is_saved_under_other_names_is_loaded_whole(tmp_path: Path
     tensors = {f"{name}.{part}": value.clone() for name in names for part, value in parts.items()}
     save_file(tensors, folder / PACKED, {"kinds": json.dumps(dict.fromkeys(names, "q4_1"))})
     files = ModelFiles(str(folder), folder, "folder")
-    assert packed_model(folder, wanted_part(folder, supported_config(files)), "float32") is None
+    assert packed_model(folder, text_submodel(folder, supported_config(files)), "float32") is None
     assert not any(hasattr(layer, "matrix") for layer in load_model(files, device="cpu", packed=True).model.modules())
 
 

@@ -12,7 +12,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 from transformers.models.llama import modeling_llama
 
 from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states, kept_layers
-from kvtool.core.checkpoint.text_submodel import text_part
+from kvtool.core.checkpoint.text_submodel import text_config
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rotary
 from kvtool.core.model.windows import stated_windows
@@ -90,10 +90,10 @@ def test_a_window_that_a_family_does_not_know_is_none() -> None:
     assert check_laws(decoder, "", PREFIX, CHUNKS).passed
 
 
-@pytest.mark.parametrize("name", [name for name, config in FAMILIES.items() if not keeps_states(text_part(config()))])
+@pytest.mark.parametrize("name", [name for name, config in FAMILIES.items() if not keeps_states(text_config(config()))])
 def test_windows_are_told_without_building_the_model(name: str) -> None:
     decoder = decoder_of(tiny_model(name))
-    assert stated_windows(text_part(FAMILIES[name]()), kept_layers(text_part(FAMILIES[name]()))) == decoder.windows
+    assert stated_windows(text_config(FAMILIES[name]()), kept_layers(text_config(FAMILIES[name]()))) == decoder.windows
 
 
 def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

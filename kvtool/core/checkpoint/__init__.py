@@ -1,1 +1,1 @@
-"""Checkpoints of models: found, named, checked, converted and loaded. Never imports `kvtool/core/model`."""
+"""Checkpoints of models: finding, fingerprints, checks, conversion and loading. Never imports `kvtool/core/model`."""

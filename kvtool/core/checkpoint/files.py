@@ -1,4 +1,4 @@
-"""The files of a model's folder: what has to be there, and what they say. No torch."""
+"""Files of a model's folder: their names, their headers, and checks of both. No torch."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _MAX_CONFIG = 50_000_000
 
 
 Once = Callable[[str], AbstractContextManager[None]]
-"""Entered with `DOWNLOAD`, `HASH` or `UNPACK` while that is done for a model which is used for the first time."""
+"""Entered with `DOWNLOAD`, `HASH` or `UNPACK` while that is done for a model's first use."""
 
 
 def unnoticed(what: str) -> AbstractContextManager[None]:
-    """What is done once, and nobody wants to know of."""
+    """Report nothing."""
     return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are.
+    """The place of a model's files.
 
     Attributes
     ----------
@@ -65,16 +65,16 @@ class ModelFiles:
 
 
 def looks_local(ref: str) -> bool:
-    """Whether a reference is spelled like a path, so that a typo in it is not looked for on the hub."""
+    """Return True if a reference is spelled like a path, so that a typo in it is not looked for on the hub."""
     return ref.startswith(("/", ".", "~")) or "\\" in ref or ref.count("/") > 1 or ref.lower().endswith(".gguf")
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that a later load would trip over, and say why in plain words.
+    """Refuse a folder that cannot be loaded, naming the reason.
 
     Raises
     ------
-    ModelError : a part is missing, half-downloaded, a Git LFS pointer, or not safetensors; an adapter lies beside it.
+    ModelError : a part is missing, half-downloaded, a Git LFS pointer, or not safetensors; or it has an adapter.
     """
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
@@ -94,8 +94,8 @@ def check_folder(folder: Path) -> None:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter: where `peft` is installed, transformers would load it over the weights, and the model would be
-    another one under the same fingerprint."""
+    """Refuse an adapter: where `peft` is installed, transformers would load it over the weights, and two models would have
+    one fingerprint."""
     if os.path.lexists(folder / _ADAPTER):
         raise ModelError(
             f"{folder} has an adapter beside its weights ({_ADAPTER})",
@@ -114,7 +114,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that `transformers` would read, sorted by name.
+    """List the safetensors files that `transformers` would read, sorted by name.
 
     Raises
     ------
@@ -161,7 +161,7 @@ def _no_weights(folder: Path) -> ModelError:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Turn what the system says of a file that cannot be read into an error that names it. Raises ModelError."""
+    """Turn an `OSError` into a ModelError that names the file."""
     try:
         yield
     except OSError as error:

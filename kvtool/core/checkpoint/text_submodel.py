@@ -1,13 +1,13 @@
-"""The text model of a multimodal checkpoint: what of the configuration is its own, its class, and its weights' names.
+"""Text submodel of a multimodal checkpoint: its configuration, its class, and the names of its weights.
 
-A wrapper for images holds a whole language model, its layers under a name of the wrapper's. That model is built alone;
-of the files only its weights are read.
+A multimodal checkpoint holds a whole language model, whose weights have a prefix in their names. That model is built
+without the rest, and only its weights are read from the files.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,41 +18,47 @@ from kvtool.core.errors import ModelError
 
 _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
-_BASE = "model."  # where a causal model of `transformers` has its decoder
+_BASE = "model."  # prefix of the decoder's weights in a causal model of `transformers`
 _CACHES = ("past_key_values", "cache")  # names of the prompt cache in a model's output, by release of `transformers`
 _HINT = "use the text model alone, or another one"
-# What a wrapper could do to logits, by the names that configurations have for it: only its own head would know.
+# Changes of logits that a wrapper could make, by the names that configurations have for them.
 _LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 
 
-def text_part(config: Any) -> Any:
-    """The configuration of the model that writes text: a wrapper's `text_config`, or the configuration itself."""
+def text_config(config: Any) -> Any:
+    """Return a wrapper's configuration of its text model; of any other model the configuration itself."""
     return config if getattr(config, "text_config", None) is None else config.get_text_config(decoder=True)
 
 
 @dataclass(frozen=True, slots=True)
 class TextNames:
-    """How the files of a checkpoint call the weights of its text model.
+    """The names of a text model's weights in the files of a multimodal checkpoint.
 
     Attributes
     ----------
-    base : what stands before the names of the decoder's weights ("language_model.model.").
-    head : before "weight" of the LM head, or None where it is the embedding.
+    base : prefix of the decoder's weights ("language_model.model.").
+    head : prefix of "weight" of the LM head, or None where the embedding is the head.
     """
 
     base: str
     head: str | None
 
+    @property
+    def mapping(self) -> dict[str, str]:
+        """Patterns of the files' names, and the model's own names for them."""
+        changes = {self.base: _BASE} | ({} if self.head is None else {self.head: "lm_head."})
+        return {f"^{re.escape(old)}": new for old, new in changes.items() if old != new}
+
     def own(self, name: str) -> str | None:
-        """What a causal model calls a weight of the files; None: it is no part of the text model."""
+        """Return a causal model's name for a weight of the files; None: it is no part of the text model."""
         if self.head is not None and name.startswith(self.head):
             return f"lm_head.{name.removeprefix(self.head)}"
         return _BASE + name.removeprefix(self.base) if name.startswith(self.base) else None
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What of a checkpoint is loaded.
+class TextSubmodel:
+    """The part of a checkpoint that is loaded.
 
     Attributes
     ----------
@@ -64,15 +70,6 @@ class Part:
     kind: Any
     names: TextNames | None
 
-    @property
-    def mapping(self) -> dict[str, str] | None:
-        """Patterns of the files' names, and what stands in the model's for them."""
-        if self.names is None:
-            return None
-        heads = {} if self.names.head is None else {self.names.head: "lm_head."}
-        changes = {self.names.base: _BASE} | heads
-        return {f"^{re.escape(old)}": new for old, new in changes.items() if old != new}
-
     def empty(self, dtype: Any) -> Any:
         """Build the model without its weights."""
         more = {"trust_remote_code": False} if self.names is None else {}
@@ -80,12 +77,12 @@ class Part:
         return build(self.config, dtype=dtype, attn_implementation="eager", **more)
 
     def own(self, name: str) -> str | None:
-        """What the model calls a weight of the files; None: it has none such."""
+        """Return the model's name for a weight of the files; None: it has no such weight."""
         return name if self.names is None else self.names.own(name)
 
 
-def wanted_part(folder: Path, config: Any) -> Part:
-    """Say what of a checkpoint is the model that writes text.
+def text_submodel(folder: Path, config: Any) -> TextSubmodel:
+    """Find the model that writes text in a checkpoint.
 
     Parameters
     ----------
@@ -93,54 +90,40 @@ def wanted_part(folder: Path, config: Any) -> Part:
 
     Raises
     ------
-    ModelError : the weights of a wrapper's text model are not found, or nothing is known that could run them.
+    ModelError : the weights of a wrapper's text model are not found, or no class is known that could run them.
     """
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    text = text_part(config)
+    text = text_config(config)
     if text is config:
-        return Part(config, AutoModelForCausalLM, None)
-    names = text_names(folder, text)
-    text.tie_word_embeddings = names.head is None
-    return Part(text, _causal_class(text, config), names)
-
-
-def text_names(folder: Path, config: Any) -> TextNames:
-    """Find a text model's weights among those of its wrapper: its embedding has the shape that `config` states.
-
-    Parameters
-    ----------
-    config : of the text model.
-
-    Raises
-    ------
-    ModelError : none is there, or several.
-    """
+        return TextSubmodel(config, AutoModelForCausalLM, None)
     tables = {name: entry for path in weight_files(folder) for name, entry in tensor_table(path).items()}
-    return names_among(tables, (config.vocab_size, config.hidden_size))
+    names = names_among(tables, (text.vocab_size, text.hidden_size))
+    text.tie_word_embeddings = names.head is None
+    return TextSubmodel(text, _causal_class(text, config), names)
 
 
 def names_among(tables: Mapping[str, Mapping[str, Any]], shape: tuple[int, int]) -> TextNames:
-    """Do what `text_names` does, among the tables of files."""
+    """Find a text model's weights among those of its wrapper: its embedding is the one of a shape.
+
+    Raises
+    ------
+    ModelError : no embedding has it, or several do.
+    """
     found = [name for name, entry in tables.items() if name.endswith(_EMBEDDING) and tuple(entry["shape"]) == shape]
     if len(found) != 1:
         needed = "that would need to be told which one is the text model's"
         raise ModelError(f"the weights hold {len(found)} embeddings of {shape[0]} tokens; {needed}", _HINT)
-    base = found[0].removesuffix(_EMBEDDING)
-    return TextNames(base, _head(tables, shape))
-
-
-def _head(names: Iterable[str], shape: tuple[int, int]) -> str | None:
-    heads = [name for name in names if name == _HEAD or name.endswith("." + _HEAD)]
-    return min(heads, key=len).removesuffix("weight") if heads else None
+    heads = [name.removesuffix("weight") for name in tables if name == _HEAD or name.endswith("." + _HEAD)]
+    return TextNames(found[0].removesuffix(_EMBEDDING), min(heads, key=len, default=None))
 
 
 def _causal_class(text: Any, wrapper: Any) -> Any:
-    """The class of a causal language model for the configuration of a text model; made here where there is none.
+    """Return the class of a causal language model for the configuration of a text model; made where there is none.
 
     Raises
     ------
-    ModelError : it has none that could be made.
+    ModelError : none could be made.
     """
     from transformers.models.auto.modeling_auto import AutoModel, AutoModelForCausalLM
 
@@ -158,20 +141,15 @@ def _causal_class(text: Any, wrapper: Any) -> Any:
 
 @cache
 def causal_lm_for(decoder: Any, wrapper: str) -> Any:
-    """Make a causal language model's class of a decoder's, with an LM head that gives logits as they are.
+    """Make the class of a causal language model of a decoder's class: an LM head that gives logits as they are.
 
     Parameters
     ----------
-    decoder : a class of text models in `transformers`, whose configuration states `hidden_size` and `vocab_size`;
-        `transformers` has some only inside a multimodal model (Qwen2.5-VL).
-    wrapper : the type of the multimodal model, by which `transformers` knows how its weights are laid out in files.
+    decoder : a class of text models that `transformers` has only inside a multimodal model (Qwen2.5-VL).
+    wrapper : the type of the multimodal model, by which `transformers` knows the layout of its weights in files.
     """
     import torch
-    from transformers import GenerationMixin
-    from transformers.conversion_mapping import (
-        get_checkpoint_conversion_mapping,
-        register_checkpoint_conversion_mapping,
-    )
+    from transformers import GenerationMixin, conversion_mapping
     from transformers.core_model_loading import WeightConverter
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -196,9 +174,8 @@ def causal_lm_for(decoder: Any, wrapper: str) -> Any:
             return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state[:, kept]), **cache)
 
     CausalLM.__name__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
-    laid_out = [
-        change for change in get_checkpoint_conversion_mapping(wrapper) or [] if isinstance(change, WeightConverter)
-    ]
+    changes = conversion_mapping.get_checkpoint_conversion_mapping(wrapper) or []
+    laid_out = [change for change in changes if isinstance(change, WeightConverter)]
     if laid_out:
-        register_checkpoint_conversion_mapping(CausalLM.__name__, laid_out, overwrite=True)
+        conversion_mapping.register_checkpoint_conversion_mapping(CausalLM.__name__, laid_out, overwrite=True)
     return CausalLM

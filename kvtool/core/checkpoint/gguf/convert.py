@@ -1,4 +1,4 @@
-"""A GGUF file → a model folder, once: dequantised by `transformers`' own reader and kept in the user's cache."""
+"""Conversion of a GGUF file into a model folder, once: dequantised by `transformers`, kept in the user's cache."""
 
 from __future__ import annotations
 
@@ -18,14 +18,7 @@ from typing import Any
 from filelock import FileLock
 
 from kvtool.core.checkpoint.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
-from kvtool.core.checkpoint.fingerprint import (
-    Origin,
-    complete_origin,
-    file_digest,
-    forget_packed,
-    lacks_digests,
-    note_origin,
-)
+from kvtool.core.checkpoint.fingerprint import file_digest, note_origin, read_origin
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
 from kvtool.core.common.installing import install_line
 from kvtool.core.common.places import cache_dir
@@ -70,8 +63,7 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
         raise ModelError(f"there is no file {gguf}", "check the path")
     with reading(gguf):
         folder = cache_dir() / "gguf" / f"{file_digest(gguf, once)[:32]}-v{_VERSION}"
-    if (folder / SOURCE).is_file():
-        _complete(gguf, folder, once)
+    if _is_whole(folder):
         return folder
     header = read_header(gguf)
     _check_header(gguf, header)
@@ -79,62 +71,38 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
     try:
         make_folder(folder.parent)
         with once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
-            if not (folder / SOURCE).is_file():
+            if not _is_whole(folder):
                 _convert_into(gguf, header, folder)
     except OSError as error:
         raise _cannot_write(folder.parent, error) from error
     return folder
 
 
-def _complete(gguf: Path, folder: Path, once: Once) -> None:
-    """Give a folder of an earlier release what it lacks: packed weights, and the digests of its files.
-
-    One that cannot be written to does without; so does one whose own weights are damaged, which loading them tells.
-    """
-    if (folder / PACKED).is_file() and not lacks_digests(folder):
-        return
-    from safetensors import SafetensorError
-
-    with contextlib.suppress(OSError, SafetensorError), once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
-        if not (folder / PACKED).is_file():
-            _pack(gguf, folder)
-        complete_origin(folder)
-
-
-def _pack(gguf: Path, folder: Path) -> None:
-    from kvtool.core.checkpoint.packed import pack_folder
-
-    forget_packed(folder)
-    pack_folder(folder, gguf, read_header(gguf))
+def _is_whole(folder: Path) -> bool:
+    """Return True if a folder was converted to its end, and still has its packed weights. Raises ModelError."""
+    return (folder / SOURCE).is_file() and PACKED in read_origin(folder).files and (folder / PACKED).is_file()
 
 
 def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
-    """Convert beside the final place, rename, then mark the folder as whole."""
+    """Convert next to the final place, rename, then note the folder's origin, which marks it as whole."""
     part = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
     make_folder(part)
     try:
         with _guarded(gguf), _alone(gguf, part) as alone:
             _convert(gguf, alone, header, part)
-        shutil.rmtree(folder, ignore_errors=True)  # one without its mark
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
         part.rename(folder)
-        _mark(gguf, folder)
+        note_origin(folder, gguf, _VERSION)  # in its final place: digests of files are remembered by their paths
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _mark(gguf: Path, folder: Path) -> None:
-    """Note where a folder is from, in its final place: its files' digests are remembered by where they lie."""
-    try:
-        note_origin(folder, Origin(gguf.name, file_digest(gguf), _VERSION, {}))
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        if not (folder / SOURCE).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
-    """Link the file into a folder of its own: `transformers` would mix in a config or template that lies beside it."""
+    """Link the file into a folder of its own: `transformers` would mix in a config or template stored next to it."""
     with tempfile.TemporaryDirectory(dir=folder) as place:
         link = Path(place) / "model.gguf"
         try:
@@ -156,7 +124,7 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
     with quiet(), contextlib.redirect_stderr(io.StringIO()), _plain_arrays():
         config = model_config(gguf, header, alone)
         check_supported(config)
-        tokenizer = read_tokenizer(header, alone)
+        tokenizer = _read_tokenizer(header, alone)
         model = load_weights(gguf, header, config, alone)
         model.save_pretrained(target)
         tokenizer.save_pretrained(target)
@@ -166,8 +134,10 @@ def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
 
 @contextlib.contextmanager
 def _plain_arrays() -> Iterator[None]:
-    """Let the reader, which `transformers` runs three times, cut the file as a plain array. It makes an array of every
-    word of the vocabulary, and those of a `memmap` take three times as long."""
+    """Let the reader, which `transformers` runs three times, cut the file as a plain array.
+
+    The reader makes an array of every word of the vocabulary, and slices of a `memmap` take three times as long.
+    """
     import numpy as np
 
     library: Any = importlib.import_module("gguf")
@@ -205,7 +175,7 @@ _OTHER_MODEL = "use the model's original safetensors, or another model"
 
 @contextlib.contextmanager
 def _guarded(gguf: Path) -> Iterator[None]:
-    """Turn whatever the reader trips over into an error about the file, which came from elsewhere."""
+    """Turn any exception of the reader into an error about the file, which came from elsewhere."""
     try:
         yield
     except KvtoolError:
@@ -233,8 +203,8 @@ def _cannot_write(folder: Path, error: OSError) -> KvtoolError:
 _DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
 
 
-def read_tokenizer(header: GgufHeader, alone: Path) -> Any:
-    """Read the fast tokenizer of a file that lies in a folder of its own."""
+def _read_tokenizer(header: GgufHeader, alone: Path) -> Any:
+    """Read the fast tokenizer of a file that is stored in a folder of its own."""
     from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
     # AutoTokenizer would read the whole header once more
@@ -245,7 +215,7 @@ def read_tokenizer(header: GgufHeader, alone: Path) -> Any:
 
 
 def split_digits(header: GgufHeader, tokenizer: Any) -> None:
-    """Set every digit apart where the pre-tokenizer does, which `transformers`' GGUF reader does not know by name."""
+    """Split every digit off where the pre-tokenizer does, which `transformers`' GGUF reader does not know by name."""
     from tokenizers import pre_tokenizers
 
     if header.metadata.get("tokenizer.ggml.pre") in _DIGITS_APART:
@@ -255,6 +225,6 @@ def split_digits(header: GgufHeader, tokenizer: Any) -> None:
 
 
 def begin_as_told(header: GgufHeader, tokenizer: Any) -> None:
-    """Begin texts with BOS where the file says so, which `transformers`' GGUF reader passed over before 5.23."""
+    """Begin texts with BOS where the file says so, which `transformers`' GGUF reader ignored before 5.23."""
     if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
         tokenizer.add_bos_token = True

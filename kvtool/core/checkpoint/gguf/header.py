@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read with every count and length checked against the file before it is believed.
+"""Header of a GGUF file: every count and length is checked against the file before it is used.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
@@ -30,12 +30,12 @@ _DEFAULT_ALIGNMENT = 32
 
 
 class _MalformedError(ValueError):
-    """The file breaks the format."""
+    """A breach of the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor lies: its bytes from the start of the file; `shape` is as written, fastest axis first."""
+    """A tensor's place: its bytes from the start of the file; `shape` is as written, fastest axis first."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,24 +46,24 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a header holds: the metadata, where an array of strings is known by its length alone, and the tensors."""
+    """A parsed header: the tensors, and the metadata with an array of strings as its length."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
     @property
     def architecture(self) -> str:
-        """What `general.architecture` says; "" if it says nothing."""
+        """The value of `general.architecture`; "" without one."""
         value = self.metadata.get("general.architecture", "")
         return value if isinstance(value, str) else ""
 
     def value(self, name: str) -> Any:
-        """A value of the architecture's own section (`llama.block_count` for "block_count"), or None."""
+        """Return a value of the architecture's own section (`llama.block_count` for "block_count"), or None."""
         return self.metadata.get(f"{self.architecture}.{name}")
 
     @property
     def elements(self) -> int:
-        """How many numbers all tensors hold together."""
+        """Number of elements of all tensors together."""
         return sum(prod(tensor.shape) for tensor in self.tensors.values())
 
 
@@ -142,7 +142,7 @@ class _Reader:
         raise _MalformedError(f"a value of unknown type {kind} at byte {self._at - 4}")
 
     def _array(self) -> Any:
-        """Numbers as a list; strings are walked over and only counted."""
+        """Read numbers as a list; strings are skipped and only counted."""
         kind: int = self._number("I")
         if kind == _STRING:
             count = self._count("Q", _MAX_ARRAY, 8, "texts")
@@ -200,7 +200,7 @@ def _tensor_bytes(name: str, shape: tuple[int, ...], kind: int) -> int:
 
 
 def _refuse_overlap(tensors: list[TensorInfo]) -> None:
-    """Two tensors over the same bytes would let a small file unfold into a large model."""
+    """Refuse tensors that share bytes: a small file could unfold into a large model."""
     ordered = sorted(tensors, key=lambda tensor: tensor.start)
     for first, second in pairwise(ordered):
         if first.start + first.nbytes > second.start:

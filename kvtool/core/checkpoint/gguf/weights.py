@@ -1,6 +1,6 @@
-"""The weights of a GGUF file → a model: through `transformers`' reader, and what that passes over by ourselves.
+"""Weights of a GGUF file, unpacked into a model: by `transformers`' reader, and here what that reader leaves out.
 
-It leaves out a tensor that it has no name for without a word, so every tensor of a file has to be accounted for.
+The reader skips a tensor that it has no name for without a word, so every tensor of a file is accounted for here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_weights(gguf: Path, header: GgufHeader, config: Any, alone: Path) -> An
 
 
 def _laid_out(gguf: Path, header: GgufHeader, config: Any) -> Any:
-    """The model without numbers. One larger than the file's weights is refused: it would be laid out in memory."""
+    """Build the model without numbers. Raises ModelError: it would take more memory than the file's weights."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -70,7 +70,7 @@ def _laid_out(gguf: Path, header: GgufHeader, config: Any) -> Any:
 
 
 def _read(gguf: Path, header: GgufHeader, config: Any, alone: Path, dtype: Any) -> tuple[Any, Mapping[str, Any]]:
-    """What `transformers` reads. The newer of its two readers unpacks in the dtype itself: bfloat16 would lose bits."""
+    """Let `transformers` read. The newer of its two readers unpacks in the dtype itself: bfloat16 would lose bits."""
     from transformers import AutoModelForCausalLM, GgufConfig
 
     try:
@@ -94,7 +94,7 @@ def _read(gguf: Path, header: GgufHeader, config: Any, alone: Path, dtype: Any) 
 
 
 def _apart(gguf: Path, header: GgufHeader) -> ModelError:
-    """The reader makes one weight of several tensors, which it has to find packed alike."""
+    """Explain that the reader could not join tensors into one weight: it needs them packed alike."""
     mixed = [
         gate
         for gate, tensor in header.tensors.items()
@@ -115,7 +115,7 @@ def _apart(gguf: Path, header: GgufHeader) -> ModelError:
 
 
 def _known(header: GgufHeader, wanted: Any) -> dict[str, str] | None:
-    """Which weight each tensor is that `transformers` has a name for; None: it tells itself what it has none for."""
+    """Map tensors to the weights of `transformers`; None: its reader reports tensors without a name itself."""
     from transformers.integrations.gguf import is_gguf_arch_supported
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
@@ -128,9 +128,9 @@ def _known(header: GgufHeader, wanted: Any) -> dict[str, str] | None:
 
 
 def _passed_over(gguf: Path, header: GgufHeader, config: Any, known: Mapping[str, str]) -> dict[str, str]:
-    """The tensors that the reader would leave out, and the weights that they are.
+    """Map the tensors that the reader would leave out to their weights.
 
-    A weight whose name in `transformers` ends in no ".weight" is one of them (the scalar of Gemma 4's layers).
+    A weight whose name in `transformers` does not end in ".weight" is one of them (the scalar of Gemma 4's layers).
     """
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS
 
@@ -151,7 +151,7 @@ def _passed_over(gguf: Path, header: GgufHeader, config: Any, known: Mapping[str
 
 
 def _unused(name: str, config: Any) -> bool:
-    """Whether it is a key or value of a layer that attends to another one's."""
+    """Return True for a key or value of a layer that attends to another layer's."""
     block = _BLOCK.match(name)
     shared = getattr(config, "num_kv_shared_layers", 0) or 0
     return bool(block and _KEPT_BY_OTHERS.search(name) and int(block[1]) >= config.num_hidden_layers - shared)
@@ -178,7 +178,7 @@ def _refuse_missing(gguf: Path, names: list[str]) -> None:
 
 
 def _reader_of(gguf: Path) -> Callable[[TensorInfo], np.ndarray[Any, Any]]:
-    """What unpacks a tensor of a file: float32, slowest axis first."""
+    """Make a function that unpacks a tensor of a file: float32, slowest axis first."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -197,7 +197,7 @@ def _tensor(numbers: np.ndarray[Any, Any]) -> Any:
 
 
 def _filled(gguf: Path, wanted: Any, weights: Iterator[tuple[str, np.ndarray[Any, Any]]]) -> Any:
-    """A laid out model with the weights that it is given, by its own names for them."""
+    """Put weights, by the model's own names, into a model without numbers."""
     state = {name: _tensor(numbers).to(wanted.dtype) for name, numbers in weights}
     _refuse_missing(gguf, sorted(wanted.state_dict().keys() - state.keys()))
     wanted.load_state_dict(state, strict=True, assign=True)
@@ -220,11 +220,13 @@ _NAME = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 
 
 def weights_of(header: GgufHeader, read: Callable[[TensorInfo], _Numbers]) -> Iterator[tuple[str, _Numbers]]:
-    """Each weight of the model by its own name; a pair of tensors is read at a time.
+    """Read each weight of a gpt-oss model, whose experts the reader of `transformers` does not find, by its own name.
+
+    llama.cpp keeps gate and up separate, a row an output; the model keeps them interleaved, a column an output.
 
     Raises
     ------
-    ModelError : a tensor that the model has no room for.
+    ModelError : the model has no weight for a tensor.
     """
     for name, tensor in header.tensors.items():
         if match := _NAME.match(name):
