@@ -94,7 +94,7 @@ def check_folder(folder: Path) -> None:
 
 
 def _refuse_adapter(folder: Path) -> None:
-    """Refuse an adapter: where `peft` is installed, transformers would load it over the weights, and two models would have
+    """Refuse an adapter: with `peft` installed, transformers would load it over the weights, and two models would have
     one fingerprint."""
     if os.path.lexists(folder / _ADAPTER):
         raise ModelError(
