@@ -35,7 +35,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 160, 320, 1024)
 
 
 def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
-    """Random codes; scales and mins of the size of a model's."""
+    """Random codes; scales and group_mins of the size of a model's."""
     layout = LAYOUTS[kind]
     if layout.dense:
         return dense(torch.randn(rows, columns).to(getattr(torch, kind)))
@@ -43,8 +43,8 @@ def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
     if layout.blocks:
         scales = torch.full((rows, layout.scales_of_row(columns)), 1, dtype=torch.uint8)
         return QuantizedTensor(kind, rows, columns, data, scales, none())
-    scales, mins = (torch.randn(2, rows, layout.scales_of_row(columns)) * 0.01).half()
-    return QuantizedTensor(kind, rows, columns, data, scales, mins if layout.mins else none())
+    scales, group_mins = (torch.randn(2, rows, layout.scales_of_row(columns)) * 0.01).half()
+    return QuantizedTensor(kind, rows, columns, data, scales, group_mins if layout.group_mins else none())
 
 
 def multiplied(matrices: list[QuantizedTensor], isa: str) -> None:

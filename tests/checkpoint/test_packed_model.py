@@ -138,7 +138,7 @@ def test_a_family_that_is_saved_under_other_names_is_loaded_whole(tmp_path: Path
     """Experts are saved one by one and built together."""
     folder = save_tiny("mixtral", tmp_path / "model", dtype="bfloat16")
     matrix = random_matrix("q4_1", 64, 64)
-    parts = {part: getattr(matrix, part) for part in ("data", "scales", "mins")}
+    parts = {"data": matrix.data, "scales": matrix.scales, "mins": matrix.group_mins}
     names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.nobody.weight")
     tensors = {f"{name}.{part}": value.clone() for name in names for part, value in parts.items()}
     save_file(tensors, folder / PACKED, {"kinds": json.dumps(dict.fromkeys(names, "q4_1"))})

@@ -25,7 +25,7 @@ from kvtool.core.model.rotary import Rotary
 from tests.fusion.making import Case
 from tests.pretended import streams
 
-Table = npt.NDArray[np.int64]
+RopeTables = npt.NDArray[np.int64]
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Kernel:
     kept : what records crossed to; a GPU's allocator gives it away again in the order of the stream only.
     """
 
-    launches: list[Table] = field(default_factory=list)
+    launches: list[RopeTables] = field(default_factory=list)
     kept: list[torch.Tensor] = field(default_factory=list)
 
     @classmethod
@@ -56,7 +56,7 @@ class Kernel:
         patch.setattr(Rotary, "by_kernel", True)
         return kernel
 
-    def place(self, table: Table, there: Any, keys: Any, values: Any, cos: Any, sin: Any) -> None:
+    def place(self, table: RopeTables, there: Any, keys: Any, values: Any, cos: Any, sin: Any) -> None:
         sides = keys.inner, values.inner
         turns = (None, None) if cos is None else (cos.inner, sin.inner)
         triton_place._check(table, there.inner, *sides, *turns)

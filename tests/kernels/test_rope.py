@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.kernels.linear.onednn import pack_weights
-from kvtool.core.kernels.rope import Angles, Move, move_all, rotate_halves
+from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope, rotate_halves
 from kvtool.core.model import rotary
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.native.isa import ISAS, Isa, isa_here, runnable
@@ -79,14 +79,14 @@ def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, m
         pytest.skip("there is no machine code for this CPU")
     decoder, calls = new_case(name, dtype).decoder, []
 
-    def counting(moves: list[Move], isa: Isa) -> bool:
+    def counting(moves: list[CopyWithRope], isa: Isa) -> bool:
         calls.extend(moves)
-        return move_all(moves, isa)
+        return copy_with_rope(moves, isa)
 
     keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     table = decoder.rotary.table(POSITIONS)
     decoder.rotary.rotate(keys, table, 0)  # whether it may be taken is tried once
-    monkeypatch.setattr(rotary, "move_all", counting)
+    monkeypatch.setattr(rotary, "copy_with_rope", counting)
     for one in (table, table.inverse()):
         ours = decoder.rotary.rotate(keys, one, 0)
         angles = decoder.rotary.angles(one, 0)
@@ -122,7 +122,7 @@ def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPa
         expected = decoder.rotary._by_model(sides[0].float(), table.by_name[""])
         assert torch.equal(out[0][:, :, 3:], expected[:, :, 3:])
         assert torch.equal(out[1][:, :, 3:], sides[1][:, :, 3:].float())
-        monkeypatch.setattr(rotary, "move_all", lambda moves, isa: False)
+        monkeypatch.setattr(rotary, "copy_with_rope", lambda moves, isa: False)
         by_torch_ = torch.zeros_like(out)
         turns = [(by_torch_[0][:, :, span], sides[0][:, :, span], table[span]) for span in spans]
         decoder.rotary.place(turns, [(by_torch_[1][:, :, span], sides[1][:, :, span]) for span in spans], 0)
@@ -132,17 +132,17 @@ def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPa
 
 def test_moves_that_machine_code_does_not_know_move_nothing() -> None:
     isa, out, numbers = ISAS[runnable()[0]], torch.zeros(2, 4, 16), random(2, 4, 16)
-    good = Move(out, numbers)
+    good = CopyWithRope(out, numbers)
     for wrong in (
-        Move(out[:, :3], numbers),
-        Move(out[..., :12], numbers[..., :12]),
-        Move(out.bfloat16(), numbers),
-        Move(out.transpose(1, 2), numbers.transpose(1, 2)),
-        Move(out, numbers.bfloat16()),  # fits, but beside another format it does not
+        CopyWithRope(out[:, :3], numbers),
+        CopyWithRope(out[..., :12], numbers[..., :12]),
+        CopyWithRope(out.bfloat16(), numbers),
+        CopyWithRope(out.transpose(1, 2), numbers.transpose(1, 2)),
+        CopyWithRope(out, numbers.bfloat16()),  # fits, but beside another format it does not
     ):
-        assert not move_all([good, wrong], isa)
+        assert not copy_with_rope([good, wrong], isa)
     assert not out.any()
-    assert move_all([], isa)
+    assert copy_with_rope([], isa)
 
 
 def test_a_rotation_by_pairs_is_left_to_the_model() -> None:
@@ -185,5 +185,5 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
 
 
 def test_tables_are_sliced_by_token() -> None:
-    table = Angles(*(side[None] for side in table_of(10, 16)))
+    table = CosSin(*(side[None] for side in table_of(10, 16)))
     assert torch.equal(table[2:5].cos, table.cos[:, 2:5])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.threads import use_pool
@@ -27,9 +27,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def table_of(rows: int, rotary_dim: int) -> Table:
+def table_of(rows: int, rotary_dim: int) -> RopeTables:
     cos, sin = (random(1, rows, rotary_dim // 2, seed=side).repeat(1, 1, 2) for side in (1, 2))
-    return Table({"": Angles(cos, sin)})
+    return RopeTables({"": CosSin(cos, sin)})
 
 
 def runs_of(rotary_dim: int) -> ShiftSpans:
@@ -42,7 +42,7 @@ def runs_of(rotary_dim: int) -> ShiftSpans:
     return ShiftSpans(np.array(SPANS), np.array([len(rows) for rows in PROBES]), places, factors, table, back)
 
 
-def turned(rows: torch.Tensor, whole: Table) -> torch.Tensor:
+def turned(rows: torch.Tensor, whole: RopeTables) -> torch.Tensor:
     table = whole.by_name[""]
     size = table.cos.shape[2]
     low, high = rows[..., :size].chunk(2, -1)

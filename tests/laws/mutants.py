@@ -12,7 +12,7 @@ import torch
 from kvtool.core.fusion import loader, read_set
 from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model import attention
 from kvtool.core.model.rotary import Copy, Rotary, Turn
 
@@ -35,7 +35,7 @@ def positions_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The loader puts every cached key one position too far."""
     table = loader.Loader._table
 
-    def shifted(self: Any) -> Table:
+    def shifted(self: Any) -> RopeTables:
         stop = len(table(self))
         return self._decoder.rotary.table(torch.arange(1, stop + 1))
 
@@ -67,13 +67,13 @@ def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
 
 def unrotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """Keys lose one position less than they have."""
-    inverse = Angles.inverse
+    inverse = CosSin.inverse
 
-    def shifted(self: Angles) -> Angles:
+    def shifted(self: CosSin) -> CosSin:
         angles = inverse(self)
-        return Angles(angles.cos.roll(1, 1), angles.sin.roll(1, 1))
+        return CosSin(angles.cos.roll(1, 1), angles.sin.roll(1, 1))
 
-    patch.setattr(Angles, "inverse", shifted)
+    patch.setattr(CosSin, "inverse", shifted)
 
 
 def rows_see_the_future(patch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.kernels.heads_triton import HeadNorm
-from kvtool.core.kernels.rope import Angles
+from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kv_shape import KVShape
@@ -161,7 +161,7 @@ def _kernel_and_torch(
     if fused:  # rows of one matrix's product
         parts = list(torch.cat(parts, 1).split(sizes, -1))
     angle = torch.randn((1, rows, rotary // 2), generator=draw)
-    table = Angles(angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)) if rotary else None
+    table = CosSin(angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)) if rotary else None
     weights = torch.randn((2, dim), generator=draw)
     norms = (HeadNorm(weights[0], 1e-6), HeadNorm(weights[1], 1e-5)) if normed else None
     at = torch.randperm(rows + 9, generator=draw)[:rows].sort().values
@@ -214,14 +214,14 @@ def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
     from kvtool.core.kernels.heads_triton import place
 
     parts = {"queries": torch.zeros(3, 64), "keys": torch.zeros(3, 32), "values": torch.zeros(3, 32)}
-    table = Angles(torch.ones(1, 3, 16), torch.ones(1, 3, 16))
+    table = CosSin(torch.ones(1, 3, 16), torch.ones(1, 3, 16))
     at, buffers = torch.arange(3), [torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)]
     if wrong == "keys":
         parts["keys"] = torch.zeros(2, 32)
     if wrong == "at":
         at = torch.arange(6)[::2]
     if wrong == "table":
-        table = Angles(torch.ones(1, 2, 16), torch.ones(1, 2, 16))
+        table = CosSin(torch.ones(1, 2, 16), torch.ones(1, 2, 16))
     if wrong == "buffer":
         buffers[1] = torch.zeros(1, 2, 8, 16)
     with pytest.raises(ValueError, match=r"rows|place|shape|heads"):

@@ -63,10 +63,10 @@ def meeting(rounds: int) -> Function:
     number, memory = k.args.job.load(0), k.args.job.at(1).of("ptr").load()
     with k.loop(rounds) as index:
         k.atomic_add(k.args.job.at(2), 1)
-        k.do("barrier", memory, number)
+        k.call_void("barrier", memory, number)
         with k.when(k.atomic_load(k.args.job.at(2)).ne((index + 1) * number)):
             k.atomic_add(k.args.job.at(3), 1)
-        k.do("barrier", memory, number)
+        k.call_void("barrier", memory, number)
     return compiled(module(barrier(isa), k), isa, "run")[0]
 
 
@@ -83,14 +83,14 @@ def _no_pool_is_left() -> Iterator[None]:
 def helping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Holds a number for each helper that has begun and has not ended."""
     there: list[int] = []
-    serve = ThreadPool._serve
+    serve = ThreadPool._worker
 
     def counted(self: ThreadPool) -> None:
         there.append(1)
         serve(self)
         there.pop()
 
-    monkeypatch.setattr(ThreadPool, "_serve", counted)
+    monkeypatch.setattr(ThreadPool, "_worker", counted)
     return there
 
 
@@ -164,7 +164,7 @@ def test_no_more_take_part_than_a_job_has_room_for(wanted: int, expected: int) -
 
 
 def test_who_calls_does_all_where_nobody_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadPool, "_serve", lambda self: None)
+    monkeypatch.setattr(ThreadPool, "_worker", lambda self: None)
     job, alone = new_job(), ThreadPool(2)
     alone.run(counting(), ctypes.addressof(job), 3)
     alone.end()
@@ -219,7 +219,7 @@ def test_one_thread_needs_no_helpers(helping: list[int]) -> None:
 
 def test_nobody_waits_for_helpers_that_the_system_does_not_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
     late = threading.Event()
-    monkeypatch.setattr(ThreadPool, "_serve", lambda self: late.wait(60))
+    monkeypatch.setattr(ThreadPool, "_worker", lambda self: late.wait(60))
     job = new_job()
     launch_in_pool(counting(), ctypes.addressof(job), 3)
     assert list(job[2:]) == [1] * TASKS
@@ -255,7 +255,7 @@ def test_a_system_without_semaphores_works_alone(helping: list[int], monkeypatch
 
 def test_a_helper_that_nobody_waits_for_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(ThreadPool, "_serve", lambda self: go_on.wait(60) and None)
+    monkeypatch.setattr(ThreadPool, "_worker", lambda self: go_on.wait(60) and None)
     late = ThreadPool(1)
     kept = weakref.ref(late)
     late.end()

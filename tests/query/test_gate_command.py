@@ -63,10 +63,10 @@ def test_a_lost_or_broken_verdict_is_found_anew(store: Path) -> None:
 
 def test_a_model_that_fails_says_so_at_ingest(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gate itself finds it: keys that are stored a few positions off."""
-    from kvtool.core.kernels.rope import Angles
+    from kvtool.core.kernels.rope import CosSin
 
-    real = Angles.inverse
-    monkeypatch.setattr(Angles, "inverse", lambda own: real(Angles(own.cos.roll(1, 1), own.sin.roll(1, 1))))
+    real = CosSin.inverse
+    monkeypatch.setattr(CosSin, "inverse", lambda own: real(CosSin(own.cos.roll(1, 1), own.sin.roll(1, 1))))
     folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
     done = kvtool("ingest", folder, "--store", path, "--model", tiny, *CHUNKS, *PREFIX, "--json").fine()
     assert "the gate failed" in done.err

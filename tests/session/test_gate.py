@@ -12,7 +12,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.raw import Raw
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.rotary import Rotary
 from kvtool.core.session.gate import ConformanceCheck, ConformanceResult
 from kvtool.core.session.gate_checks import _Bench, check_laws
@@ -107,7 +107,7 @@ def test_one_unlucky_prompt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+    def broken(self: Rotary, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
         out.fill_(float("nan"))
 
     monkeypatch.setattr(Rotary, "rotate_into", broken)

@@ -26,7 +26,7 @@ from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dense, 
 from kvtool.core.kernels.linear.quantized import dequantize_rows
 from kvtool.core.native.isa import best_isa
 
-_PARTS = ("data", "scales", "mins")
+_PARTS = {"data": "data", "scales": "scales", "mins": "group_mins"}  # names in a file, and of attributes
 _ROWS = 4096  # unpacked at a time
 
 
@@ -44,7 +44,8 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
         if (found := _matrix(gguf, info)) is not None:
             for name, matrix in _matched(found, sought):
                 kinds[name] = matrix.kind
-                tensors |= {f"{name}.{part}": getattr(matrix, part).clone() for part in _PARTS}  # two may be alike
+                for part, own in _PARTS.items():
+                    tensors[f"{name}.{part}"] = getattr(matrix, own).clone()  # two may be alike
     part = folder / f"{PACKED}.part"
     save_file(tensors, part, {"kinds": json.dumps(kinds)})
     part.replace(folder / PACKED)

@@ -219,7 +219,7 @@ def _slab(rows: Value, number: Value) -> tuple[Value, Value]:
 def _multiply(tile: Tile, job: Fields, count: Value) -> None:
     """`c = a @ weights`; the rows that a tile has too many are computed and never read."""
     steps = job.depth // 2 if tile.pairs else job.depth
-    count.k.do("gemm", job.a, job.weights, job.c, (count + (tile.rows - 1)) // tile.rows, job.panels, steps)
+    count.k.call_void("gemm", job.a, job.weights, job.c, (count + (tile.rows - 1)) // tile.rows, job.panels, steps)
 
 
 def _product_row(tile: Tile, job: Fields, row: Value) -> Value:

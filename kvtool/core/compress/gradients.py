@@ -19,7 +19,7 @@ from kvtool.core.codec.layout import wide_sides
 from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
@@ -81,7 +81,7 @@ def without_weight_gradients(decoder: Decoder) -> Iterator[None]:
             weight.requires_grad_(before)
 
 
-def _leaves(decoder: Decoder, prompt: Asked, table: Table) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _leaves(decoder: Decoder, prompt: Asked, table: RopeTables) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys, rotated, and values of each layer `[kv_heads, tokens, head_dim]`, in the model's dtype."""
     made: list[tuple[torch.Tensor, torch.Tensor]] = []
     for layer, (keys, values) in enumerate(prompt.layers):
@@ -117,7 +117,7 @@ def _pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return (-chances).scatter_add_(1, said, torch.ones_like(lot))
 
 
-def _unrotated(decoder: Decoder, found: Sequence[torch.Tensor], table: Table) -> torch.Tensor:
+def _unrotated(decoder: Decoder, found: Sequence[torch.Tensor], table: RopeTables) -> torch.Tensor:
     """Gradients of keys as they are before rotation: what a rotation's transpose makes of them."""
     back = table.transposed()
     sides = []

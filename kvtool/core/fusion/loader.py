@@ -19,7 +19,7 @@ from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.between import step_aside
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
@@ -68,7 +68,7 @@ class Loader:
         self._stop = self._given_up = False
         self._left: Iterator[int] = iter(range(decoder.stored_layers))
         self._turn, self._making = threading.Lock(), threading.Lock()
-        self._made: Table | None = None
+        self._made: RopeTables | None = None
         count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
         self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
         layers = _layers_of(self._read)
@@ -180,14 +180,14 @@ class Loader:
         return Turning(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
 
     @property
-    def table(self) -> Table:
+    def table(self) -> RopeTables:
         """Of the positions of all places up to the last one that is read; made once, by whoever needs it first."""
         with self._making:
             if self._made is None:
                 self._made = self._table()
             return self._made
 
-    def _table(self) -> Table:
+    def _table(self) -> RopeTables:
         stop, device = max((segment.stop for segment in self._segments), default=0), self._decoder.device
         moved = [one for one in self._segments if one.position != one.start or one.kept is not None]
         if not moved:

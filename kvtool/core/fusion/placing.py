@@ -14,7 +14,7 @@ import torch
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rotary import Copy, Rotary
 
@@ -30,7 +30,7 @@ class Turning:
     """
 
     rotary: Rotary
-    table: Table
+    table: RopeTables
     in_one_launch: bool = False
 
     def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:

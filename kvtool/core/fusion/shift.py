@@ -17,7 +17,7 @@ import torch
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.kernels.rope import Table
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -110,7 +110,7 @@ class Probes:
     """
 
     rows: torch.Tensor
-    unturned: Table
+    unturned: RopeTables
     factors: torch.Tensor
     spans: Numbers
     counts: Numbers
@@ -292,7 +292,7 @@ class Shift:
         self._by_layer.append(Moved(values.square().sum(), offsets[1].square().sum(2).T, probes))
 
     @cached_property
-    def _table(self) -> Table:
+    def _table(self) -> RopeTables:
         """Of the positions of all places up to the last one that is reused, or more."""
         if self._loader is not None:
             return self._loader.table

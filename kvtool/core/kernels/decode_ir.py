@@ -146,7 +146,7 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
     first, count = rows(k, have.rows)
     first = have.first + first
     given = {"first": first, "last": first + count, "out": have.y}
-    k.do(function.name, *(given[name] if name in given else have[name] for name in function.args.names))
+    k.call_void(function.name, *(given[name] if name in given else have[name] for name in function.args.names))
     return [function, k]
 
 
@@ -158,7 +158,7 @@ def norm(isa: Isa) -> FunctionBuilder:
 
 
 def axpby(isa: Isa) -> FunctionBuilder:
-    """The operation `blend`: y = a · y + b · x, of this thread's rows."""
+    """Emit the operation `axpby`: y = a · y + b · x, of this thread's rows."""
     k, have = operation(isa, "axpby")
 
     def mix(lanes: int, index: Value) -> None:
@@ -362,8 +362,8 @@ def _run_program(isa: Isa) -> FunctionBuilder:
     thread = k.atomic_add(have.taken, 1)
     with k.loop(have.count) as index:
         operation = have.operations.at(index * WORDS)
-        k.do(operation.of("ptr").load(), operation, k.args.context, thread, have.threads)
+        k.call_void(operation.of("ptr").load(), operation, k.args.context, thread, have.threads)
         with k.when(operation.load(1).ne(0)):
-            k.do("barrier", have.barrier, have.threads)
-    k.do("barrier", have.barrier, have.threads)
+            k.call_void("barrier", have.barrier, have.threads)
+    k.call_void("barrier", have.barrier, have.threads)
     return k

@@ -29,7 +29,7 @@ HEADROOM = 16  # floats before the sums of one block: its largest score, and the
 FIELDS = {
     # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on, and each of so many inputs, `pitch` numbers apart
     "product": Job(
-        **dict.fromkeys(("data", "scales", "mins"), "ptr"),
+        **dict.fromkeys(("data", "scales", "group_mins"), "ptr"),
         **{"x": "float32*", "x_stride": "i64", "y": "float32*", "first": "i64", "rows": "i64", "columns": "i64"},
         **dict.fromkeys(("inputs", "x_pitch", "y_pitch"), "i64"),
     ),

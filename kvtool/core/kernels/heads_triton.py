@@ -13,7 +13,7 @@ import torch
 
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError
-from kvtool.core.kernels.rope import Angles
+from kvtool.core.kernels.rope import CosSin
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -34,7 +34,7 @@ def place(
     keys: torch.Tensor,
     values: torch.Tensor,
     norms: tuple[HeadNorm, HeadNorm] | None,
-    table: Angles | None,
+    table: CosSin | None,
     at: torch.Tensor,
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,
@@ -73,7 +73,7 @@ def _check(
     queries: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    table: Angles | None,
+    table: CosSin | None,
     at: torch.Tensor,
     key_buffer: torch.Tensor,
     value_buffer: torch.Tensor,

@@ -29,54 +29,54 @@ _JOB = Job(
 
 
 @dataclass(frozen=True, slots=True)
-class Angles:
+class CosSin:
     """cos and sin of some positions, float32 `[1, tokens, rotary_dim]`, as the model itself rounds them."""
 
     cos: torch.Tensor
     sin: torch.Tensor
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> Angles:  # by token
-        return Angles(self.cos[:, rows], self.sin[:, rows])
+    def __getitem__(self, rows: slice | torch.Tensor) -> CosSin:  # by token
+        return CosSin(self.cos[:, rows], self.sin[:, rows])
 
-    def inverse(self) -> Angles:
+    def inverse(self) -> CosSin:
         """The angles that undo these exactly, RoPE's attention scaling and rounding included.
 
         A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
         """
         norm = self.cos.square() + self.sin.square()
-        return Angles(self.cos / norm, -self.sin / norm)
+        return CosSin(self.cos / norm, -self.sin / norm)
 
-    def transposed(self) -> Angles:
+    def transposed(self) -> CosSin:
         """What a rotation's transpose turns by: of gradients."""
-        return Angles(self.cos, -self.sin)
+        return CosSin(self.cos, -self.sin)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
-    """Angles of some positions for each RoPE of a model, by its name; most models have one, named ""."""
+class RopeTables:
+    """CosSin of some positions for each RoPE of a model, by its name; most models have one, named ""."""
 
-    by_name: Mapping[str, Angles]
+    by_name: Mapping[str, CosSin]
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> Table:  # by token
+    def __getitem__(self, rows: slice | torch.Tensor) -> RopeTables:  # by token
         return self._each(lambda angles: angles[rows])
 
     def __len__(self) -> int:
         return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
 
-    def inverse(self) -> Table:
+    def inverse(self) -> RopeTables:
         """The table that undoes this one exactly."""
-        return self._each(Angles.inverse)
+        return self._each(CosSin.inverse)
 
-    def transposed(self) -> Table:
+    def transposed(self) -> RopeTables:
         """The table of the transposed rotations."""
-        return self._each(Angles.transposed)
+        return self._each(CosSin.transposed)
 
-    def _each(self, change: Callable[[Angles], Angles]) -> Table:
-        return Table({name: change(angles) for name, angles in self.by_name.items()})
+    def _each(self, change: Callable[[CosSin], CosSin]) -> RopeTables:
+        return RopeTables({name: change(angles) for name, angles in self.by_name.items()})
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class CopyWithRope:
     """Numbers that go from one place to another, rotated on their way or as they are.
 
     Attributes
@@ -146,17 +146,17 @@ def rotate_halves(to: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: 
 
     Parameters
     ----------
-    to, keys, cos, sin : as a `Move` has them.
+    to, keys, cos, sin : as a `CopyWithRope` has them.
 
     Raises
     ------
     ValueError : there is no machine code for these.
     """
-    if not move_all([Move(to, keys, cos, sin)], isa):
+    if not copy_with_rope([CopyWithRope(to, keys, cos, sin)], isa):
         raise ValueError(f"no machine code rotates {tuple(keys.shape)} by {tuple(cos.shape)} into {tuple(to.shape)}")
 
 
-def move_all(moves: Sequence[Move], isa: Isa) -> bool:
+def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
     """Make all moves in one call, by the calling thread alone and without Python's lock.
 
     Returns

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, module
 from kvtool.core.native.formats import SIZES, STORED
 from kvtool.core.native.isa import Isa
@@ -50,8 +50,8 @@ class ShiftSpans:
     counts: Whole
     places: torch.Tensor
     factors: torch.Tensor
-    table: Table
-    back: Table
+    table: RopeTables
+    back: RopeTables
 
     @property
     def widths(self) -> set[int]:
@@ -83,7 +83,7 @@ def _are_factors(factors: torch.Tensor, rows: int) -> bool:
     return factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous() and factors.is_cpu
 
 
-def _is_table(angles: Angles, least: int) -> bool:
+def _is_table(angles: CosSin, least: int) -> bool:
     cos, sin = angles.cos, angles.sin
     return (
         cos.dtype == sin.dtype == torch.float32
@@ -199,7 +199,7 @@ class ShiftKernel:
         if (name := self._rotations[layer]) is not None:
             self._turn_by(self._runs.table.by_name[name], self._runs.back.by_name[name])
 
-    def _turn_by(self, angles: Angles, back: Angles) -> None:
+    def _turn_by(self, angles: CosSin, back: CosSin) -> None:
         for prefix, one in (("", angles), ("back_", back)):
             self._job[JOB.places[f"{prefix}cos"]] = one.cos.data_ptr()
             self._job[JOB.places[f"{prefix}sin"]] = one.sin.data_ptr()
@@ -284,7 +284,7 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
             row = job.places.load(probe) * job.row
             own = job.kept.of(stored).at((first + probe) * head_dim)
             for source, target in zip(sources, (own, own.at(behind)), strict=True):
-                k.do("llvm.memcpy.p0.p0.i64", target, source.at(row), size, k.constant("i1"))
+                k.call_void("llvm.memcpy.p0.p0.i64", target, source.at(row), size, k.constant("i1"))
     return k
 
 

@@ -13,7 +13,7 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.kernels.machine import has_triton
-from kvtool.core.kernels.rope import Angles, Move, Table, move_all, rotate_halves
+from kvtool.core.kernels.rope import CopyWithRope, CosSin, RopeTables, copy_with_rope, rotate_halves
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
 from kvtool.core.native.isa import Isa, isa_here
@@ -24,7 +24,7 @@ Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 Copy: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # where to, and what
-Turn: TypeAlias = "tuple[torch.Tensor, torch.Tensor, Table]"  # where to, keys, and the table of their positions
+Turn: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to, keys, and the table of their positions
 
 
 class Rotary:
@@ -90,18 +90,18 @@ class Rotary:
             torch.empty(0, dtype=self._dtype, device=self._device),
             torch.tensor(sample.positions[:2], device=self._device),
         )
-        return _is_moved(apply, keys, Angles(cos.float(), sin.float()), self._dtype)
+        return _is_moved(apply, keys, CosSin(cos.float(), sin.float()), self._dtype)
 
-    def table(self, positions: torch.Tensor) -> Table:
+    def table(self, positions: torch.Tensor) -> RopeTables:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
         if not len(positions):  # a RoPE that asks how long the prompt is cannot tell of nothing
             return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
-        return Table({name: self._angles(name, like, positions) for name in self.names})
+        return RopeTables({name: self._angles(name, like, positions) for name in self.names})
 
-    def _angles(self, name: str, like: torch.Tensor, positions: torch.Tensor) -> Angles:
+    def _angles(self, name: str, like: torch.Tensor, positions: torch.Tensor) -> CosSin:
         cos, sin = (side.float() for side in angles_of(self._emb, name, like, positions))
-        return Angles(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)) if self._by_half else Angles(cos, sin)
+        return CosSin(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)) if self._by_half else CosSin(cos, sin)
 
     @cached_property
     def _by_half(self) -> bool:
@@ -127,12 +127,12 @@ class Rotary:
         shapes = {kind.shape for kind in self._kinds}
         return len(self.names) == len(shapes) == 1 and self._kinds[0].shape.is_plain
 
-    def angles(self, table: Table, layer: int) -> Angles | None:
+    def angles(self, table: RopeTables, layer: int) -> CosSin | None:
         """A table's angles for one layer; None: its keys have no positions."""
         name = self._kinds[layer].rotation
         return None if name is None else table.by_name[name]
 
-    def rotate(self, keys: torch.Tensor, table: Table, layer: int) -> torch.Tensor:
+    def rotate(self, keys: torch.Tensor, table: RopeTables, layer: int) -> torch.Tensor:
         """Put positions on un-rotated keys; computed in float32, rounded once to the dtype of `keys`."""
         angles = self.angles(table, layer)
         if angles is None:
@@ -143,7 +143,7 @@ class Rotary:
         self.rotate_into(out, keys, table, layer)
         return out
 
-    def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+    def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
         """Write rotated keys to `out`: on a CPU on their way there, without a number in between being kept."""
         self.place([(out, keys, table)], [], layer)
 
@@ -158,7 +158,7 @@ class Rotary:
         """
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in turns):
             moves = [self._turned(turn, layer) for turn in turns]
-            if move_all([*moves, *(Move(out[0], numbers[0]) for out, numbers in copies)], self._isa):
+            if copy_with_rope([*moves, *(CopyWithRope(out[0], numbers[0]) for out, numbers in copies)], self._isa):
                 return
         for out, keys, table in turns:
             self._place_one(out, keys, table, layer)
@@ -186,20 +186,20 @@ class Rotary:
             return False
         return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
 
-    def _turned(self, turn: Turn, layer: int) -> Move:
+    def _turned(self, turn: Turn, layer: int) -> CopyWithRope:
         out, keys, table = turn
         angles = self.angles(table, layer)
         if angles is None:
-            return Move(out[0], keys[0])
-        return Move(out[0], keys[0], angles.cos[0], angles.sin[0])
+            return CopyWithRope(out[0], keys[0])
+        return CopyWithRope(out[0], keys[0], angles.cos[0], angles.sin[0])
 
-    def _place_one(self, out: torch.Tensor, keys: torch.Tensor, table: Table, layer: int) -> None:
+    def _place_one(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
         if keys.dtype != out.dtype:
             keys = out.copy_(keys)
         angles = self.angles(table, layer)
         out.copy_(keys if angles is None else self._by_model(keys, angles))
 
-    def _by_model(self, keys: torch.Tensor, angles: Angles) -> torch.Tensor:
+    def _by_model(self, keys: torch.Tensor, angles: CosSin) -> torch.Tensor:
         """Rotate by the model's own function; of a head that is rotated in part, it may take that part alone (Phi)."""
         wide, width = keys.float(), angles.cos.shape[2] // (2 if self._by_half else 1)
         cos, sin = angles.cos[..., :width], angles.sin[..., :width]
@@ -263,10 +263,10 @@ class Rotary:
         table = self.table(torch.tensor(_TRIED))
         return all(self._has_halves(table.by_name[name], width, self._isa) for name, width in tried)
 
-    def _has_halves(self, angles: Angles, key_dim: int, isa: Isa) -> bool:
+    def _has_halves(self, angles: CosSin, key_dim: int, isa: Isa) -> bool:
         keys = _drawn(key_dim)
         out = torch.empty_like(keys)
-        if not Move(out[0], keys[0], angles.cos[0], angles.sin[0]).fits or not _both_halves_alike(angles):
+        if not CopyWithRope(out[0], keys[0], angles.cos[0], angles.sin[0]).fits or not _both_halves_alike(angles):
             return False
         try:
             rotate_halves(out[0], keys[0], angles.cos[0], angles.sin[0], isa)
@@ -280,7 +280,7 @@ def _drawn(key_dim: int) -> torch.Tensor:
     return torch.randn((1, 2, len(_TRIED), key_dim), generator=draw, dtype=torch.float32)
 
 
-def _both_halves_alike(angles: Angles) -> bool:
+def _both_halves_alike(angles: CosSin) -> bool:
     return all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
 
 
@@ -300,7 +300,7 @@ def _by_pairs(
     return query, keys * cos[:, None] + turned * sin[:, None]
 
 
-def _is_moved(apply: Apply, keys: Sequence[torch.Tensor], angles: Angles, dtype: torch.dtype) -> bool:
+def _is_moved(apply: Apply, keys: Sequence[torch.Tensor], angles: CosSin, dtype: torch.dtype) -> bool:
     """Whether a function makes a row's keys at its second position of those at its first."""
     (first, second), (here, there) = keys, (angles[:1].inverse(), angles[1:])
     if here.cos.shape[-1] != first.shape[-1]:

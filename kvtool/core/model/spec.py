@@ -20,7 +20,7 @@ from kvtool.core.model.kinds import LayerKind, angles_of, rotary_of
 from kvtool.core.model.trial import UnsupportedArchitecture
 
 if TYPE_CHECKING:
-    from kvtool.core.kernels.rope import Table
+    from kvtool.core.kernels.rope import RopeTables
     from kvtool.core.model.decoder import Decoder
 
 _NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
@@ -260,7 +260,7 @@ class _Reader:
         at = torch.tensor([_TRIED_POSITION], device=self._decoder.device)
         return angles_of(rotary_of(self._decoder.base), self._decoder.rotary.names[0], like, at)[0]
 
-    def _layer(self, number: int, layer: Any, table: Table) -> LayerSpec[Projection]:
+    def _layer(self, number: int, layer: Any, table: RopeTables) -> LayerSpec[Projection]:
         if unknown := _unknown(layer, _LAYER) or _unknown(layer.self_attn, _ATTENTION):
             raise UnsupportedArchitecture(unknown)
         attention, width = layer.self_attn, self._shape.key_dim
@@ -339,7 +339,7 @@ class _Reader:
             self._functions[kind] = _activation(function, self._decoder.device)
         return GatedMLP(gate, up, _whole(module.down_proj), self._functions[kind], function)
 
-    def _rope(self, number: int, table: Table) -> tuple[int, bool]:
+    def _rope(self, number: int, table: RopeTables) -> tuple[int, bool]:
         """Try how many numbers of a head a layer rotates, and whether it does so in halves."""
         rotary = self._decoder.rotary
         angles = rotary.angles(table, number)

@@ -351,7 +351,7 @@ class FunctionBuilder:
         text = self._call(name, result, operands)
         return self.emit_value(result, text if not flags else text.replace("call", f"call {flags}", 1))
 
-    def do(self, name: str | Value, *operands: Value) -> None:
+    def call_void(self, name: str | Value, *operands: Value) -> None:
         """Call a function that has no result."""
         self.emit(self._call(name, "void", operands))
 
@@ -375,7 +375,7 @@ class FunctionBuilder:
 
     def prefetch(self, pointer: Value) -> None:
         """Ask for the cache line at an address, into a core's second cache."""
-        self.do("llvm.prefetch.p0", pointer, *(self.constant("i32", number) for number in (0, 2, 1)))
+        self.call_void("llvm.prefetch.p0", pointer, *(self.constant("i32", number) for number in (0, 2, 1)))
 
     # ---- blocks ----
 

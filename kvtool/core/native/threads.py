@@ -28,10 +28,10 @@ from kvtool.core.native.job import LINE, aligned
 
 # What a pool's threads share, in words of 8 bytes: the caller writes the first line of the cache, helpers the second.
 # `turn` is odd while a job is open, which has so many `places` for helpers; `over` ends them.
-_BOARD = ("turn", "function", "job", "places", "over", "yields", "waits", "posts", "inside", "entered", "asleep")
-_AT = {name: place for place, name in enumerate((*_BOARD, "semaphore"))}
+_WORDS_OF = "turn function job places over yields waits posts inside entered asleep semaphore".split()
+_AT = {name: place for place, name in enumerate(_WORDS_OF)}
 _WORDS = LINE // 8
-_LOOKS = 32  # at the board before another thread is let run
+_LOOKS = 32  # at the control block before another thread is let run
 _PATIENCE = 1000  # such rounds without a job, about 1 ms, before a helper sleeps
 _MANY = 1000  # looks of one who waits for others to be done, before another thread is let run
 _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
@@ -51,30 +51,30 @@ class ThreadPool:
 
     def __init__(self, helpers: int) -> None:
         self._code, self.helpers = _code(), helpers
-        self._board, semaphore = aligned(2 * _WORDS, np.int64), aligned(_SEMAPHORE, np.uint8)
+        self._control, semaphore = aligned(2 * _WORDS, np.int64), aligned(_SEMAPHORE, np.uint8)
         self._kept = semaphore
-        self._board_at = self._board.ctypes.data
+        self._control_address = self._control.ctypes.data
         for name, address in (_system() | {"semaphore": _new_semaphore(semaphore.ctypes.data)}).items():
-            self._board[_AT[name]] = address
+            self._control[_AT[name]] = address
         try:
             for _ in range(helpers):  # a `threading.Thread` would be waited for until it has begun
-                _thread.start_new_thread(self._serve, ())
+                _thread.start_new_thread(self._worker, ())
         except BaseException:  # no thread left for this user, or Ctrl-C: those that have begun look for jobs
             self.end()
             raise
 
-    def _serve(self) -> None:
-        """Help until the pool ends. The thread holds the board meanwhile: nobody waits for its end."""
-        self._code["serve"](self._board_at)
+    def _worker(self) -> None:
+        """Help until the pool ends. The thread holds the control block meanwhile: nobody waits for its end."""
+        self._code["worker"](self._control_address)
 
     def run(self, function: Function, job: int, threads: int) -> None:
         """Call `void function(ptr job)` here and, if they come in time, in up to `threads` - 1 of the helpers."""
-        self._code["submit"](self._board_at, function.address, job, threads - 1)
+        self._code["submit"](self._control_address, function.address, job, threads - 1)
 
     def end(self) -> None:
         """Let the helpers go, without waiting for them either."""
-        self._board[_AT["over"]] = 1
-        self._code["submit"](self._board_at, self._code["nothing"].address, 0, 0)  # for those that sleep
+        self._control[_AT["over"]] = 1
+        self._code["submit"](self._control_address, self._code["nothing"].address, 0, 0)  # for those that sleep
 
 
 _UNSURE = {"OMP_DYNAMIC", "OMP_THREAD_LIMIT"}  # with these OpenMP may give fewer threads than are asked for
@@ -245,44 +245,44 @@ def _code() -> dict[str, Function]:
 @cache
 def _compiled() -> dict[str, Function]:
     isa = ISAS[runnable()[-1]]
-    names = ("submit", "serve", "nothing")
+    names = ("submit", "worker", "nothing")
     return dict(zip(names, compiled(pool_module(isa), isa, *names), strict=True))
 
 
 def pool_module(isa: Isa) -> str:
     """The LLVM IR of a pool."""
-    return module(_submit(isa), _serve(isa), FunctionBuilder("nothing", isa))
+    return module(_submit(isa), _worker(isa), FunctionBuilder("nothing", isa))
 
 
-def _places(board: Value) -> dict[str, Value]:
+def _places(control_block: Value) -> dict[str, Value]:
     pointers = ("function", "job", "yields", "waits", "posts", "semaphore")
-    return {name: board.at(at).of("ptr" if name in pointers else "i64") for name, at in _AT.items()}
+    return {name: control_block.at(at).of("ptr" if name in pointers else "i64") for name, at in _AT.items()}
 
 
 def _submit(isa: Isa) -> FunctionBuilder:
     """Open a job, wake who sleeps, take part, close the job, and wait for those inside."""
-    k = FunctionBuilder("submit", isa, "i64* board, ptr function, ptr job, i64 places")
-    at, looks = _places(k.args.board), k.alloca("i64")
+    k = FunctionBuilder("submit", isa, "i64* control_block, ptr function, ptr job, i64 places")
+    at, looks = _places(k.args.control_block), k.alloca("i64")
     for name in ("function", "job", "places"):
         at[name].store(k.args[name])
     at["entered"].store(0)
     k.atomic_add(at["turn"], 1, "seq_cst")
     sleepers = k.emit_value("i64", f"atomicrmw xchg ptr {at['asleep']}, i64 0 seq_cst")
     with k.loop(sleepers, may_be_empty=True):
-        k.do(at["posts"].load(), at["semaphore"].load(), k.constant("i64", 1), k.constant("ptr"))
-    k.do(k.args.function, k.args.job)
+        k.call_void(at["posts"].load(), at["semaphore"].load(), k.constant("i64", 1), k.constant("ptr"))
+    k.call_void(k.args.function, k.args.job)
     k.atomic_add(at["turn"], 1, "seq_cst")
     _spin(k, looks, at["yields"].load(), lambda: k.atomic_load(at["inside"]).eq(0))
     return k
 
 
-def _serve(isa: Isa) -> FunctionBuilder:
+def _worker(isa: Isa) -> FunctionBuilder:
     """Take part in each job once, until all is over.
 
     Who is inside is waited for: a helper that finds the turn unchanged when it is inside may read what the job is.
     """
-    k = FunctionBuilder("serve", isa, "i64* board")
-    at = _places(k.args.board)
+    k = FunctionBuilder("worker", isa, "i64* control_block")
+    at = _places(k.args.control_block)
     served, looks = k.alloca("i64"), k.alloca("i64")
     served.store(0)
     names = "begin look idle tired rest announce back wait enter come work leave end".split()
@@ -315,7 +315,7 @@ def _serve(isa: Isa) -> FunctionBuilder:
     k.begin_block(over)
     go("announce", looked >= _LOOKS * _PATIENCE, "rest")
     begin("rest")
-    k.do(at["yields"].load())
+    k.call_void(at["yields"].load())
     go("look")
     begin("announce")  # before it looks once more: who opens a job looks for those that sleep after it is open
     k.atomic_add(at["asleep"], 1, "seq_cst")
@@ -328,7 +328,7 @@ def _serve(isa: Isa) -> FunctionBuilder:
     pair = k.emit_value("{i64, i1}", f"cmpxchg ptr {at['asleep']}, {asleep.typed}, i64 {asleep - 1} seq_cst seq_cst")
     go("begin", k.emit_value("i1", f"extractvalue {pair.typed}, 1"), "back")
     begin("wait")
-    k.do(at["waits"].load(), at["semaphore"].load(), k.constant("i64", -1))
+    k.call_void(at["waits"].load(), at["semaphore"].load(), k.constant("i64", -1))
     go("begin")
     begin("enter")
     k.atomic_add(at["inside"], 1, "seq_cst")
@@ -337,7 +337,7 @@ def _serve(isa: Isa) -> FunctionBuilder:
     entered = k.atomic_add(at["entered"], 1, "seq_cst")
     go("work", entered.compare("slt", at["places"].load()), "leave")
     begin("work")
-    k.do(at["function"].load(), at["job"].load())
+    k.call_void(at["function"].load(), at["job"].load())
     go("leave")
     begin("leave")
     served.store(now)
@@ -365,7 +365,7 @@ def barrier(isa: Isa) -> FunctionBuilder:
 def _pause(k: FunctionBuilder) -> None:
     """Leave the core's units to the thread that shares it: one that spins without takes a fifth of that one's speed."""
     if platform.machine() in ("x86_64", "AMD64"):
-        k.do("llvm.x86.sse2.pause")
+        k.call_void("llvm.x86.sse2.pause")
 
 
 def _spin(k: FunctionBuilder, looks: Value, yields: Value, until: Callable[[], Value]) -> None:
@@ -386,6 +386,6 @@ def _spin(k: FunctionBuilder, looks: Value, yields: Value, until: Callable[[], V
     looks.store(looked)
     k.branch(rest, (looked % _MANY).eq(0), look)
     k.begin_block(rest)
-    k.do(yields)
+    k.call_void(yields)
     k.branch(look)
     k.begin_block(after)

@@ -13,7 +13,7 @@ ROWS, COLUMNS = 3, 512
 
 
 def random_blocks(kind: str) -> npt.NDArray[np.uint8]:
-    """The blocks of a tensor `[ROWS, COLUMNS]`, its scales and mins of the usual size."""
+    """The blocks of a tensor `[ROWS, COLUMNS]`, its scales and group_mins of the usual size."""
     chance = np.random.default_rng(0)
     size, width = GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
     blocks = chance.integers(0, 256, (ROWS * COLUMNS // size, width), dtype=np.uint8)

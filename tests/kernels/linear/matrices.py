@@ -14,15 +14,15 @@ def random_matrix(kind: str, rows: int, columns: int, seed: int = 0) -> Quantize
     if layout.dense:
         return dense(torch.randn(rows, columns, generator=chance).to(getattr(torch, kind)))
     data = torch.randint(0, 256, (rows, layout.row_bytes(columns)), dtype=torch.uint8, generator=chance)
-    if layout.blocks:
+    if layout.superblocks:
         return QuantizedTensor(kind, rows, columns, data, _blocks(layout, rows, columns, chance), none())
-    scales, mins = torch.randn(2, rows, columns // layout.group, generator=chance).mul(0.02).half()
-    scales[0, 0], mins[-1, -1] = 6e-8, -6e-5  # below float16's normal numbers
-    return QuantizedTensor(kind, rows, columns, data, scales, mins if layout.mins else none())
+    scales, group_mins = torch.randn(2, rows, columns // layout.group, generator=chance).mul(0.02).half()
+    scales[0, 0], group_mins[-1, -1] = 6e-8, -6e-5  # below float16's normal numbers
+    return QuantizedTensor(kind, rows, columns, data, scales, group_mins if layout.group_mins else none())
 
 
 def _blocks(layout: Layout, rows: int, columns: int, chance: torch.Generator) -> torch.Tensor:
-    kinds, blocks = 1 + layout.mins, rows * columns // 256
+    kinds, blocks = 1 + layout.group_mins, rows * columns // 256
     whole = torch.randn(blocks, kinds, generator=chance).mul(0.001).half().view(torch.uint8)
     size = layout.block_bytes - 2 * kinds
     each = torch.randint(-128, 128, (blocks, size), dtype=torch.int8, generator=chance).view(torch.uint8)

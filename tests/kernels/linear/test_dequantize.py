@@ -23,10 +23,10 @@ PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 def test_native_code_unpacks_to_the_same_bits(isa: str, kind: str, to: str) -> None:
     (function,) = compiled(module(unpack(ISAS[isa], kind, to)), ISAS[isa], f"unpack_{kind}_{to}")
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)(function.address)
-    for rows, columns in [(5, 256), (4, 768)] if LAYOUTS[kind].blocks else [(5, 32), (4, 288), (5, 768)]:
+    for rows, columns in [(5, 256), (4, 768)] if LAYOUTS[kind].superblocks else [(5, 32), (4, 288), (5, 768)]:
         matrix = random_matrix(kind, rows, columns)
         out = torch.full((rows, columns), 7.0, dtype=getattr(torch, to))
-        pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.mins, out)]
+        pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.group_mins, out)]
         call(*pointers, 1, rows - 1, columns)
         call(*pointers, 2, 2, columns)
         wanted = dequantize(matrix).bfloat16()[1 : rows - 1].to(out.dtype)

@@ -29,7 +29,7 @@ def native(isa: str, kind: str, height: int = 1) -> Product:
 
 
 def run(call: Product, matrix: QuantizedTensor, x: torch.Tensor, y: torch.Tensor, first: int, last: int) -> None:
-    pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.mins, x, y)]
+    pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.group_mins, x, y)]
     call(*pointers, first, last, matrix.columns)
 
 
@@ -78,7 +78,7 @@ def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:
             one, many = torch.full((2, count, rows + 3), 7.0)
             for number in range(count):
                 run(alone, matrix, x[number], one[number], 0, rows)
-            pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.mins, x, many)]
+            pointers = [tensor.data_ptr() for tensor in (matrix.data, matrix.scales, matrix.group_mins, x, many)]
             together(*pointers, 0, rows, columns, count, columns + 5, rows + 3)
             assert torch.equal(one, many), (height, count, rows, columns)
 
@@ -110,9 +110,9 @@ def test_what_does_not_fit_is_refused(kind: str) -> None:
         {"data": good.data.double()},
         {"data": torch.cat([good.data, good.data], 1)[:, : good.data.shape[1]]},
         {"scales": torch.zeros(3, 2).half()},
-        {"mins": torch.zeros(4, 3).half()},
+        {"group_mins": torch.zeros(4, 3).half()},
     ]
-    fields = {name: getattr(good, name) for name in ("kind", "rows", "columns", "data", "scales", "mins")}
+    fields = {name: getattr(good, name) for name in ("kind", "rows", "columns", "data", "scales", "group_mins")}
     for change in wrong:
-        with pytest.raises(ValueError, match=r"matrix|data|scales|mins"):
+        with pytest.raises(ValueError, match=r"matrix|data|scales|group_mins"):
             QuantizedTensor(**{**fields, **change})

@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvtool.core.kernels.linear.onednn import MOST_ROWS, ROWS, Panels, ReorderedLinear, can_pack, pack_weights
+from kvtool.core.kernels.linear.onednn import (
+    MOST_ROWS,
+    ROWS,
+    OneDnnBlockedWeight,
+    ReorderedLinear,
+    can_pack,
+    pack_weights,
+)
 
 SIZES = [(64, 64), (128, 96), (192, 896), (256, 34)]  # outputs and columns
 
@@ -17,8 +24,8 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def panels_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Panels | None:
-    return Panels.of(torch.ops.mkldnn._reorder_linear_weight(weight, 160), weight, bias)
+def panels_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> OneDnnBlockedWeight | None:
+    return OneDnnBlockedWeight.of(torch.ops.mkldnn._reorder_linear_weight(weight, 160), weight, bias)
 
 
 def _there() -> bool:
@@ -58,8 +65,8 @@ def test_a_row_is_the_same_whatever_stands_beside_it(monkeypatch: pytest.MonkeyP
 def test_another_layout_is_found_out() -> None:
     weight = random(128, 64)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 160)
-    assert Panels.of(packed, weight.flip(0), None) is None
-    assert Panels.of(packed, random(64, 128), None) is None
+    assert OneDnnBlockedWeight.of(packed, weight.flip(0), None) is None
+    assert OneDnnBlockedWeight.of(packed, random(64, 128), None) is None
 
 
 @needed
@@ -69,8 +76,8 @@ def test_a_packed_layer_takes_it_for_few_rows(rows: int, monkeypatch: pytest.Mon
     weight, taken = linear.weight.detach().clone(), []
     assert pack_weights(torch.nn.ModuleList([linear])) == 1
     assert type(linear) is ReorderedLinear
-    multiply = Panels.multiply
-    monkeypatch.setattr(Panels, "multiply", lambda self, x: taken.append(len(x)) or multiply(self, x))
+    multiply = OneDnnBlockedWeight.multiply
+    monkeypatch.setattr(OneDnnBlockedWeight, "multiply", lambda self, x: taken.append(len(x)) or multiply(self, x))
     x = random(1, rows, 64, seed=3)
     found, own = linear.rows_product(x), linear(x)
     assert taken == ([rows] if rows == ROWS else [])

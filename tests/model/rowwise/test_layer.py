@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.onednn import Panels, can_pack, pack_weights
+from kvtool.core.kernels.linear.onednn import OneDnnBlockedWeight, can_pack, pack_weights
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
@@ -226,8 +226,8 @@ def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.M
         pytest.skip("this CPU has no layout of its own")
     pack_weights(linear)
     calls: list[int] = []
-    multiply = Panels.multiply
-    monkeypatch.setattr(Panels, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
+    multiply = OneDnnBlockedWeight.multiply
+    monkeypatch.setattr(OneDnnBlockedWeight, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
     with torch.inference_mode():
         linear.rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
     assert layer_module._is_in_team(linear, count, torch.bfloat16) == bool(calls)

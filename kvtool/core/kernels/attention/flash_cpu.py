@@ -184,8 +184,8 @@ class Kernel:
 
     def _blocks(self, spans: Sequence[tuple[int, int, int]], heads: int, kv_heads: int, threads: int) -> torch.Tensor:
         """Spans cut into as many rows as a block takes, or fewer where threads would have none: int64 `[blocks, 3]`."""
-        most = max(1, self.tiling.lanes * kv_heads // heads)
-        least = max(1, self.tiling.strip * kv_heads // heads)
+        most = max(1, self.tiling.max_rows * kv_heads // heads)
+        least = max(1, self.tiling.row_block * kv_heads // heads)
         if len(spans) == 1:
             most = _even(spans[0][1], most, least, kv_heads, threads)
         return torch.tensor(

@@ -47,14 +47,14 @@ class Tiling:
         return 8 if self.width == AVX512.width else 4
 
     @property
-    def strip(self) -> int:
+    def row_block(self) -> int:
         """Lanes that are handled together."""
         return self.registers * self.width
 
     @property
-    def lanes(self) -> int:
+    def max_rows(self) -> int:
         """Most lanes of a block: for so many are keys and values brought from memory once."""
-        return 5 * self.strip
+        return 5 * self.row_block
 
     @property
     def kept(self) -> str:
@@ -63,8 +63,8 @@ class Tiling:
 
     @property
     def starts(self) -> range:
-        """The first lane of each register of a strip."""
-        return range(0, self.strip, self.width)
+        """The first lane of each register of a row block."""
+        return range(0, self.row_block, self.width)
 
     def function(self, name: str, arguments: str) -> FunctionBuilder:
         """Begin a function of the kernel's own module."""
@@ -89,9 +89,9 @@ class Scratch:
     @classmethod
     def of(cls, tiling: Tiling) -> Scratch:
         """Lay it out."""
-        lanes, strip = tiling.lanes, tiling.strip
+        lanes, row_block = tiling.max_rows, tiling.row_block
         sizes = [4 * lanes, 4 * lanes, 8 * lanes, 8 * lanes, 4 * lanes, 4 * lanes]
-        sizes += [4 * strip, 4 * strip, 4 * KEYS * strip]
+        sizes += [4 * row_block, 4 * row_block, 4 * KEYS * row_block]
         places = [0]
         for size in sizes:
             places.append(-(-(places[-1] + size) // LINE) * LINE)
@@ -99,17 +99,17 @@ class Scratch:
 
     def bytes(self, tiling: Tiling, head_dim: int, value_dim: int) -> int:
         """All of it: beside the above queries, results, keys, values, values as they came, and a row nobody reads."""
-        return self.sized + 4 * ((tiling.lanes + KEYS) * (head_dim + value_dim) + (KEYS + 1) * value_dim)
+        return self.sized + 4 * ((tiling.max_rows + KEYS) * (head_dim + value_dim) + (KEYS + 1) * value_dim)
 
 
 _UNROLLED = 2  # steps of a sum: rows are a multiple of it
 
 
 def scores_function(tiling: Tiling) -> FunctionBuilder:
-    """`void scores(queries, keys, steps, groups, scores, before, largest)`: scores of one strip and a tile of keys.
+    """`void scores(queries, keys, steps, groups, scores, before, largest)`: scores of a row block and a tile of keys.
 
-    queries `[steps, strip]`, keys `[groups · key_unroll, steps]`, in numbers (or pairs) of 32 bits. `largest` is the
-    larger of `before` and what a lane finds.
+    queries `[steps, row_block]`, keys `[groups · key_unroll, steps]`, in numbers (or pairs) of 32 bits. `largest` is
+    the larger of `before` and what a lane finds.
     """
     k = tiling.function(
         "scores", "float* queries, float* keys, i64 steps, i64 groups, float* scores, float* before, float* largest"
@@ -121,7 +121,7 @@ def scores_function(tiling: Tiling) -> FunctionBuilder:
     sums = iter(_product(tiling, args.queries, rows, 1, args.steps))
     largest = list(group.values)
     for key in range(tiling.key_unroll):
-        start = (row + key) * tiling.strip
+        start = (row + key) * tiling.row_block
         for at, lane in enumerate(tiling.starts):
             value = next(sums)
             args.scores.store(value, start + lane)
@@ -132,10 +132,10 @@ def scores_function(tiling: Tiling) -> FunctionBuilder:
 
 
 def sum_function(tiling: Tiling) -> FunctionBuilder:
-    """`void sum(weights, values, steps, groups, shrink, results)`: results · shrink + values · weights of one strip.
+    """`void sum(weights, values, steps, groups, shrink, results)`: results · shrink + values · weights of a row block.
 
-    weights `[steps, strip]`, values `[steps, groups · key_unroll]`, in numbers (or pairs of keys) of 32 bits; results
-    float32 `[groups · key_unroll, strip]`.
+    weights `[steps, row_block]`, values `[steps, groups · key_unroll]`, in numbers (or pairs of keys) of 32 bits;
+    results float32 `[groups · key_unroll, row_block]`.
     """
     k = tiling.function("sum", "float* weights, float* values, i64 steps, i64 groups, float* shrink, float* results")
     args = k.args
@@ -143,7 +143,7 @@ def sum_function(tiling: Tiling) -> FunctionBuilder:
     columns = args.groups * tiling.key_unroll
     with k.loop(args.groups) as group:
         column = group * tiling.key_unroll
-        starts = [(column + at) * tiling.strip for at in range(tiling.key_unroll)]
+        starts = [(column + at) * tiling.row_block for at in range(tiling.key_unroll)]
         places = [start + lane for start in starts for lane in tiling.starts]
         first = [args.results.load(place, k.width) * shrink[at % len(shrink)] for at, place in enumerate(places)]
         values = [args["values"].at(column + at) for at in range(tiling.key_unroll)]
@@ -161,7 +161,7 @@ def _product(
     steps: Value,
     first: Sequence[Value] = (),
 ) -> list[Value]:
-    """Sums over `steps` of lanes `[steps, strip]` · a number of each row; row by row, then by register of lanes.
+    """Sums over `steps` of lanes `[steps, row_block]` · a number of each row; row by row, then by register of lanes.
 
     A row's numbers are the stride apart.
     """
@@ -171,7 +171,7 @@ def _product(
     sums = list(each.values)
     for part in range(_UNROLLED):
         step = each.index * _UNROLLED + part
-        start = step * tiling.strip
+        start = step * tiling.row_block
         held = [lanes.load(start + lane, k.width) for lane in tiling.starts]
         for row, pointer in enumerate(rows):
             one = pointer.load(step * stride if isinstance(stride, Value) else step).splat(k.width)
@@ -225,30 +225,30 @@ def pairs_function(tiling: Tiling) -> FunctionBuilder:
 
 
 def queries_function(tiling: Tiling) -> FunctionBuilder:
-    """`void queries(addresses, steps, to)`: rows of one strip become lanes, `[steps, strip]` of 32 bits."""
+    """`void queries(addresses, steps, to)`: rows of a row block become lanes, `[steps, row_block]` of 32 bits."""
     k = tiling.function("queries", "ptr* addresses, i64 steps, float* to")
     stored = "float" if tiling.pairs else tiling.stored
-    with k.loop(tiling.strip // _SIDE) as lanes:
+    with k.loop(tiling.row_block // _SIDE) as lanes:
         lane = lanes * _SIDE
         rows = [k.args.addresses.load(lane + at).of(stored) for at in range(_SIDE)]
         with k.loop(k.args.steps // _SIDE) as part:
             step = part * _SIDE
             for at, value in enumerate(transpose([row.load(step, _SIDE) for row in rows])):
-                k.args.to.store(value, (step + at) * tiling.strip + lane)
+                k.args.to.store(value, (step + at) * tiling.row_block + lane)
     return k
 
 
 def results_function(tiling: Tiling) -> FunctionBuilder:
-    """`void results(from, sums, columns, addresses)`: lanes of one strip, over their sums, become rows as stored."""
+    """`void results(from, sums, columns, addresses)`: lanes of a row block, over their sums, become rows as stored."""
     k = tiling.function("results", "float* from, float* sums, i64 columns, ptr* addresses")
     k.keeps_nan = True
-    with k.loop(tiling.strip // _SIDE) as lanes:
+    with k.loop(tiling.row_block // _SIDE) as lanes:
         lane = lanes * _SIDE
         sums = k.args.sums.load(lane, _SIDE)
         rows = [k.args.addresses.load(lane + at).of(tiling.stored) for at in range(_SIDE)]
         with k.loop(k.args.columns // _SIDE) as part:
             column = part * _SIDE
-            places: list[Value] = [(column + at) * tiling.strip + lane for at in range(_SIDE)]
+            places: list[Value] = [(column + at) * tiling.row_block + lane for at in range(_SIDE)]
             values = [k.args["from"].load(place, _SIDE) / sums for place in places]
             for row, value in zip(rows, transpose(values), strict=True):
                 row.store(value, column)
@@ -314,7 +314,7 @@ def _each_score(tiling: Tiling, k: FunctionBuilder, changing: Callable[[Value], 
     args = k.args
     each = k.loop(args.keys, *(args.before.load(lane, k.width) for lane in tiling.starts))
     change = changing(each.index)
-    row, found = each.index * tiling.strip, []
+    row, found = each.index * tiling.row_block, []
     for at, (lane, value) in enumerate(zip(tiling.starts, each.values, strict=True)):
         place = row + lane
         score = change(at, args.scores.load(place, k.width))
@@ -346,10 +346,10 @@ def weights_function(tiling: Tiling) -> FunctionBuilder:
         args.shrink.store(shrink, lane)
         sums.append(args.sums.load(lane, k.width) * shrink)
     each = k.loop(args.keys >> 1, *sums)
-    row = each.index * (2 * tiling.strip)
+    row = each.index * (2 * tiling.row_block)
     totals = []
     for lane, shift, total in zip(tiling.starts, shifts, each.values, strict=True):
-        places = [row + (lane + key * tiling.strip) for key in range(2)]
+        places = [row + (lane + key * tiling.row_block) for key in range(2)]
         exponents = [fma(args.scores.load(place, k.width), scale, shift) for place in places]
         low, high = (_power(exponent, _BFLOAT16 if tiling.pairs else _EXACT) for exponent in exponents)
         totals.append(total + low + high)

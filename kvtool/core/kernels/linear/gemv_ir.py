@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.kernels.linear.qtensor import CHUNK, LAYOUTS, SPAN, Layout
+from kvtool.core.kernels.linear.qtensor import BLOCK, BLOCKS, LAYOUTS, SUPERBLOCK, Layout
 from kvtool.core.native.builder import FunctionBuilder, Value, WorkQueue
 from kvtool.core.native.formats import rounded
 from kvtool.core.native.isa import Isa
@@ -22,15 +22,15 @@ _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each
 # and are many enough to be fetched ahead. Measured with eight x on an AMD EPYC: rows one by one take twice as long.
 _BLOCK_BYTES = 2**17
 _SUMS = 3  # of a packed row: every other group's, the others', and that of what is added to scale · code
-_ARGUMENTS = "ptr data, ptr scales, ptr mins, float* x, float* out, i64 first, i64 last, i64 columns"
+_ARGUMENTS = "ptr data, ptr scales, ptr group_mins, float* x, float* out, i64 first, i64 last, i64 columns"
 
 
 def product(isa: Isa, kind: str, height: int = 1) -> FunctionBuilder:
-    """The function `void product_KIND(ptr data, ptr scales, ptr mins, ptr x, ptr y, i64 first, i64 last, i64 columns)`.
+    """Make the function `product_KIND`, whose arguments are `_ARGUMENTS`.
 
     It sets y[r] = Σ w[r, c] · x[c] for rows r from `first` to before `last`, which is not less; x and y float32, y
-    counted from row 0; data, scales and mins those of a `QuantizedTensor`. Calls for different rows may run side by
-    side.
+    counted from row 0; data, scales and group_mins those of a `QuantizedTensor`. Calls for different rows may run in
+    parallel.
 
     Parameters
     ----------
@@ -76,7 +76,7 @@ def _multiply_tiles(k: FunctionBuilder, kernel: _Dense | _Packed, inputs: _Input
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """Where an x lies, its y, and Σ x over each group of columns: what a min, or a centre, is multiplied by."""
+    """Where an x lies, its y, and Σ x over each group of columns: what a min, or a zero point, is multiplied by."""
 
     x: Value
     y: Value
@@ -89,7 +89,7 @@ class _Inputs:
     def __init__(self, k: FunctionBuilder, layout: Layout, height: int) -> None:
         self._k, self._group, self._height = k, layout.group, height
         self._groups = k.args.columns // layout.group
-        self._sums = self._group_sums() if layout.mins or layout.centre else None
+        self._sums = self._group_sums() if layout.group_mins or layout.zero_point else None
 
     def tile(self, first: Value) -> list[_Input]:
         """As many of them as the code takes at a time, from one on."""
@@ -162,12 +162,12 @@ class _Packed:
     def row(self, row: Value, tile: Sequence[_Input]) -> list[Value]:
         """The products of one row of weights."""
         k, place = self._k, self._rows.row(row)
-        count = CHUNK * SPAN // self._layout.group
+        count = SUPERBLOCK // self._layout.group
         each = [k.zeros(k.width), k.zeros(k.width), k.zeros(count)]
         chunks = k.loop(self._rows.chunks, *each * len(tile), may_be_empty=True)
-        sums = chunks.close(*self._spans(place, chunks.index * CHUNK, CHUNK, tile, chunks.values))
+        sums = chunks.close(*self._spans(place, chunks.index * BLOCKS, BLOCKS, tile, chunks.values))
         lasts: Sequence[Value | None] = [None] * len(tile)
-        if not self._layout.blocks:
+        if not self._layout.superblocks:
             sums, lasts = self._tail(place, tile, sums)
         return [self._whole(sums[_SUMS * at : _SUMS * (at + 1)], last) for at, last in enumerate(lasts)]
 
@@ -185,7 +185,7 @@ class _Packed:
         self, row: tuple[Value, Value, Value], tile: Sequence[_Input], sums: list[Value]
     ) -> tuple[list[Value], list[Value]]:
         """The spans behind the last whole chunk, one by one: all sums, and those of their shifts alone."""
-        k, behind = self._k, self._rows.chunks * CHUNK
+        k, behind = self._k, self._rows.chunks * BLOCKS
         before = [k.zeros(1) if at % _SUMS == _SUMS - 1 else value for at, value in enumerate(sums)]
         rest = k.loop(self._rows.rest, *before, may_be_empty=True)
         found = rest.close(*self._spans(row, behind + rest.index, 1, tile, rest.values))
@@ -204,7 +204,7 @@ class _Packed:
         """Some spans of a row, from one on: the sums grown by them."""
         grown = list(sums)
         scales, shifts, count = self._rows.factors(row, span, spans)
-        each = SPAN // self._layout.group
+        each = BLOCK // self._layout.group
         for index in range(spans):
             own = span + index
             parts = codes(self._layout, row[0], own)
@@ -224,7 +224,7 @@ class _Packed:
     def _groups(self, parts: Sequence[Value], one: _Input, span: Value) -> list[Value]:
         """Σ code · x over each group of a span, in as many lanes as there are."""
         width = self._k.width
-        x = one.x.at(span * SPAN)
+        x = one.x.at(span * BLOCK)
         loaded = [x.load(part * width, width) for part in range(len(parts))]
         each, sums = self._layout.group // width, []
         for first in range(0, len(parts), each):
@@ -255,11 +255,11 @@ def codes(layout: Layout, data: Value, span: Value) -> list[Value]:
 
 
 def _eights(k: FunctionBuilder, data: Value) -> list[Value]:
-    return [data.load(start, k.width).to("i32", signed=True) for start in range(0, SPAN, k.width)]
+    return [data.load(start, k.width).to("i32", signed=True) for start in range(0, BLOCK, k.width)]
 
 
 def _fours(k: FunctionBuilder, data: Value) -> list[Value]:
-    pairs = [data.load(start, k.width).to("i32") for start in range(0, SPAN // 2, k.width)]
+    pairs = [data.load(start, k.width).to("i32") for start in range(0, BLOCK // 2, k.width)]
     return [pair & 15 for pair in pairs] + [pair >> 4 for pair in pairs]
 
 
@@ -267,14 +267,14 @@ def _twos(k: FunctionBuilder, data: Value) -> list[Value]:
     """Eight bytes, which hold four columns each: with 16 lanes every byte stands in two of them."""
     each = range(k.width)
     wide = data.load(lanes=8).shuffle([lane % 8 for lane in each]).to("i32")
-    shifts = [k.lanes("i32", (2 * ((first + lane) // 8) for lane in each)) for first in range(0, SPAN, k.width)]
+    shifts = [k.lanes("i32", (2 * ((first + lane) // 8) for lane in each)) for first in range(0, BLOCK, k.width)]
     return [(wide >> shift) & 3 for shift in shifts]
 
 
 def _ones(k: FunctionBuilder, data: Value) -> list[Value]:
     """A bit for every column."""
     wide = data.of("i32").load(align=1).splat(k.width)
-    shifts = [k.lanes("i32", range(first, first + k.width)) for first in range(0, SPAN, k.width)]
+    shifts = [k.lanes("i32", range(first, first + k.width)) for first in range(0, BLOCK, k.width)]
     return [(wide >> shift) & 1 for shift in shifts]
 
 
@@ -282,55 +282,55 @@ _FIELDS = {8: _eights, 4: _fours, 2: _twos, 1: _ones}
 
 
 class PackedRows:
-    """Rows of a matrix that a function has as its arguments data, scales, mins and columns."""
+    """Rows of a matrix that a function has as its arguments data, scales, group_mins and columns."""
 
     def __init__(self, k: FunctionBuilder, layout: Layout) -> None:
         self._k, self.layout = k, layout
-        self.shifted = layout.mins or layout.centre != 0
+        self.shifted = layout.group_mins or layout.zero_point != 0
         columns = k.args.columns
-        if layout.blocks:
-            self._scales_of_row = columns // (SPAN * CHUNK) * layout.block_bytes
+        if layout.superblocks:
+            self._scales_of_row = columns // SUPERBLOCK * layout.block_bytes
         else:
             self._scales_of_row = columns // layout.group
-        spans = columns // SPAN
-        self.chunks, self.rest = spans // CHUNK, spans % CHUNK
+        spans = columns // BLOCK
+        self.chunks, self.rest = spans // BLOCKS, spans % BLOCKS
         self._row_bytes = spans * (4 * layout.bits)
 
     def row(self, row: Value) -> tuple[Value, Value, Value]:
-        """Addresses of a row's codes, scales and mins."""
+        """Addresses of a row's codes, scales and group_mins."""
         args, first = self._k.args, row * self._scales_of_row
-        scales = args.scales.of("i8" if self.layout.blocks else "float16")
+        scales = args.scales.of("i8" if self.layout.superblocks else "float16")
         data = args.data.of("i8").at(row * self._row_bytes)
-        return data, scales.at(first), args.mins.of("float16").at(first)
+        return data, scales.at(first), args.group_mins.of("float16").at(first)
 
     def factors(self, row: tuple[Value, Value, Value], span: Value, spans: int) -> tuple[Value, Value | None, int]:
-        """Scales of some spans, what is added to scale · code (a min, or what the centre comes to), and how many."""
-        _, scales, mins = row
-        if self.layout.blocks:
+        """Scales of some spans, what is added to scale · code (a min, or the zero point's part), and how many."""
+        _, scales, group_mins = row
+        if self.layout.superblocks:
             return self._block(scales, span)
         found = scales.load(span, spans)
-        if self.layout.mins:
-            return found, mins.load(span, spans), spans
-        return found, found * -float(self.layout.centre) if self.shifted else None, spans
+        if self.layout.group_mins:
+            return found, group_mins.load(span, spans), spans
+        return found, found * -float(self.layout.zero_point) if self.shifted else None, spans
 
     def _block(self, scales: Value, span: Value) -> tuple[Value, Value, int]:
         layout = self.layout
-        block = scales.at(span // CHUNK * layout.block_bytes)
-        count, kinds = SPAN * CHUNK // layout.group, 1 + layout.mins
+        block = scales.at(span // BLOCKS * layout.block_bytes)
+        count, kinds = SUPERBLOCK // layout.group, 1 + layout.group_mins
         products = []
         for kind in range(kinds):  # a float16 times an int8 for each group
             factor = block.at(2 * kind).of("float16").load(lanes=1, align=1).shuffle([0] * count)
             numbers = block.load(2 * kinds + kind * count, count)
             products.append(factor * numbers.to("float", signed=True))
-        found, *mins = products
-        return found, -mins[0] if mins else found * -float(layout.centre), count
+        found, *group_mins = products
+        return found, -group_mins[0] if group_mins else found * -float(layout.zero_point), count
 
 
-_UNPACKING = "ptr data, ptr scales, ptr mins, ptr out, i64 first, i64 last, i64 columns"
+_UNPACKING = "ptr data, ptr scales, ptr group_mins, ptr out, i64 first, i64 last, i64 columns"
 
 
 def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
-    """The function `void unpack_KIND_TO(ptr data, ptr scales, ptr mins, ptr out, i64 first, i64 last, i64 columns)`.
+    """Make the function `unpack_KIND_TO`, whose arguments are `_UNPACKING`.
 
     It writes the numbers of the rows from `first` to before `last`, which is not less, row r to `out` + r · columns.
     Each is rounded to the nearest bfloat16, and written as `to` says: "float32" or "bfloat16". The kind is none of
@@ -343,10 +343,10 @@ def unpack(isa: Isa, kind: str, to: str) -> FunctionBuilder:
         row = rows.row(number)
         out = args.out.of(to).at(number * args.columns)
         with k.loop(rows.chunks, may_be_empty=True) as chunk:
-            _unpack_spans(rows, row, chunk * CHUNK, CHUNK, out)
-        if not LAYOUTS[kind].blocks:
+            _unpack_spans(rows, row, chunk * BLOCKS, BLOCKS, out)
+        if not LAYOUTS[kind].superblocks:
             with k.loop(rows.rest, may_be_empty=True) as behind:
-                _unpack_spans(rows, row, rows.chunks * CHUNK + behind, 1, out)
+                _unpack_spans(rows, row, rows.chunks * BLOCKS + behind, 1, out)
     return k
 
 
@@ -355,9 +355,9 @@ def _unpack_spans(rows: PackedRows, row: tuple[Value, Value, Value], span: Value
     scales, shifts, _ = rows.factors(row, span, spans)
     for index in range(spans):
         own = span + index
-        place = out.at(own * SPAN)
+        place = out.at(own * BLOCK)
         for part, code in enumerate(codes(rows.layout, row[0], own)):
-            lanes = [index * SPAN // group + part // (group // width)] * width
+            lanes = [index * BLOCK // group + part // (group // width)] * width
             scale = scales.shuffle(lanes)
             weight = code * scale if shifts is None else fma(code, scale, shifts.shuffle(lanes))
             _store(weight, place, part * width)
@@ -375,7 +375,7 @@ def _store(weights: Value, place: Value, at: int) -> None:
 # `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
 JOB = Job(
     **{"next": "i64", "share": "i64", "last": "i64", "columns": "i64"},
-    **dict.fromkeys(("data", "scales", "mins", "x", "out"), "ptr"),
+    **dict.fromkeys(("data", "scales", "group_mins", "x", "out"), "ptr"),
 )
 
 
@@ -385,5 +385,5 @@ def share(function: FunctionBuilder) -> FunctionBuilder:
     job = JOB.load(k, k.args.job)
     with WorkQueue(k, k.args.job, job.share, job.last) as queue:
         own = {"first": queue.first, "last": queue.last}
-        k.do(function.name, *(own[name] if name in own else job[name] for name in function.args.names))
+        k.call_void(function.name, *(own[name] if name in own else job[name] for name in function.args.names))
     return k

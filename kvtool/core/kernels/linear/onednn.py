@@ -62,7 +62,7 @@ def _pack(linear: torch.nn.Linear, keep: bool) -> None:
     packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight, _ROWS)
     changed: Any = linear
     changed.__class__ = ReorderedLinear
-    changed.reordered, changed.panels = packed, Panels.of(packed, linear.weight, linear.bias)
+    changed.reordered, changed.panels = packed, OneDnnBlockedWeight.of(packed, linear.weight, linear.bias)
     if not keep:  # its shape stays known
         changed.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
@@ -76,7 +76,7 @@ class ReorderedLinear(torch.nn.Linear):
     """
 
     reordered: torch.Tensor
-    panels: Panels | None
+    panels: OneDnnBlockedWeight | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Compute `[..., out_features]` of `[..., in_features]`, as torch would, bit for bit."""
@@ -135,7 +135,7 @@ _compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Panels:
+class OneDnnBlockedWeight:
     """A weight `[outputs, columns]` in oneDNN's layout of panels, and the bias.
 
     Attributes
@@ -151,7 +151,7 @@ class Panels:
     bias: torch.Tensor
 
     @classmethod
-    def of(cls, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Panels | None:
+    def of(cls, packed: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> OneDnnBlockedWeight | None:
         """Find a packed bfloat16 weight's panels; None: it is laid out otherwise, or there is no code for this CPU.
 
         Parameters

@@ -7,29 +7,30 @@ from dataclasses import dataclass
 
 import torch
 
-SPAN = 32  # columns whose codes lie together
-CHUNK = 8  # spans whose scales are read together: a block of the kinds that have blocks
+BLOCK = 32  # columns whose codes lie together
+SUPERBLOCK = 256  # columns whose scales are read together
+BLOCKS = SUPERBLOCK // BLOCK
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a kind of weights lies in memory: w = scale · (code - centre) + min for each group of columns.
+    """How a kind of weights lies in memory: w = scale · (code - zero_point) + min for each group of columns.
 
     Attributes
     ----------
     bits : of a code; 16 and 32: the numbers themselves, without scales.
     group : columns that share a scale.
-    centre : what is taken from each code.
-    mins : whether each group has a min, too.
-    blocks : scales are products: a float16 of 256 columns, and a whole number of each group (the K kinds).
+    zero_point : what is taken from each code.
+    group_mins : whether each group has a min, too.
+    superblocks : scales are products: a float16 of 256 columns, and a whole number of each group (the K kinds).
     """
 
     bits: int
     group: int = 1
-    centre: int = 0
-    mins: bool = False
-    blocks: bool = False
+    zero_point: int = 0
+    group_mins: bool = False
+    superblocks: bool = False
 
     @property
     def dense(self) -> bool:
@@ -44,12 +45,12 @@ class Layout:
     @property
     def multiple(self) -> int:
         """Columns come in multiples of this."""
-        return 1 if self.dense else SPAN * CHUNK if self.blocks else SPAN
+        return 1 if self.dense else SUPERBLOCK if self.superblocks else BLOCK
 
     @property
     def block_bytes(self) -> int:
         """Bytes of the scales of a block of 256 columns."""
-        return (1 + self.mins) * (2 + SPAN * CHUNK // self.group)
+        return (1 + self.group_mins) * (2 + SUPERBLOCK // self.group)
 
     def row_bytes(self, columns: int) -> int:
         """Bytes of `data` for one row."""
@@ -59,7 +60,7 @@ class Layout:
         """Elements of `scales` for one row."""
         if self.dense:
             return 0
-        return columns // (SPAN * CHUNK) * self.block_bytes if self.blocks else columns // self.group
+        return columns // SUPERBLOCK * self.block_bytes if self.superblocks else columns // self.group
 
 
 # Named as in GGUF, whose numbers each kind keeps exactly.
@@ -67,15 +68,15 @@ LAYOUTS = {
     "float32": Layout(32),
     "bfloat16": Layout(16),
     "q8_0": Layout(8, 32),
-    "q4_0": Layout(4, 32, centre=8),
-    "q4_1": Layout(4, 32, mins=True),
-    "q5_0": Layout(5, 32, centre=16),
-    "q5_1": Layout(5, 32, mins=True),
-    "q2_k": Layout(2, 16, mins=True, blocks=True),
-    "q3_k": Layout(3, 16, centre=4, blocks=True),
-    "q4_k": Layout(4, 32, mins=True, blocks=True),
-    "q5_k": Layout(5, 32, mins=True, blocks=True),
-    "q6_k": Layout(6, 16, centre=32, blocks=True),
+    "q4_0": Layout(4, 32, zero_point=8),
+    "q4_1": Layout(4, 32, group_mins=True),
+    "q5_0": Layout(5, 32, zero_point=16),
+    "q5_1": Layout(5, 32, group_mins=True),
+    "q2_k": Layout(2, 16, group_mins=True, superblocks=True),
+    "q3_k": Layout(3, 16, zero_point=4, superblocks=True),
+    "q4_k": Layout(4, 32, group_mins=True, superblocks=True),
+    "q5_k": Layout(5, 32, group_mins=True, superblocks=True),
+    "q6_k": Layout(6, 16, zero_point=32, superblocks=True),
 }
 
 
@@ -89,9 +90,9 @@ class QuantizedTensor:
     data : float32 or bfloat16 `[rows, columns]`; else uint8 `[rows, bytes]`, the codes of 32 columns after those of 32
         others, plane by plane. Of eight bits: int8. Of four: byte j holds column j low and column 16 + j high. Of two:
         byte j holds the columns j, 8 + j, 16 + j, 24 + j from low to high. Of one: bit j of 32 is column j.
-    scales : float16 `[rows, columns / group]`; with blocks uint8 `[rows, bytes]`, for each 256 columns a float16, one
-        more for mins, an int8 for each group, one more for its min, which is taken away; empty where the kind has none.
-    mins : as scales; empty where the kind has none, or has blocks.
+    scales : float16 `[rows, columns / group]`; in superblocks uint8 `[rows, bytes]`, for each 256 columns a float16,
+        one more for mins, an int8 for each group, one more for its min, which is taken away. Empty: the kind has none.
+    group_mins : as scales; empty where the kind has none, or has superblocks.
     """
 
     kind: str
@@ -99,7 +100,7 @@ class QuantizedTensor:
     columns: int
     data: torch.Tensor
     scales: torch.Tensor
-    mins: torch.Tensor
+    group_mins: torch.Tensor
 
     def __post_init__(self) -> None:
         """Refuse what a kernel would read outside of.
@@ -112,13 +113,14 @@ class QuantizedTensor:
         if self.rows < 1 or self.columns < 1 or self.columns % layout.multiple:
             raise ValueError(f"no {self.kind} matrix has {self.rows} rows of {self.columns} columns")
         width = layout.scales_of_row(self.columns)
-        numbers = torch.uint8 if layout.blocks else torch.float16
+        numbers = torch.uint8 if layout.superblocks else torch.float16
         if layout.dense:
             _check("data", self.data, getattr(torch, self.kind), (self.rows, self.columns))
         else:
             _check("data", self.data, torch.uint8, (self.rows, layout.row_bytes(self.columns)))
         _check("scales", self.scales, numbers, (self.rows, width) if width else (0,))
-        _check("mins", self.mins, torch.float16, (self.rows, width) if layout.mins and not layout.blocks else (0,))
+        has_mins = layout.group_mins and not layout.superblocks
+        _check("group_mins", self.group_mins, torch.float16, (self.rows, width) if has_mins else (0,))
 
     @property
     def layout(self) -> Layout:
@@ -128,7 +130,7 @@ class QuantizedTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all of it."""
-        return self.data.nbytes + self.scales.nbytes + self.mins.nbytes
+        return self.data.nbytes + self.scales.nbytes + self.group_mins.nbytes
 
 
 def dense(weight: torch.Tensor) -> QuantizedTensor:
@@ -138,49 +140,49 @@ def dense(weight: torch.Tensor) -> QuantizedTensor:
 
 
 def none(dtype: torch.dtype = torch.float16) -> torch.Tensor:
-    """What stands for scales or mins that a kind does not have."""
+    """Return what stands for scales or mins that a kind does not have."""
     return torch.empty(0, dtype=dtype)
 
 
 def take_rows(matrix: QuantizedTensor, rows: torch.Tensor) -> QuantizedTensor:
     """Copy some rows, in the order given."""
-    parts = (matrix.data, matrix.scales, matrix.mins)
-    data, scales, mins = (part[rows] if part.dim() == 2 else part for part in parts)
-    return QuantizedTensor(matrix.kind, len(rows), matrix.columns, data, scales, mins)
+    parts = (matrix.data, matrix.scales, matrix.group_mins)
+    data, scales, group_mins = (part[rows] if part.dim() == 2 else part for part in parts)
+    return QuantizedTensor(matrix.kind, len(rows), matrix.columns, data, scales, group_mins)
 
 
 def dequantize(matrix: QuantizedTensor) -> torch.Tensor:
-    """Compute the weights, float32 `[rows, columns]`: scale · (code - centre) + min, exact but for the addition."""
+    """Compute the weights, float32 `[rows, columns]`: scale · (code - zero_point) + min, exact but for the addition."""
     layout = matrix.layout
     if layout.dense:
         return matrix.data.float()
-    codes = (unpacked_codes(matrix).float() - layout.centre).view(matrix.rows, -1, layout.group)
-    scales, mins = _factors(matrix)
+    codes = (unpacked_codes(matrix).float() - layout.zero_point).view(matrix.rows, -1, layout.group)
+    scales, group_mins = _factors(matrix)
     weights = codes * scales[:, :, None]
-    if mins is not None:
-        weights += mins[:, :, None]
+    if group_mins is not None:
+        weights += group_mins[:, :, None]
     return weights.view(matrix.rows, matrix.columns)
 
 
 def _factors(matrix: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and mins of every group, float32 `[rows, groups]`."""
+    """Scales and group_mins of every group, float32 `[rows, groups]`."""
     layout = matrix.layout
-    if not layout.blocks:
-        return matrix.scales.float(), matrix.mins.float() if layout.mins else None
-    kinds = 1 + layout.mins
+    if not layout.superblocks:
+        return matrix.scales.float(), matrix.group_mins.float() if layout.group_mins else None
+    kinds = 1 + layout.group_mins
     blocks = matrix.scales.view(-1, layout.block_bytes)
     whole = blocks[:, : 2 * kinds].contiguous().view(torch.float16).float()
     each = blocks[:, 2 * kinds :].contiguous().view(torch.int8).float().view(len(blocks), kinds, -1)
     products = (whole[:, :, None] * each).view(matrix.rows, -1, kinds, each.shape[-1])
-    scales, *mins = (products[:, :, kind].reshape(matrix.rows, -1) for kind in range(kinds))
-    return scales, -mins[0] if mins else None
+    scales, *group_mins = (products[:, :, kind].reshape(matrix.rows, -1) for kind in range(kinds))
+    return scales, -group_mins[0] if group_mins else None
 
 
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Lay out codes, uint8 `[rows, columns]` (of eight bits: int8), as the `data` of a matrix."""
     if bits == 8:
         return codes.view(torch.uint8)
-    spans, parts, done = codes.view(-1, SPAN), [], 0
+    spans, parts, done = codes.view(-1, BLOCK), [], 0
     for width in _PLANES[bits]:
         parts.append(_plane((spans >> done) & (2**width - 1), width))
         done += width
@@ -202,7 +204,7 @@ def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
     if layout.bits == 8:
         return matrix.data.view(torch.int8)
     spans, first, done = matrix.data.view(-1, 4 * layout.bits), 0, 0
-    codes = torch.zeros(len(spans), SPAN, dtype=torch.uint8)
+    codes = torch.zeros(len(spans), BLOCK, dtype=torch.uint8)
     for width in layout.planes:
         codes |= _fields(spans[:, first : first + 4 * width], width) << done
         first, done = first + 4 * width, done + width
@@ -213,7 +215,7 @@ def _fields(plane: torch.Tensor, width: int) -> torch.Tensor:
     """What `_plane` made bytes of."""
     shifts = torch.arange(8 // width, dtype=torch.uint8) * width
     fields: torch.Tensor = (plane[:, :, None] >> shifts) & (2**width - 1)
-    return fields.reshape(-1, SPAN) if width == 1 else fields.transpose(1, 2).reshape(-1, SPAN)
+    return fields.reshape(-1, BLOCK) if width == 1 else fields.transpose(1, 2).reshape(-1, BLOCK)
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -241,19 +243,19 @@ def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -
     ValueError : too few or too many bytes, or a scale that is no finite number.
     """
     width, bits, read = READERS[kind]
-    codes, scales, mins = read(blocks.view(-1, width))
+    codes, scales, group_mins = read(blocks.view(-1, width))
     data = packed_codes(codes.view(rows, columns), bits)
     matrix = QuantizedTensor(
-        kind, rows, columns, data, *(part.view(rows, -1) if len(part) else part for part in (scales, mins))
+        kind, rows, columns, data, *(part.view(rows, -1) if len(part) else part for part in (scales, group_mins))
     )
     _check_finite(matrix)
     return matrix
 
 
 def _check_finite(matrix: QuantizedTensor) -> None:
-    factors = [matrix.scales, matrix.mins]
-    if matrix.layout.blocks:
-        halves = 2 * (1 + matrix.layout.mins)
+    factors = [matrix.scales, matrix.group_mins]
+    if matrix.layout.superblocks:
+        halves = 2 * (1 + matrix.layout.group_mins)
         factors = [matrix.scales.view(-1, matrix.layout.block_bytes)[:, :halves].contiguous().view(torch.float16)]
     if not all(bool(part.isfinite().all()) for part in factors):
         raise ValueError("a scale is not a finite number")

@@ -92,7 +92,7 @@ def _multiply_block(
 
 
 def _parts(matrix: QuantizedTensor) -> dict[str, int]:
-    return {"data": matrix.data.data_ptr(), "scales": matrix.scales.data_ptr(), "mins": matrix.mins.data_ptr()}
+    return {name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "group_mins")}
 
 
 def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = None) -> int | None:

@@ -20,7 +20,7 @@ OUTPUTS = 4  # rows of W in a tile; they come in multiples of it
 # threads have begun; each has `scratch_bytes` of scratch to itself.
 JOB = Job(
     **{"next": "i64", "thread": "i64", "share": "i64", "last": "i64", "columns": "i64"},
-    **{"data": "ptr", "scales": "ptr", "mins": "ptr", "x": "ptr", "rows": "i64", "out": "ptr", "outputs": "i64"},
+    **{"data": "ptr", "scales": "ptr", "group_mins": "ptr", "x": "ptr", "rows": "i64", "out": "ptr", "outputs": "i64"},
     **{"bias": "float*", "scratch": "i8*", "scratch_bytes": "i64"},
 )
 
@@ -51,8 +51,8 @@ def few(isa: Isa, kind: str, element: str) -> FunctionBuilder:
             weights = job.data.of(stored).at(before)
         else:
             weights = scratch.of(stored)
-            parts = job.data, job.scales, job.mins, weights.at(0 - before)
-            k.do(f"unpack_{kind}_{element}", *parts, queue.first, queue.last, job.columns)
+            parts = job.data, job.scales, job.group_mins, weights.at(0 - before)
+            k.call_void(f"unpack_{kind}_{element}", *parts, queue.first, queue.last, job.columns)
         _multiply(k, job, weights, queue)
     return k
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.machine import has_triton
-from kvtool.core.kernels.rope import Angles, Table
+from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model.spec import ModelSpec, Projection
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Heads:
         queries: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
-        table: Table,
+        table: RopeTables,
         at: torch.Tensor,
         buffer: BufferLayer,
     ) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Heads:
         return query
 
     def _turned(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, table: Angles | None
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, table: CosSin | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         norms = self._norms[layer]
         if norms is not None:
@@ -88,7 +88,7 @@ class Heads:
         return (query, key) if table is None else (in_halves(query, table), in_halves(key, table))
 
 
-def in_halves(heads: torch.Tensor, table: Angles) -> torch.Tensor:
+def in_halves(heads: torch.Tensor, table: CosSin) -> torch.Tensor:
     """Rotate `[1, heads, rows, head_dim]` in float32: number i and its partner half a rotation further on."""
     width = table.cos.shape[-1]
     wide = heads[..., :width].float()

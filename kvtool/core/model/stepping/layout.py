@@ -211,7 +211,7 @@ class _Layout:
         matrix = linear.matrix
         out = y + -linear.first  # the code counts from the matrix's first row
         values = {
-            **{name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "mins")},
+            **{name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "group_mins")},
             **{"x": x.address, "x_stride": x.stride, "y": out.address},
             **{"first": linear.first, "rows": linear.rows, "columns": matrix.columns},
             **{"inputs": self._buffers.sequences, "x_pitch": x.pitch, "y_pitch": y.pitch},
