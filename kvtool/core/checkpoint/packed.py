@@ -46,9 +46,9 @@ def pack_folder(folder: Path, gguf: Path, header: GgufHeader) -> None:
                 kinds[name] = matrix.kind
                 for part, own in _PARTS.items():
                     tensors[f"{name}.{part}"] = getattr(matrix, own).clone()  # two may be alike
-    part = folder / f"{PACKED}.part"
-    save_file(tensors, part, {"kinds": json.dumps(kinds)})
-    part.replace(folder / PACKED)
+    unfinished = folder / f"{PACKED}.part"
+    save_file(tensors, unfinished, {"kinds": json.dumps(kinds)})
+    unfinished.replace(folder / PACKED)
 
 
 def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
