@@ -13,7 +13,7 @@ from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin
 from kvtool.core.model.attention import Rows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.lean import LeanPass, lean_pass
 from kvtool.core.model.lean.heads import in_halves
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache

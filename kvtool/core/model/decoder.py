@@ -19,8 +19,7 @@ from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model import attention
 from kvtool.core.model.attention import Placing, Rows
 from kvtool.core.model.between import giving_way
-from kvtool.core.model.kinds import kinds_of
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape, kinds_of
 from kvtool.core.model.latent import attend_latents
 from kvtool.core.model.lean import lean_pass
 from kvtool.core.model.modules import attentions_of, base_of, cache_name, layers_of, still

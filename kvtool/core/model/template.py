@@ -1,7 +1,8 @@
 """Rendering of chat templates: programs that come with a model, run in a process whose time and memory are bounded.
 
-The sandbox of Jinja keeps a template from reaching anything but its own values. It does not bound what a template may
-take: nested loops, powers and repeated strings run for as long, and grow as large, as they are written to.
+The sandbox of Jinja keeps a template from reaching anything but its own values. It bounds neither time nor memory:
+nested loops, powers and repeated strings take as much as they are written to. The process reads JSON on stdin, and
+writes a line for each conversation to stdout.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class TemplateFailed(Exception):
 def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | TemplateFailed]:
     """Render conversations by the tokenizer's chat template, each with the header of the next answer.
 
-    Whatever a template does is an element of the result: nothing is raised for it. What was rendered today is not
-    rendered again in this process; templates may tell the date.
+    A template's failure is an element of the result: nothing is raised for it. Results are cached for the day, since
+    templates may print the date.
     """
     method = tokenizer.apply_chat_template
     if getattr(method, "__module__", "") != _OWN:  # a tokenizer with code in the place of a template
@@ -65,7 +66,7 @@ def _in_place(method: Any, conversation: Conversation) -> str | TemplateFailed:
 
 @lru_cache(maxsize=32)
 def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
-    """Return what the process answers to one request, an object for each conversation."""
+    """Return the process's answer to one request, an object for each conversation."""
     process = started(
         python(_PROGRAM, str(seconds), str(_MEMORY)),
         stdin=subprocess.PIPE,
@@ -89,15 +90,16 @@ _LONGEST = 10**6  # characters of a rendered conversation
 
 
 def main(seconds: int, memory: int) -> None:
-    """Render each conversation of a request. Each may take so many seconds of a processor, all of them so much memory.
+    """Render each conversation of a request, in the process of its own.
 
-    The process is ended where that is not enough; what was answered before stands.
+    Each may take so many seconds of a processor, all of them so many bytes. The process is ended where that is not
+    enough; earlier answers are written by then.
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     asked = json.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # what a library prints goes where nobody reads it
+    os.dup2(2, 1)  # output of libraries goes to stderr, which is not read
     for conversation in asked["conversations"]:
         _limit(seconds, memory)
         answers.write(json.dumps(_rendered(render_jinja_template, asked, conversation)) + "\n")
