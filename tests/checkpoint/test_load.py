@@ -140,7 +140,7 @@ def test_out_of_memory(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> No
     def full(*_: object) -> None:
         raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory")
 
-    monkeypatch.setattr(load, "_weights", full)
+    monkeypatch.setattr(load, "_plain_model", full)
     with pytest.raises(KvtoolError, match="not enough memory") as caught:
         load_model(files, device="cpu")
     assert caught.value.exit_code == 1
@@ -208,8 +208,9 @@ def test_old_torch_dtype_key(files: ModelFiles) -> None:
 
 
 def test_importing_is_light() -> None:
-    names = ["files", "fingerprint", "packaged", "load", "tokens", "prompt", "support", "gguf", "hub", "digests"]
-    code = f"import sys\nfor n in {names!r}: __import__('kvtool.core.model.' + n)\n"
+    names = [f"checkpoint.{name}" for name in ("files", "fingerprint", "gguf.convert", "hub", "load", "support")]
+    names += ["checkpoint.text_submodel", "model.tokens", "model.prompt"]
+    code = f"import sys\nfor n in {names!r}: __import__('kvtool.core.' + n)\n"
     code += "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

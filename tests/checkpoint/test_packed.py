@@ -79,7 +79,7 @@ def test_a_weight_that_is_not_the_tensor_stays_unpacked(tmp_path: Path) -> None:
     path = write(tmp_path / "x.gguf", "q4_0", blocks)
     assert packed(tmp_path, path) == {}
     patch = pytest.MonkeyPatch()
-    patch.setattr(packing, "_marks", lambda rows: torch.arange(len(rows)))
+    patch.setattr(packing, "_row_hashes", lambda rows: torch.arange(len(rows)))
     assert packed(tmp_path, path) == {}
     patch.undo()
 
