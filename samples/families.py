@@ -28,9 +28,9 @@ from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402
 from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
+from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
-from kvtool.core.model.stepping import stepper_for  # noqa: E402
 from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
 from kvtool.core.session.gate_checks import check_laws  # noqa: E402
 from samples.layer_bytes import kept, prompt, read  # noqa: E402
@@ -173,11 +173,11 @@ def rows() -> Iterator[tuple[str, str]]:
 def path(name: str, decoder: Decoder) -> str:
     """What of a family machine code computes on a CPU that has AVX2, and why not the rest."""
     _, cache = decoder.prefill(PREFIX, reserve=1)
-    stepper = stepper_for(decoder, cache)
-    stepper.step(PREFIX[0])
+    backend = decode_backend(decoder, cache)
+    backend.step(PREFIX[0])
     fused = decoder.unfused or "yes"
     attended = {_attended(one) for one in backends_of(decoder, QUESTION_ROWS, PROMPT)}
-    return f"| {name} | {fused} | {stepper.why or 'yes'} | {'; '.join(sorted(attended))} |"
+    return f"| {name} | {fused} | {backend.why or 'yes'} | {'; '.join(sorted(attended))} |"
 
 
 def _attended(layers: LayerBackends) -> str:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import IMPLEMENTATION, Rows
-from kvtool.core.model.latent import Latents
+from kvtool.core.model.mla import Latents
 from kvtool.lab.bench.shapes import shape_config
 
 SMALL = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 64, "moe_intermediate_size": 64}

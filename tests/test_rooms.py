@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import kvtool
@@ -37,7 +36,6 @@ ORDER = (
 APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
 # What is still wrong: it may only become less.
 KNOWN: set[tuple[str, str]] = set()
-CIRCLES = ("codec", "model", "native")  # rooms in which modules import each other, for types alone
 
 
 def room_of(parts: tuple[str, ...]) -> str:
@@ -49,11 +47,10 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Import:
-    """An import of kvtool's own, wherever in a file it stands; `typing`: for type checkers alone."""
+    """An import of kvtool's own, wherever in a file it stands."""
 
     module: str
     imported: str
-    typing: bool
 
     @property
     def rooms(self) -> tuple[str, str]:
@@ -67,20 +64,15 @@ def imports() -> tuple[Import, ...]:
     found = []
     for module, path in modules.items():
         tree = ast.parse(path.read_text("utf-8"))
-        typing = {inner for node in ast.walk(tree) if _is_for_types(node) for inner in ast.walk(node)}
         for node in ast.walk(tree):
             for name in _names(node):
                 imported = name if name in modules else name.rpartition(".")[0]
-                found.append(Import(module, imported, node in typing))
+                found.append(Import(module, imported))
     return tuple(found)
 
 
 def _name(path: Path) -> str:
     return ".".join(("kvtool", *path.relative_to(PACKAGE).with_suffix("").parts)).removesuffix(".__init__")
-
-
-def _is_for_types(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def _names(node: ast.AST) -> list[str]:
@@ -126,28 +118,11 @@ def _all_names(node: ast.AST) -> list[str]:
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
 
 
-def circle(left_out: Sequence[str]) -> list[str]:
-    """One circle of imports, empty where there is none.
-
-    Parameters
-    ----------
-    left_out : rooms whose imports of their own modules for types alone do not count.
-    """
-    graph: dict[str, set[str]] = {}
-    for found in imports():
-        here, there = found.rooms
-        if found.imported != found.module and not (found.typing and here == there and here in left_out):
-            graph.setdefault(found.module, set()).add(found.imported)
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def test_no_module_imports_itself_over_others() -> None:
     """Imports inside of functions and for types alone count too: the former would only hide a circle, and what needs
     the other's types cannot be read without it."""
-    assert circle(CIRCLES) == []
-    for room in CIRCLES:
-        assert circle([other for other in CIRCLES if other != room]), f"solved: take {room} out of CIRCLES"
+    graph: dict[str, set[str]] = {}
+    for found in imports():
+        if found.imported != found.module:
+            graph.setdefault(found.module, set()).add(found.imported)
+    TopologicalSorter(graph).prepare()  # raises CycleError

@@ -13,7 +13,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 
 if TYPE_CHECKING:
-    from kvtool.core.model.generate import Generated, Writing
+    from kvtool.core.model.generate import AnswerSequence, Generated
     from kvtool.core.query.answer import Begun
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.session.session import Session
@@ -164,7 +164,7 @@ class Job:
     arrived : by `time.monotonic()`.
     steps : bring it to the first token, over `session`; None before the first of them. `aside`: when the last one
         ended, by `time.monotonic()`.
-    begun, writing : once its prompt is there; `talk`: the conversation that it is a turn of.
+    begun, sequence : once its prompt is there; `talk`: the conversation that it is a turn of.
     left : whoever asked does not wait any more.
     failed : what went wrong in telling; `ended`: nothing more will be told.
     """
@@ -180,7 +180,7 @@ class Job:
     session: Session | None = None
     aside: float = 0.0
     begun: Begun | None = None
-    writing: Writing | None = None
+    sequence: AnswerSequence | None = None
     talk: Talk | None = None
     left: bool = False
     failed: KvtoolError | None = None

@@ -17,7 +17,7 @@ from kvtool.serve.resident import Resident
 from kvtool.serve.talks import Talks, begun_for
 
 if TYPE_CHECKING:
-    from kvtool.core.model.together import Together
+    from kvtool.core.model.generate import ContinuousBatch
     from kvtool.core.query.answer import Begun
 
 _ANOTHER_STORE = 2  # times that a question may find another store than the one that was there a moment before
@@ -133,12 +133,12 @@ class Scheduler:
     # ---- in the thread that answers ----
 
     def _run(self) -> None:
-        from kvtool.core.model.together import Together
+        from kvtool.core.model.generate import ContinuousBatch
 
-        together = Together()
+        batch = ContinuousBatch()
         while self._is_work():
             with self._resident.turn():
-                self._turn(together)
+                self._turn(batch)
         for job in self._jobs():
             self._end(job, BusyError(_ENDED, _RETRY_AFTER[0]))
 
@@ -148,33 +148,33 @@ class Scheduler:
             self._changed.wait_for(lambda: self._waiting or self._running or self._stopped)
             return not self._stopped
 
-    def _turn(self, together: Together) -> None:
+    def _turn(self, batch: ContinuousBatch) -> None:
         jobs = [self._next(), self._aside.popleft() if self._aside else None]
-        self._drop_lost(together)  # whoever left before the next one came: what it held of a conversation is free then
+        self._drop_lost(batch)  # whoever left before the next one came: what it held of a conversation is free then
         for job in jobs:
             if job is not None and not job.ended:
-                self._begin(job, together)
-        self._step(together)
+                self._begin(job, batch)
+        self._step(batch)
         while self._unkept:
-            self._keep(self._unkept.popleft(), together)
+            self._keep(self._unkept.popleft(), batch)
 
-    def _step(self, together: Together) -> None:
+    def _step(self, batch: ContinuousBatch) -> None:
         """Write a token of every answer that was begun, and end those that are done."""
         started = time.monotonic()
         try:
-            done = together.step()
+            done = batch.step()
         except Exception as error:  # out of memory, most likely: nobody knows which of them could go on
-            for job in [job for job in self._running if job.writing is not None]:
+            for job in [job for job in self._running if job.sequence is not None]:
                 self._end(job, as_error(error))
-            together.writings.clear()
+            batch.sequences.clear()
             done = []
-        ended = {id(writing) for writing in done}
-        for job in [job for job in self._running if id(job.writing) in ended]:
+        ended = {id(sequence) for sequence in done}
+        for job in [job for job in self._running if id(job.sequence) in ended]:
             self._answer(job)
         self._stepped = time.monotonic()
         self._step_took = self._stepped - started
 
-    def _give_way(self, together: Together, job: Job | None = None) -> None:
+    def _give_way(self, batch: ContinuousBatch, job: Job | None = None) -> None:
         """Let other answers go on between two layers of a prompt, if it has had its share of the time.
 
         Parameters
@@ -189,12 +189,12 @@ class Scheduler:
             raise BusyError(_ENDED, _RETRY_AFTER[0])
         if job is not None and (lost := job.lost) is not None:
             raise lost
-        if not together.writings or not self._is_time():
+        if not batch.sequences or not self._is_time():
             return
         started, self._current = time.monotonic(), None
         try:
-            self._drop_lost(together, but=job)
-            self._step(together)
+            self._drop_lost(batch, but=job)
+            self._step(batch)
         finally:
             self._current = job
         if job is not None:
@@ -216,23 +216,23 @@ class Scheduler:
         """Whether answers have waited for long enough for a prompt."""
         return time.monotonic() - self._stepped >= max(_SLICE, self._step_took)
 
-    def _drop_lost(self, together: Together, but: Job | None = None) -> None:
+    def _drop_lost(self, batch: ContinuousBatch, but: Job | None = None) -> None:
         """Let go of jobs that nobody waits for, or that have taken too long; `but`: the one that is begun just now."""
         for job in self._jobs():
             if job is not but and (lost := job.lost) is not None:
-                if job.writing is not None:
-                    together.remove(job.writing)
+                if job.sequence is not None:
+                    batch.remove(job.sequence)
                 self._end(job, lost)
 
-    def _begin(self, job: Job, together: Together) -> None:
+    def _begin(self, job: Job, batch: ContinuousBatch) -> None:
         """Bring a job to its first token, or nearer to it."""
-        from kvtool.core.model.between import between_layers
-        from kvtool.core.model.generate import Writing
+        from kvtool.core.model.generate import AnswerSequence
+        from kvtool.core.model.preemption import between_layers
 
         job.queue_ms += (time.monotonic() - (job.aside or job.arrived)) * 1e3
         self._current = job
         try:
-            with between_layers(lambda: self._give_way(together, job)):
+            with between_layers(lambda: self._give_way(batch, job)):
                 begun = job.begun = self._begun(job)
             if begun is None:
                 job.aside = time.monotonic()
@@ -240,8 +240,8 @@ class Scheduler:
                 return
             sampling = replace(begun.sampling, stop=job.ask.stop)
             cache, decoder = begun.outcome.fused.cache, begun.session.decoder
-            job.writing = Writing(decoder, cache, begun.known, sampling, lambda piece: self._tell(job, piece))
-            together.add(job.writing)
+            job.sequence = AnswerSequence(decoder, cache, begun.known, sampling, lambda piece: self._tell(job, piece))
+            batch.add(job.sequence)
         except Exception as error:
             self._end(job, as_error(error))
         finally:
@@ -266,12 +266,12 @@ class Scheduler:
         raise AssertionError("it is tried once at least")
 
     def _stepped_through(self, job: Job) -> Begun | None:
-        from kvtool.core.model.between import step_aside
+        from kvtool.core.model.preemption import run_pending
 
         assert job.steps is not None
         started = time.monotonic()
         while (begun := next(job.steps)) is None:
-            step_aside()
+            run_pending()
             if self._others_can_begin and time.monotonic() - started >= _SLICE:
                 return None
         return begun
@@ -284,10 +284,10 @@ class Scheduler:
     def _answer(self, job: Job) -> None:
         """End a job whose answer is written; what is to be kept of it is kept after it was told."""
         assert job.begun is not None
-        assert job.writing is not None
+        assert job.sequence is not None
         begun = job.begun
         try:
-            said = job.writing.end()
+            said = job.sequence.end()
             reply = begun.reply(said) if job.talk is None else job.talk.reply(said)
             event: Event = Answer.of(reply, job)
         except Exception as error:
@@ -296,12 +296,12 @@ class Scheduler:
             self._unkept.append(job.talk or begun)
         self._end(job, event)
 
-    def _keep(self, begun: Begun | Talk, together: Together) -> None:
+    def _keep(self, begun: Begun | Talk, batch: ContinuousBatch) -> None:
         """Keep what is to be kept of an answer that was told."""
-        from kvtool.core.model.between import between_layers
+        from kvtool.core.model.preemption import between_layers
 
         try:
-            with between_layers(lambda: self._give_way(together)):
+            with between_layers(lambda: self._give_way(batch)):
                 begun.keep()
         except Closed:  # another store stands in its place by now
             return
@@ -321,7 +321,7 @@ class Scheduler:
             job.steps.close()  # what it has gone through is held
         if job.talk is not None:
             self._talks.hold(job.talk.talk, job.ask.request)
-        job.begun = job.writing = job.talk = job.steps = job.session = None
+        job.begun = job.sequence = job.talk = job.steps = job.session = None
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 
 from kvtool.core.common.switches import ATTENTION
+from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
+from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.stepping import Stepper
-from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
-from kvtool.core.model.stepping.plain import TorchStepper
-from kvtool.core.model.stepping.static import StaticStep
 from kvtool.lab.bench.limits import measure_machine, synchronize
 from samples.gpu_day import shapes
 from samples.gpu_day.day import Day
@@ -62,26 +60,26 @@ def _stepped(
     """Logits of the last step, and times: of the first three steps, and of one of the others."""
     os.environ[ATTENTION] = kernel  # of this way alone: the next one sets its own
     _, cache = decoder.prefill(ids, count)
-    stepper: Any = {"plain": TorchStepper, "graph": CudaGraphStepper, "static": _Static}[how](decoder, cache)
+    backend: Any = {"plain": TorchBackend, "graph": CudaGraphBackend, "static": _Static}[how](decoder, cache)
     synchronize(decoder.device)
     started = time.perf_counter()
     for token in range(3):
-        logits = stepper.step(token)
+        logits = backend.step(token)
     int(logits.argmax())
     begun = time.perf_counter()
     for token in range(3, count):
-        logits = stepper.step(token)
+        logits = backend.step(token)
         int(logits.argmax())
     ended = time.perf_counter()
     found = {"first_3_ms": (begun - started) * 1e3, "ms_a_token": (ended - begun) * 1e3 / (count - 3)}
-    return logits.float().cpu(), found | _said(stepper)
+    return logits.float().cpu(), found | _said(backend)
 
 
-def _said(stepper: Any) -> dict[str, str]:
-    return {"why": stepper.why} if getattr(stepper, "why", "") else {}
+def _said(backend: Any) -> dict[str, str]:
+    return {"why": backend.why} if getattr(backend, "why", "") else {}
 
 
-class _Static(Stepper):
+class _Static(DecodeBackend):
     """The step that a graph is captured of, uncaptured."""
 
     name, why = "static", ""

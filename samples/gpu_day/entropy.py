@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from kvtool.core.codec import CODECS, transform
+from kvtool.core.codec import CODECS, decode
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.coefficient_buffer import DeviceNumbers, HostNumbers
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.decode import DeviceBuffer, HostBuffer
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 from samples.gpu_day.day import Day, milliseconds
 from tests.codec import test_golden_levels as golden
@@ -68,10 +68,10 @@ def _numbers(items: Sequence[Encoded], of: Profile, device: str | None) -> torch
     """The whole numbers of all records, int16 `[tokens, stride]`."""
     ends = list(accumulate(item.shape[1] for item in items))
     shape = (ends[-1], of.layout.stride)
-    numbers: Any = HostNumbers(torch.zeros(shape, dtype=torch.int16))
+    numbers: Any = HostBuffer(torch.zeros(shape, dtype=torch.int16))
     if device is not None:
-        numbers = DeviceNumbers.of(shape, torch.device(device))
-    transform.fill(of, 0, [(Coded.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
+        numbers = DeviceBuffer.of(shape, torch.device(device))
+    decode.fill(of, 0, [(Record.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
     made: torch.Tensor = numbers.tensor.cpu()
     return made
 
@@ -81,7 +81,7 @@ def _same(day: Day, items: Sequence[Encoded], of: Profile, what: str) -> None:
     ours, wanted = _numbers(items, of, day.device), _numbers(items, of, None)
     if not torch.equal(ours, wanted):
         raise AssertionError(f"{what}: {int((ours != wanted).sum())} of {wanted.numel()} numbers differ")
-    level = NESTED[Coded.parse(items[0].payload).level - 1]
+    level = NESTED[Record.parse(items[0].payload).level - 1]
     device = torch.device(day.device)
     found, wide = CODECS[level].decode(items, 0, shelf(of), device), [_in_float32(item) for item in items]
     for pair, exact in zip(found, CODECS[level].decode(wide, 0, shelf(of)), strict=True):
@@ -166,6 +166,6 @@ def _speed(day: Day, level: str, chunks: int) -> dict[str, float]:
 
 def _on_device(items: Sequence[Encoded], of: Profile, device: torch.device) -> torch.Tensor:
     ends = list(accumulate(item.shape[1] for item in items))
-    numbers = DeviceNumbers.of((ends[-1], of.layout.stride), device)
-    transform.fill(of, 0, [(Coded.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
+    numbers = DeviceBuffer.of((ends[-1], of.layout.stride), device)
+    decode.fill(of, 0, [(Record.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
     return numbers.tensor

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from kvtool.core.ingest.storer import batch_tokens
+from kvtool.core.model.decode import decode_backend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.stepping import stepper_for
 from kvtool.lab.bench.memory import peak_memory
 from samples.gpu_day import shapes
 from samples.gpu_day.day import Day
@@ -32,9 +32,9 @@ def _measured(day: Day, shape: str, context: int) -> dict[str, Any]:
     batch = [ids[start : start + 512] for start in range(0, min(length, batch_tokens(day.device)), 512)]
 
     def answered() -> None:
-        stepper = stepper_for(decoder, decoder.prefill(ids, 16)[1])
+        backend = decode_backend(decoder, decoder.prefill(ids, 16)[1])
         for token in range(5):
-            stepper.step(token)
+            backend.step(token)
 
     works: dict[str, Callable[[], object]] = {
         "full prefill": lambda: decoder.prefill(ids),

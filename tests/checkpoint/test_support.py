@@ -14,8 +14,8 @@ from transformers.models.llama import modeling_llama
 from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states, kept_layers
 from kvtool.core.checkpoint.text_submodel import text_config
 from kvtool.core.errors import ModelError
-from kvtool.core.model import rotary
-from kvtool.core.model.windows import stated_windows
+from kvtool.core.model import rope
+from kvtool.core.model.kinds import stated_windows
 from kvtool.core.session.gate_checks import check_laws
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
@@ -98,7 +98,7 @@ def test_windows_are_told_without_building_the_model(name: str) -> None:
 
 def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for known in ("_by_halves", "_by_pairs"):
-        monkeypatch.setattr(rotary, known, lambda query, key, cos, sin: (query * 0, key * 0))
+        monkeypatch.setattr(rope, known, lambda query, key, cos, sin: (query * 0, key * 0))
     with pytest.raises(ModelError, match=r"not known here; that would need"):
         decoder_of(tiny_model("minicpm3"))
 

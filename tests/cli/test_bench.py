@@ -11,8 +11,8 @@ import torch
 
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.rans import coder
 from kvtool.core.common.progress import Events
 from kvtool.lab.bench import codec, codec_tasks, first_call
 from tests.cli.working import LAYERS, damages, kvtool, listing
@@ -142,9 +142,9 @@ def test_bench_codec_runs_by_the_coder_it_is_told(store: Path, monkeypatch: pyte
     monkeypatch.setattr(codec_tasks, "NESTED", NESTED[3:])
     found = bench_codec(store, "--tokens", "1", "--coder", "numpy")
     assert found["backend"] == "numpy"
-    assert native.VARIABLE not in os.environ
+    assert coder.VARIABLE not in os.environ
     kvtool("bench", "codec", "--store", store, "--coder", "abacus").failed(2, "abacus")
-    assert native.VARIABLE not in os.environ
+    assert coder.VARIABLE not in os.environ
 
 
 @pytest.mark.usefixtures("quick")

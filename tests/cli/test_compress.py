@@ -14,8 +14,7 @@ import pytest
 
 import kvtool as kvtool_package
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import DEFAULT_LOSSY, MAX_LOSS
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import DEFAULT_LOSSY, MAX_LOSS, NESTED
 from kvtool.core.codec.transform_codec import TransformCodec
 from kvtool.core.common.sizes import shown_size
 from kvtool.core.errors import DamagedError, UsageError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import NESTED
 from tests.cli.working import QUESTION, kvtool
 from tests.compress.making import LAYERS, chunks_in, drop, drop_profile, flip, make_fitted, make_plain, replace_record
 

@@ -9,13 +9,12 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from kvtool.core.codec import analysis
-from kvtool.core.codec.base import Encoded, Payload, Profiles
+from kvtool.core.codec import encode as encoder
+from kvtool.core.codec.base import NAMES, Encoded, Payload, Profiles
 from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.fit import fit_profile
-from kvtool.core.codec.payload import Coded
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 
 STEP = 0.3
@@ -105,7 +104,7 @@ def encode_nested(
     if profile is None:
         return {level: [*CacheGen(f"cachegen-{level}")._encoded((keys, values), layer, LAYERS)] for level in levels}
     below = {level: [[base]] for level, base in bases.items()}
-    made = analysis.encode(profile, [layer], [(keys, values)], levels, below)
+    made = encoder.encode_nested(profile, [layer], [(keys, values)], levels, below)
     return {level: records[0] for level, records in made.items()}
 
 
@@ -121,7 +120,7 @@ def encoded(
     out: dict[str, Encoded] = {}
     for level in sorted(levels, reverse=True):  # coarsest first
         payload = b"".join(made[level])
-        base = Coded.parse(payload).base
+        base = Record.parse(payload).base
         out[level] = item_of(payload, keys, out[str(base)] if base else None)
     return out
 

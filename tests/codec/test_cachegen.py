@@ -15,19 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.codec import CODECS, transform
-from kvtool.core.codec.base import Encoded, no_profiles
+from kvtool.core.codec import CODECS, decode
+from kvtool.core.codec.base import DTYPES, Encoded, no_profiles
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.coefficient_buffer import HostNumbers
-from kvtool.core.codec.encode import encode_levels
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.symbols import refinement, to_symbols
-from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import NO_PROFILE, Coded, Predictor, coarsened
+from kvtool.core.codec.decode import HostBuffer
+from kvtool.core.codec.encode import coarsened, encode_levels, refinement, symbols_of
+from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.rans.reference import ESCAPE, ZERO, TableSet, in_order
+from kvtool.core.codec.record import Predictor, Record
 from kvtool.core.errors import DamagedError, KvtoolError
 from tests.codec.synthetic import (
     KV,
@@ -63,7 +60,7 @@ def decoded(item: Encoded, level: str, *profiles: Profile, layer: int = 0) -> KV
 
 def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: int = 0) -> tuple[float, float]:
     """Law 7 for one record; the errors it states."""
-    coded = Coded.parse(item.payload)
+    coded = Record.parse(item.payload)
     for stated, made, side in zip(coded.errors, decoded(item, level, *profiles, layer=layer), exact, strict=True):
         assert made.shape == side.shape
         assert made.dtype == side.dtype
@@ -128,7 +125,7 @@ def test_numbers_far_outside(scheme: str) -> None:
         for level, item in encoded(*kv, NESTED, of, 0).items():
             check_law(item, level, kv, *([of] if of else []))
         item = encoded(*kv, ["1"], of, 0)["1"]
-        escapes = Coded.parse(item.payload).escapes
+        escapes = Record.parse(item.payload).escapes
         if size == 3e3 and scheme != "anchor":  # anchors' steps grow with the largest
             assert len(escapes.places) + len(escapes.marked) > 0
         wrong = (decoded(item, "1", *([of] if of else []))[0] - kv[0]).abs().max()
@@ -151,10 +148,10 @@ def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -
         inside, outside = (encoded(*kv, NESTED, of)[level] for kv in (usual, other))
         check_law(inside, level, usual, of)
         check_law(outside, level, other, of)
-        assert len(Coded.parse(outside.payload).escapes.places) > (100 if level == "1" else 0)
+        assert len(Record.parse(outside.payload).escapes.places) > (100 if level == "1" else 0)
         wrong = in_steps(of, level, decoded(outside, level, of), other)
         assert wrong.square().mean() < (1.1 if dtype == "float32" else 1.6) / 12
-        assert max(Coded.parse(outside.payload).errors) < 0.9
+        assert max(Record.parse(outside.payload).errors) < 0.9
 
 
 def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> torch.Tensor:
@@ -210,11 +207,11 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
     kvs = [Model(2, 64, seed=1).kv(0, tokens, seed=tokens) for tokens in (7, 30, 12)]
     kvs.insert(1, model(2, 64, 20).kv(0, 9))
     items = [encoded(*kv, ["1"], of)["1"] for kv in kvs]
-    assert [len(Coded.parse(item.payload).escapes.places) > 50 for item in items] == [True, False, True, True]
+    assert [len(Record.parse(item.payload).escapes.places) > 50 for item in items] == [True, False, True, True]
     for pair, item, kv in zip(CODECS["1"].decode(items, 0, shelf(of)), items, kvs, strict=True):
         for made, alone, exact in zip(pair, decoded(item, "1", of), kv, strict=True):
             assert relative(made, alone) < 1e-6
-            assert relative(made, exact) <= 1.001 * max(Coded.parse(item.payload).errors)
+            assert relative(made, exact) <= 1.001 * max(Record.parse(item.payload).errors)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -239,13 +236,13 @@ def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) 
     """Of machine code, without Python between layers; in numpy there is none to count."""
     items = [encoded(*model().kv(layer, 40), ["2"], profile(), layer)["2"] for layer in range(LAYERS)]
     calls: list[int] = []
-    compiled = native.kernel
+    compiled = coder.kernel
 
-    def counted(kind: str | native.Kind) -> native.Kernel | None:
+    def counted(kind: str | coder.Kind) -> coder.Kernel | None:
         made = compiled(kind)
         return None if made is None else lambda jobs, count: (calls.append(count), made(jobs, count))[1]
 
-    monkeypatch.setattr(native, "kernel", counted)
+    monkeypatch.setattr(coder, "kernel", counted)
     CODECS["2"].decode(items[:1], 0, shelf(profile()))
     alone = len(calls)
     CODECS["2"].decode_layers(items, shelf(profile()))
@@ -278,8 +275,8 @@ def test_no_chunk() -> None:
 
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
     """Whole numbers of a record."""
-    out = HostNumbers(torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16))
-    transform.fill(of, layer, [(Coded.parse(item.payload), item)], [0], out)
+    out = HostBuffer(torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16))
+    decode.fill(of, layer, [(Record.parse(item.payload), item)], [0], out)
     return out.tensor.numpy()
 
 
@@ -296,10 +293,10 @@ def test_refined_or_alone(rank: int | None, groups: int, dtype: str) -> None:
     chain = encoded(*kv, NESTED, of, 1)
     for level in NESTED:
         alone = encoded(*kv, [level], of, 1)[level]
-        assert Coded.parse(alone.payload).base == 0
-        assert Coded.parse(chain[level].payload).base == (0 if level == NESTED[-1] else int(level) + 1)
+        assert Record.parse(alone.payload).base == 0
+        assert Record.parse(chain[level].payload).base == (0 if level == NESTED[-1] else int(level) + 1)
         assert np.array_equal(numbers_of(chain[level], of, 1), numbers_of(alone, of, 1))
-        assert Coded.parse(chain[level].payload).errors == Coded.parse(alone.payload).errors
+        assert Record.parse(chain[level].payload).errors == Record.parse(alone.payload).errors
         for one, other in zip(
             decoded(chain[level], level, of, layer=1), decoded(alone, level, of, layer=1), strict=True
         ):
@@ -326,7 +323,7 @@ def test_which_level_refines_which() -> None:
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
     assert [CODECS[level].base_of(b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
-    made = Coded.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left alone
+    made = Record.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left alone
     assert (made.profile, made.base) == (NO_PROFILE, 0)
     assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
 
@@ -357,7 +354,7 @@ def test_the_papers_thirds() -> None:
     kv = model().kv(0, 50)
     steps = []
     for made in CODECS["cachegen-2"].encode_layers([kv] * 6):
-        steps.append(Coded.parse(b"".join(made)).steps[0])
+        steps.append(Record.parse(b"".join(made)).steps[0])
     assert np.allclose(np.array(steps) / steps[0], [1, 1, 2, 2, 3, 3])
 
 
@@ -368,7 +365,7 @@ def test_columns_whose_tables_know_only_zero() -> None:
     assert not of.active[-1].any()
     kv = some.kv(0, 40)
     chain = encoded(*kv, NESTED, of)
-    assert Coded.parse(chain["4"].payload).columns == 0
+    assert Record.parse(chain["4"].payload).columns == 0
     for level in NESTED:
         check_law(chain[level], level, kv, of)
 
@@ -394,7 +391,7 @@ def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
     any_number = st.integers(-32767, 32766) | st.integers(-130, 130)
     drawn = [[data.draw(any_number) for _ in range(9)] for _ in range(3)]
     numbers = np.array([np.resize(row, 64) for row in drawn], np.int16)
-    symbols, escapes = to_symbols(numbers, in_order(ids, shipped()))
+    ((symbols, escapes),) = symbols_of(numbers[None], [in_order(ids, shipped())])
     assert np.array_equal(escapes, numbers[symbols == ESCAPE])
     for row in range(3):
         for column, table in enumerate(ids):
@@ -408,7 +405,7 @@ def test_a_table_that_knows_escapes_only() -> None:
     rows[0, ESCAPE] = rows[1, ZERO - 5] = 2048
     columns = in_order(np.resize(np.array([0, 1], np.uint16), 64), TableSet(rows))
     numbers = np.array([np.resize(row, 64) for row in ([0, -5], [-1, -4], [32766, -6])], np.int16)
-    symbols, escapes = to_symbols(numbers, columns)
+    ((symbols, escapes),) = symbols_of(numbers[None], [columns])
     assert (symbols[:, :2] == ESCAPE).tolist() == [[True, False], [True, True], [True, True]]
     assert len(escapes) == 5 * 32
     assert symbols[0, 1] == ZERO - 5
@@ -536,7 +533,7 @@ def test_a_base_of_other_rounding() -> None:
     for one, base in ((chain, other), (other, chain)):
         with pytest.raises(DamagedError, match="refines another one"):
             decoded(with_base(base["2"])(one["1"]), "1", of)
-    older = dataclasses.replace(Coded.parse(chain["1"].payload), base_check=0)
+    older = dataclasses.replace(Record.parse(chain["1"].payload), base_check=0)
     before = dataclasses.replace(chain["1"], payload=b"".join(older.pack()))
     for mine, theirs in zip(decoded(before, "1", of), decoded(chain["1"], "1", of), strict=True):
         assert torch.equal(mine, theirs)
@@ -547,7 +544,7 @@ def test_a_base_whose_empty_stream_would_do() -> None:
     some = model(2, 32, 20)
     of = fitted(some, step=60.0)
     chain = encoded(*some.kv(0, 30), NESTED, of)
-    assert not Coded.parse(chain["1"].payload).columns
+    assert not Record.parse(chain["1"].payload).columns
     decoded(chain["1"], "1", of)
     for base in (chain["1"], chain["3"], chain["4"], encoded(*some.kv(0, 20), NESTED, of)["2"]):
         with pytest.raises(DamagedError):
@@ -573,7 +570,7 @@ def test_a_base_of_another_profile_or_of_none() -> None:
 def test_a_base_that_says_it_is_not_transformed() -> None:
     of, kv = profile(), model().kv(0, 30)
     chain = encoded(*kv, ["1", "2"], of)
-    coded = Coded.parse(_base(chain["1"]).payload)
+    coded = Record.parse(_base(chain["1"]).payload)
     plain = dataclasses.replace(coded, predictors=(Predictor.MEAN, Predictor.MEAN), streams=coded.streams * 2)
     base = item_of(b"".join(plain.pack()), kv[0])
     with pytest.raises(DamagedError):
@@ -593,7 +590,7 @@ def test_a_transformed_record_among_those_without_a_profile() -> None:
     """It names no profile, like those before it, and has side information for as many channels."""
     kv = model().kv(0, 30)
     sound = encoded(*kv, ["1"])["1"]
-    coded = Coded.parse(sound.payload)
+    coded = Record.parse(sound.payload)
     both = (Predictor.TRANSFORM, Predictor.TRANSFORM)
     side = bytes(2 * 4 * 48 + 64)
     bad = dataclasses.replace(coded, predictors=both, streams=coded.streams[:1], side=side)
@@ -605,7 +602,7 @@ def test_a_transformed_record_among_those_without_a_profile() -> None:
 
 def test_side_information_that_does_not_fit() -> None:
     kv = model().kv(0, 30)
-    coded = Coded.parse(encoded(*kv, ["1"])["1"].payload)
+    coded = Record.parse(encoded(*kv, ["1"])["1"].payload)
     unknown = bytes([len(shipped())])
     for side in (coded.side + b"\0", coded.side[:-1], b"", coded.side[:-1] + unknown, b"\xff" * len(coded.side)):
         payload = b"".join(dataclasses.replace(coded, side=side).pack())
@@ -619,7 +616,7 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
     keys[0, 3] += 400.0
     for source in (of, None):
         item = encoded(keys, values, ["1"], source)["1"]
-        coded = Coded.parse(item.payload)
+        coded = Record.parse(item.payload)
         escapes = coded.escapes
         assert len(escapes.marked)
         profiles = [of] if source else []
@@ -640,7 +637,7 @@ def test_marks_that_are_not_those_of_the_stream() -> None:
 def test_a_refinement_knows_no_marks() -> None:
     of = profile()
     chain = encoded(*model().kv(0, 30), NESTED, of)
-    coded = Coded.parse(chain["1"].payload)
+    coded = Record.parse(chain["1"].payload)
     assert not len(coded.escapes.marked)
     changed = dataclasses.replace(coded.escapes, marked=np.array([1], np.int16))
     payload = b"".join(dataclasses.replace(coded, escapes=changed).pack())

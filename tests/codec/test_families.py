@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import NAMES as DTYPES
 from kvtool.core.codec.base import Encoded, LayerKV, shape_of_layer
-from kvtool.core.codec.raw import NAMES as DTYPES
 from tests.fusion.making import BOS, CHUNKS, NAMES, case
 
 LEVELS = ("raw", "lossless", "cachegen-2")

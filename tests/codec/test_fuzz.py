@@ -17,11 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import Coded
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.base import DTYPES, Encoded
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 from tests.codec.synthetic import KV, STEP, Model, encoded, fitted, shelf
 from tests.codec.test_golden_levels import committed
@@ -155,12 +154,12 @@ def same(one: list[KV] | None, other: list[KV] | None) -> bool:
 
 
 def test_sound_ones_are_read() -> None:
-    kinds = {Coded.parse(item.payload).predictors for _, item in sources().values()}
+    kinds = {Record.parse(item.payload).predictors for _, item in sources().values()}
     assert len(kinds) == 3
     for level, item in sources().values():
         assert outcome(level, [item]) is not None
-    assert all(len(Coded.parse(sources()[name][1].payload).escapes.marked) for name in ("alone-1", "mean"))
-    assert len(Coded.parse(sources()["alone-1"][1].payload).escapes.places)
+    assert all(len(Record.parse(sources()[name][1].payload).escapes.marked) for name in ("alone-1", "mean"))
+    assert len(Record.parse(sources()["alone-1"][1].payload).escapes.places)
 
 
 @pytest.mark.parametrize("name", sorted(sources()))
@@ -189,16 +188,16 @@ def test_among_sound_ones() -> None:
         assert (alone is None) == (together is None)
 
 
-@pytest.mark.parametrize("back_end", [name for name in native.available() if name != native.available()[0]])
+@pytest.mark.parametrize("back_end", [name for name in coder.available() if name != coder.available()[0]])
 def test_all_back_ends_are_of_one_mind(back_end: str, monkeypatch: pytest.MonkeyPatch) -> None:
     dice = random.Random(9)
     names = sorted(sources())
     for _ in range(300):
         level, sound = sources()[dice.choice(names)]
         item = mutated_somewhere(sound, dice)
-        monkeypatch.delenv(native.VARIABLE, raising=False)
+        monkeypatch.delenv(coder.VARIABLE, raising=False)
         usual = outcome(level, [item])
-        monkeypatch.setenv(native.VARIABLE, back_end)
+        monkeypatch.setenv(coder.VARIABLE, back_end)
         assert same(outcome(level, [item]), usual)
 
 
@@ -233,7 +232,7 @@ def test_no_memory_for_tokens_that_are_not_there() -> None:
 def test_steps_and_side_information_beyond_all_bounds(name: str) -> None:
     """Numbers that overflow are no error by themselves, and no warning."""
     level, sound = sources()[name]
-    coded = Coded.parse(sound.payload)
+    coded = Record.parse(sound.payload)
     for step in (3e38, 1e-45, 0.0):
         data = bytearray(sound.payload)
         struct.pack_into("<2f", data, 48, step, step)
@@ -250,10 +249,10 @@ def test_steps_and_side_information_beyond_all_bounds(name: str) -> None:
 # ---- parsing alone -----------------------------------------------------------------------------------------------
 
 
-def parsed(data: bytes) -> Coded | None:
+def parsed(data: bytes) -> Record | None:
     """A record's parts, which are no longer than the data; None where it is refused."""
     try:
-        coded = Coded.parse(data)
+        coded = Record.parse(data)
     except DamagedError:
         return None
     assert b"".join(coded.pack()) == data

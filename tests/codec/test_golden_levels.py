@@ -19,12 +19,12 @@ import torch
 
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import FORMAT, Coded, Predictor
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import FORMAT as PROFILE_FORMAT
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.rans.reference import ALPHABET, ESCAPE, SLOTS, ZERO, TableSet
+from kvtool.core.codec.record import FORMAT, Predictor, Record
 from tests.codec.synthetic import KV, encode_nested, item_of, shelf
 
 FOLDER = Path(__file__).with_name("golden")
@@ -139,10 +139,10 @@ def digest_of(kv: KV) -> str:
     return hashlib.blake2b(b"".join(side.contiguous().numpy().tobytes() for side in kv), digest_size=16).hexdigest()
 
 
-@pytest.fixture(params=native.available())
+@pytest.fixture(params=coder.available())
 def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of the entropy coder's."""
-    monkeypatch.setenv(native.VARIABLE, str(request.param))
+    monkeypatch.setenv(coder.VARIABLE, str(request.param))
 
 
 def test_the_shipped_tables() -> None:
@@ -168,7 +168,7 @@ def test_a_profile_is_read_as_it_was() -> None:
 def test_records_are_written_as_they_were(name: str, back_end: None) -> None:
     """But for the last bit of the errors that they state: float32 sums, which not every CPU takes in the same order."""
     profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()
-    made, old = (Coded.parse(data) for data in (written(profile)[name], stored(name)))
+    made, old = (Record.parse(data) for data in (written(profile)[name], stored(name)))
     assert made.errors == pytest.approx(old.errors, rel=1e-6)
     assert bool(made.base_check) == bool(made.base)  # which the files, being older, do not state
     assert b"".join(dataclasses.replace(made, errors=old.errors, base_check=0).pack()) == stored(name)
@@ -203,9 +203,9 @@ def test_to_the_nearest_step(name: str) -> None:
 
 
 def test_the_header() -> None:
-    """Offsets as payload.py has them."""
+    """Offsets as record.py has them."""
     for name in [*TRANSFORMED, *PLAIN]:
-        data, coded = stored(name), Coded.parse(stored(name))
+        data, coded = stored(name), Record.parse(stored(name))
         kind, level = name.split("-")
         assert data[:4] == b"kvg" + bytes([FORMAT])
         predictor = {"mean": 0, "anchor": 1}.get(kind, 2)
@@ -223,7 +223,7 @@ def test_the_header() -> None:
 
 
 def test_all_that_a_record_may_hold_is_here() -> None:
-    coded = {name: Coded.parse(stored(name)) for name in [*TRANSFORMED, *PLAIN]}
+    coded = {name: Record.parse(stored(name)) for name in [*TRANSFORMED, *PLAIN]}
     assert len(coded["level-1"].escapes.places) > 3
     assert len(coded["level-1"].escapes.marked) > 1
     assert len(coded["refined-1"].escapes.places) > 3

@@ -7,8 +7,19 @@ import sys
 
 import pytest
 
-from kvtool.core.codec.levels import LEVELS, RAW, check_level, enough_loss, exact, known, level_of, lossy, nested
-from kvtool.core.codec.nested import NESTED, coarser
+from kvtool.core.codec.levels import (
+    LEVELS,
+    NESTED,
+    RAW,
+    check_level,
+    coarser,
+    enough_loss,
+    exact,
+    known,
+    level_of,
+    lossy,
+    nested,
+)
 from kvtool.core.errors import UsageError
 
 

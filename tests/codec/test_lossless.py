@@ -11,8 +11,8 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtool.core.codec.base import DTYPES
 from kvtool.core.codec.lossless import Lossless
-from kvtool.core.codec.raw import DTYPES
 from kvtool.core.errors import DamagedError
 
 CODEC = Lossless("lossless")

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from kvtool.core.codec import CODECS, transform
+from kvtool.core.codec import CODECS, decode
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.coefficient_buffer import DeviceNumbers, HostNumbers, decodes_there
-from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.decode import DeviceBuffer, HostBuffer, decodes_there
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.record import Record
 from kvtool.core.errors import DamagedError
 from tests.codec.processes import needs_triton
 from tests.codec.synthetic import KV, Model, encoded, model, profile, relative, shelf
@@ -27,22 +27,22 @@ CPU = torch.device("cpu")
 def on_device(items: list[Encoded], level: str, data: bytes) -> tuple[np.ndarray, list[list[torch.Tensor]]]:
     """The whole numbers of all records, and their keys and values; runs in the interpreter's process."""
     of = Profile.from_bytes(data)
-    return numbers_of(items, of, DeviceNumbers), CODECS[level].decode(items, 0, shelf(of), CPU)
+    return numbers_of(items, of, DeviceBuffer), CODECS[level].decode(items, 0, shelf(of), CPU)
 
 
-def numbers_of(items: Sequence[Encoded], of: Profile, kind: type[HostNumbers] | type[DeviceNumbers]) -> np.ndarray:
+def numbers_of(items: Sequence[Encoded], of: Profile, kind: type[HostBuffer] | type[DeviceBuffer]) -> np.ndarray:
     """int16 `[tokens, stride]`."""
     ends = list(accumulate(item.shape[1] for item in items))
     numbers = kind(torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16))
-    records = [(Coded.parse(item.payload), item) for item in items]
-    transform.fill(of, 0, records, [0, *ends[:-1]], numbers)
+    records = [(Record.parse(item.payload), item) for item in items]
+    decode.fill(of, 0, records, [0, *ends[:-1]], numbers)
     return numbers.tensor.numpy()
 
 
 def check(interpreter: ProcessPoolExecutor, items: Sequence[Encoded], level: str, of: Profile) -> None:
     """The same numbers, hence the same tensors but for the order of sums."""
     numbers, pairs = interpreter.submit(on_device, list(items), level, of.data).result()
-    assert np.array_equal(numbers, numbers_of(items, of, HostNumbers))
+    assert np.array_equal(numbers, numbers_of(items, of, HostBuffer))
     for ours, pair in zip(pairs, CODECS[level].decode(items, 0, shelf(of)), strict=True):
         for mine, side in zip(ours, pair, strict=True):
             assert mine.dtype == side.dtype
@@ -66,7 +66,7 @@ def test_records_that_stand_alone(interpreter: ProcessPoolExecutor, dtype: torch
 def test_escapes_go_to_their_own_rows(interpreter: ProcessPoolExecutor) -> None:
     of = profile()
     items = [encoded(*kv, ["1"], of)["1"] for kv in (outlying(6), model().kv(0, 4), outlying(9))]
-    marked = [len(Coded.parse(item.payload).escapes.marked) for item in items]
+    marked = [len(Record.parse(item.payload).escapes.marked) for item in items]
     assert marked[0]
     assert marked[2]
     check(interpreter, items, "1", of)
@@ -85,14 +85,14 @@ def test_columns_that_are_not_coded(interpreter: ProcessPoolExecutor) -> None:
     of = profile(2, 64, 20, 2)
     kvs = [Model(2, 64, seed=1).kv(0, tokens, seed=tokens) for tokens in (2, 3)]
     items = [encoded(*kv, ["1"], of)["1"] for kv in kvs]
-    assert all(len(Coded.parse(item.payload).escapes.places) for item in items)
+    assert all(len(Record.parse(item.payload).escapes.places) for item in items)
     check(interpreter, items, "1", of)
 
 
 def test_marks_that_are_not_those_of_the_stream(interpreter: ProcessPoolExecutor) -> None:
     of = profile()
     item = encoded(*outlying(5), ["1"], of)["1"]
-    coded = Coded.parse(item.payload)
+    coded = Record.parse(item.payload)
     marked, outside = coded.escapes.marked, np.array([5 * 128], np.uint32)
     for changed in (
         dataclasses.replace(coded.escapes, marked=marked[:-1]),

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load, save
 
 from kvtool.core.codec import fit
-from kvtool.core.codec.entropy.tables import ESCAPE, ZERO
+from kvtool.core.codec.encode import coarsened
 from kvtool.core.codec.fit import TABLES, WHOLE_LAYER, default_groups
-from kvtool.core.codec.layout import BLOCK, Layout
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import coarsened
-from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.profile import Layout, Profile
+from kvtool.core.codec.rans.reference import BLOCK, ESCAPE, ZERO
 from kvtool.core.errors import DamagedError
 from tests.codec.synthetic import LAYERS, STEP, fitted, model, profile
 

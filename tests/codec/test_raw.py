@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.codec.base import shape_of
-from kvtool.core.codec.raw import Raw
+from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import DamagedError
 
 

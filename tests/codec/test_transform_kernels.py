@@ -1,4 +1,4 @@
-"""Products of the transform: as torch makes them, on every instruction set, whatever goes with them."""
+"""Products of the decode: as torch makes them, on every instruction set, whatever goes with them."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ import numpy as np
 import pytest
 import torch
 
-from kvtool.core.codec import analysis, transform
+from kvtool.core.codec import decode, encode
 from kvtool.core.codec import transform_kernels as products
+from kvtool.core.codec.base import DTYPES
 from kvtool.core.codec.cachegen import shipped
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.symbols import finer_symbols, has_strays, refinement, wider
-from kvtool.core.codec.layout import SIDES, Layout
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import coarsened
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.encode import coarsened, finer_symbols, has_strays, refinement, wider
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.profile import SIDES, Layout
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.rans.reference import in_order
 from kvtool.core.common.arithmetic import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
 from kvtool.core.native.isa import ISAS
 from tests.codec.synthetic import KV, LAYERS, encode_nested, model, profile
 
-MACHINES = [name for name in native.available() if name != native.NUMPY]
+MACHINES = [name for name in coder.available() if name != coder.NUMPY]
 
 
-@pytest.fixture(params=native.available())
+@pytest.fixture(params=coder.available())
 def back_end(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each of them, torch too."""
-    monkeypatch.setenv(native.VARIABLE, str(request.param))
+    monkeypatch.setenv(coder.VARIABLE, str(request.param))
     return str(request.param)
 
 
 @pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each that has machine code."""
-    monkeypatch.setenv(native.VARIABLE, str(request.param))
+    monkeypatch.setenv(coder.VARIABLE, str(request.param))
     return str(request.param)
 
 
@@ -200,9 +199,9 @@ def test_a_record_does_not_depend_on_its_batch(
     """Layer by layer, some together, all together; beside longer chunks before it."""
     of, kvs = profile(groups=groups), some_layers(53)
     single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
-    monkeypatch.setattr(analysis, "AT_ONCE", at_once)
-    analysis.encode(of, range(LAYERS), some_layers(70), NESTED)
-    together = analysis.encode(of, range(LAYERS), kvs, NESTED)
+    monkeypatch.setattr(encode, "AT_ONCE", at_once)
+    encode.encode_nested(of, range(LAYERS), some_layers(70), NESTED)
+    together = encode.encode_nested(of, range(LAYERS), kvs, NESTED)
     for level in NESTED:
         assert joined(together[level]) == [b"".join(one[level]) for one in single]
 
@@ -211,8 +210,8 @@ def test_a_record_does_not_depend_on_its_batch(
 def test_instruction_sets_with_fused_products_make_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     for name in ("avx2", "avx512"):
-        monkeypatch.setenv(native.VARIABLE, name)
-        made.append(analysis.encode(profile(), range(LAYERS), some_layers(40), ["1", "2"]))
+        monkeypatch.setenv(coder.VARIABLE, name)
+        made.append(encode.encode_nested(profile(), range(LAYERS), some_layers(40), ["1", "2"]))
     wanted, other = ([record[80:] for level in ("1", "2") for record in joined(one[level])] for one in made)
     assert wanted == other
 
@@ -227,13 +226,13 @@ def test_few_calls_for_all_layers(machine: str, monkeypatch: pytest.MonkeyPatch)
         run(self, kernel)
 
     monkeypatch.setattr(products.Jobs, "run", counted)
-    analysis.encode(profile(), range(LAYERS), some_layers(40), ["2"])
+    encode.encode_nested(profile(), range(LAYERS), some_layers(40), ["2"])
     assert len(calls) <= 7
 
 
 def test_rows_without_tokens(back_end: str) -> None:
     kvs = some_layers(0)
-    for records in analysis.encode(profile(), range(LAYERS), kvs, ["1", "4"]).values():
+    for records in encode.encode_nested(profile(), range(LAYERS), kvs, ["1", "4"]).values():
         assert len(joined(records)) == LAYERS
 
 
@@ -253,17 +252,14 @@ def test_what_does_not_fit_is_refused_before_it_is_read(back_end: str) -> None:
 
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("level", NESTED)
-def test_what_is_decoded_here_and_by_torch(
-    machine: str, level: str, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_decoded_here_and_by_torch(machine: str, level: str, dtype: str) -> None:
     """The same but for roundings: one of them states an error that holds for the other."""
     of, layout = profile(), profile().layout
     numbers = np.random.default_rng(0).integers(-20, 21, (1, 31, layout.stride)).astype(np.int16)
     out = []
-    for by in (lambda *_: None, products.reading_by):
-        monkeypatch.setattr(products, "reading_by", by)
+    for by in (None, products.reading_by(layout, DTYPES[dtype])):
         made = torch.empty((1, SIDES, 31, layout.groups, layout.size), dtype=DTYPES[dtype])
-        transform.sides_of(of, [1], level, torch.from_numpy(numbers), [[]], made)
+        decode.sides_of(of, [1], level, torch.from_numpy(numbers), [[]], made, by)
         out.append(made.float())
     apart = (out[0] - out[1]).abs()
     assert apart.max() <= 2 * torch.finfo(DTYPES[dtype]).eps * out[0].abs().max()
@@ -271,7 +267,7 @@ def test_what_is_decoded_here_and_by_torch(
 
 
 @pytest.mark.parametrize(
-    ("features", "coder", "pairs"),
+    ("features", "back_end", "pairs"),
     [
         ("avx512f avx512_bf16", "avx512", True),
         ("avx512f avx512_bf16 amx_bf16", "avx512", False),
@@ -279,10 +275,10 @@ def test_what_is_decoded_here_and_by_torch(
         ("avx512f", "avx512", False),
     ],
 )
-def test_who_multiplies_bfloat16(features: str, coder: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_multiplies_bfloat16(features: str, back_end: str, pairs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels where the CPU can and nothing is faster; what is held to less than the CPU has takes less."""
-    monkeypatch.setattr(native, "available", lambda: ("avx512", "avx2"))
-    monkeypatch.setenv(native.VARIABLE, coder)
+    monkeypatch.setattr(coder, "available", lambda: ("avx512", "avx2"))
+    monkeypatch.setenv(coder.VARIABLE, back_end)
     monkeypatch.setenv(FEATURES, features)
     assert products.multiplies_pairs(torch.bfloat16) is pairs
     assert not products.multiplies_pairs(torch.float32)

@@ -12,7 +12,7 @@ import torch
 
 from kvtool.core.codec.base import Encoded
 from kvtool.core.codec.levels import Level
-from kvtool.core.codec.plugin import Plugged
+from kvtool.core.codec.plugin import PluginCodec
 from kvtool.core.common import plugins
 from kvtool.core.common.plugins import PluginError, found, listed, troubles
 from kvtool.core.corpus import readers
@@ -129,7 +129,7 @@ def test_an_embedder_that_is_none_is_an_error_of_the_model(
 _CODEC = """
 import torch
 from kvtool.core.codec.base import SelfContained
-from kvtool.core.codec.raw import Raw
+from kvtool.core.codec.lossless import Raw
 
 class Good(Raw): pass
 class Lying(Raw):
@@ -145,13 +145,13 @@ KV = torch.arange(24.0).reshape(2, 3, 4), -torch.arange(24.0).reshape(2, 3, 4)
 
 
 @pytest.fixture
-def codec(install: Install) -> Callable[..., Plugged]:
+def codec(install: Install) -> Callable[..., PluginCodec]:
     install("codecs", "codecs", "mine", "codec_plugin:LEVEL", codec_plugin=_CODEC)
     plugin = found("codecs")["mine"]
-    return lambda kind, lossless=True: Plugged(Level("mine", f"codec_plugin:{kind}", lossless, bits=9), plugin)
+    return lambda kind, lossless=True: PluginCodec(Level("mine", f"codec_plugin:{kind}", lossless, bits=9), plugin)
 
 
-def test_a_codec_that_keeps_its_promise(codec: Callable[..., Plugged]) -> None:
+def test_a_codec_that_keeps_its_promise(codec: Callable[..., PluginCodec]) -> None:
     payload = bytearray(b"".join(bytes(part) for part in codec("Good").encode(*KV)))
     item = Encoded(payload, (2, 3, 4), "float32")
     (made,) = codec("Good").decode([item])
@@ -170,14 +170,14 @@ def test_a_codec_that_keeps_its_promise(codec: Callable[..., Plugged]) -> None:
     ],
 )
 def test_a_codec_that_breaks_its_promise_writes_nothing(
-    codec: Callable[..., Plugged], kind: str, lossless: bool, why: str
+    codec: Callable[..., PluginCodec], kind: str, lossless: bool, why: str
 ) -> None:
     with pytest.raises(PluginError, match=why):
         codec(kind, lossless).encode_layers([KV])
 
 
 @pytest.mark.parametrize("kind", ["Failing", "Shorter", "Missing"])
-def test_a_record_that_it_cannot_read_counts_as_damaged(codec: Callable[..., Plugged], kind: str) -> None:
+def test_a_record_that_it_cannot_read_counts_as_damaged(codec: Callable[..., PluginCodec], kind: str) -> None:
     payload = bytearray(b"".join(bytes(part) for part in codec("Good").encode(*KV)))
     with pytest.raises(DamagedError, match=r"'mine' of codecs 1\.0"):
         codec(kind).decode([Encoded(payload, (2, 3, 4), "float32")])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.codec.entropy import native
+from kvtool.core.codec.rans import coder
 from kvtool.core.common import switches
 from kvtool.core.common.switches import ALLOWED, SWITCHES, asked
 from kvtool.core.errors import UsageError
@@ -28,7 +28,7 @@ def test_what_is_allowed_is_taken_and_nothing_else(variable: str, monkeypatch: p
 
 def test_the_lists_are_those_of_who_follows_them() -> None:
     assert ALLOWED[switches.ATTENTION] == tuple(backend.name for backend in BACKENDS)
-    assert ALLOWED[switches.ENTROPY_CODER] == (*ISAS, native.NUMPY)
+    assert ALLOWED[switches.ENTROPY_CODER] == (*ISAS, coder.NUMPY)
     assert {*SWITCHES} < {*RESERVED_ENV}
 
 

@@ -14,8 +14,8 @@ from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.record import Record
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import job
 from kvtool.core.compress.compress_report import CompressReport
@@ -68,10 +68,10 @@ def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
     return found
 
 
-def coded_in(path: Path, level: str) -> dict[tuple[str, int], Coded]:
+def coded_in(path: Path, level: str) -> dict[tuple[str, int], Record]:
     """Every record of a lossy level, its envelope checked and its payload parsed."""
     return {
-        (chunk, layer): Coded.parse(decode_record(bytes.fromhex(chunk), data)[1])
+        (chunk, layer): Record.parse(decode_record(bytes.fromhex(chunk), data)[1])
         for (chunk, layer), data in rows(path, level).items()
     }
 

@@ -10,9 +10,7 @@ import pytest
 
 from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import DEFAULT_LOSSY
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import NO_PROFILE
+from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED, NO_PROFILE
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.options import CompressOptions

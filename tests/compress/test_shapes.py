@@ -10,10 +10,9 @@ import torch
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, shape_of_layer
+from kvtool.core.codec.base import Encoded, LayerKV, channels_of, shape_of_layer, wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
-from kvtool.core.codec.layout import channels_of, wide_sides
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import read_chunk

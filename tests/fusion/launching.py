@@ -16,12 +16,13 @@ from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.link import Ahead, KVRead
 from kvtool.core.cache.record import KVHeader, encode_record
+from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.levels import RAW
-from kvtool.core.codec.raw import NAMES, Raw
+from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.cuda_placing import PinnedBuffer
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.model.rotary import Rotary
+from kvtool.core.model.rope import Rotary
 from tests.fusion.making import Case
 from tests.pretended import streams
 

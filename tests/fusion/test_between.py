@@ -10,11 +10,10 @@ import torch
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.model.between import between_layers, uninterrupted
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.generate import Generated, Sampling, Writing, first_token, generate
+from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
+from kvtool.core.model.preemption import between_layers, uninterrupted
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.together import Together
 from tests.fusion.making import CHUNKS, NAMES, PREFIX, Case, Ids, case, new_case, same_bits, tokens
 from tests.fusion.test_prefix_cache import Shelf, decoder, plan_of
 
@@ -30,24 +29,24 @@ class Beside:
     """Answers that are written while something else is computed: a token of each whenever there is room."""
 
     decoder: Decoder
-    together: Together = field(default_factory=Together)
-    writings: list[Writing] = field(default_factory=list)
+    together: ContinuousBatch = field(default_factory=ContinuousBatch)
+    sequences: list[AnswerSequence] = field(default_factory=list)
     steps: int = 0
 
     def __post_init__(self) -> None:
         for ids in OTHERS:
             logits, cache = self.decoder.prefill(ids, reserve=LONG.max_tokens)
-            self.writings.append(Writing(self.decoder, cache, [first_token(logits, LONG)], LONG))
-            self.together.add(self.writings[-1])
+            self.sequences.append(AnswerSequence(self.decoder, cache, [first_token(logits, LONG)], LONG))
+            self.together.add(self.sequences[-1])
 
     def step(self) -> None:
         self.steps += 1
         self.together.step()
 
     def said(self) -> list[Ids]:
-        while self.together.writings:
+        while self.together.sequences:
             self.together.step()
-        return [writing.end().ids for writing in self.writings]
+        return [sequence.end().ids for sequence in self.sequences]
 
 
 def alone(one: Decoder) -> list[Ids]:

@@ -21,8 +21,8 @@ from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import Rows
-from kvtool.core.model.generate import begin
-from kvtool.core.model.stepping.static import StaticStep
+from kvtool.core.model.decode.cuda_graph import StaticStep
+from kvtool.core.model.generate import greedy_prefix
 from tests.fusion.making import (
     BOS,
     CHUNKS,
@@ -179,7 +179,7 @@ def test_the_answer_goes_on_behind_the_question(family: str) -> None:
     fused = fuse(one, Reuse())
     assert distance(forced_logits(one.decoder, fused, script), expected) <= 1e-4
     fused.cache.set_length(fused.plan.length)
-    said = begin(one.decoder, fused.cache, fused.logits, 4).ids
+    said = greedy_prefix(one.decoder, fused.cache, fused.logits, 4).ids
     again, logits = fuse(one, Reuse()), [fused.logits]
     for token in said[:-1]:
         logits.append(one.decoder.extend([token], again.cache)[-1])

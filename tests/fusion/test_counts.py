@@ -21,7 +21,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.kernels.attention import eager, sdpa
-from kvtool.core.model.rotary import Copy, Rotary, Turn
+from kvtool.core.model.rope import Copy, Rotary, Turn
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
 CONTEXT = sum(map(len, CHUNKS))

@@ -24,11 +24,9 @@ from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.tree import DataFile, Tree
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of
-from kvtool.core.codec.entropy import decoder, reference
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.reference import LANES, Stream
-from kvtool.core.codec.entropy.tables import TableSet, quantised
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.rans import coder, reference
+from kvtool.core.codec.rans.reference import LANES, Stream, TableSet, in_order, quantised
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.state_checkpoint import decode_part, encode_part
@@ -36,7 +34,7 @@ from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import open_unsealed, write_tables
 from tests.cache.making import id_of, make_store
 from tests.codec import test_fuzz as records
-from tests.codec.entropy.streams import TABLES, stream_of, symbols_for
+from tests.codec.rans.streams import TABLES, stream_of, symbols_for
 from tests.codec.synthetic import encoded
 from tests.fuzzing.harness import refused, scratch
 
@@ -186,7 +184,7 @@ def rans(data: bytes) -> None:
     except DamagedError:
         expected = None
     try:
-        decoder.decode(decoder.Decoding([stream], in_order(ids, tables), [0], [rows], out))
+        coder.decode(coder.Decoding([stream], in_order(ids, tables), [0], [rows], out))
     except DamagedError:
         assert expected is None
         return

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.payload import NO_PROFILE
+from kvtool.core.codec.levels import NO_PROFILE
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, damages, kvtool, write_corpus
 from tests.compress.making import chunks_in, coded_in, damage_profile, decoded, levels_in, prefix_of, run, state_of
 

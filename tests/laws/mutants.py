@@ -14,7 +14,7 @@ from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model import attention
-from kvtool.core.model.rotary import Copy, Rotary, Turn
+from kvtool.core.model.rope import Copy, Rotary, Turn
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Codec, Encoded
+from kvtool.core.codec.base import DTYPES, NAMES, Codec, Encoded
 from kvtool.core.codec.levels import LEVELS, exact, level_of, lossy
-from kvtool.core.codec.raw import DTYPES, NAMES, Raw
+from kvtool.core.codec.lossless import Raw
 from tests.codec import synthetic
 
 LOSSLESS = exact()

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kvtool.core.model.decode.backend import TorchBackend
+from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.stepping.cuda_graph import CudaGraphStepper
-from kvtool.core.model.stepping.plain import TorchStepper
-from kvtool.core.model.stepping.static import StaticStep
 from tests.families import KINDS, tiny_model
 from tests.fusion.making import MOE, decoder_of, distance, rms, tokens
 from tests.pretended import pretended
@@ -26,8 +25,8 @@ def gpu() -> Iterator[Log]:
 
 
 def by_forward(decoder: Decoder, reserve: int = 0) -> list[torch.Tensor]:
-    stepper = TorchStepper(decoder, decoder.prefill(PROMPT, reserve)[1])
-    return [stepper.step(token).clone() for token in ANSWER]
+    backend = TorchBackend(decoder, decoder.prefill(PROMPT, reserve)[1])
+    return [backend.step(token).clone() for token in ANSWER]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -57,23 +56,23 @@ def test_a_graph_gives_what_the_forward_gives(gpu: Log, name: str, reserve: int)
     wanted = by_forward(decoder_of(tiny_model(name), "cpu"))
     decoder = decoder_of(tiny_model(name), "cuda")
     _, cache = decoder.prefill(PROMPT, reserve)
-    stepper = CudaGraphStepper(decoder, cache)
+    backend = CudaGraphBackend(decoder, cache)
     gpu.waits.clear()
     for token, expected in zip(ANSWER, wanted, strict=True):
-        out = stepper.step(token)
+        out = backend.step(token)
         assert not gpu.waits  # choosing a token waits, nothing else
         assert distance(out, expected) <= 1e-4
         gpu.waits.clear()
-    assert (stepper.name, stepper.why) == ("cuda graph", "")
+    assert (backend.name, backend.why) == ("cuda graph", "")
     assert {buffer.length for buffer in cache.buffers} == {len(PROMPT) + len(ANSWER)}
 
 
 def test_the_cache_is_whole_between_steps(gpu: Log) -> None:
     decoder = decoder_of(tiny_model("llama"), "cuda")
     _, cache = decoder.prefill(PROMPT, 30)
-    stepper = CudaGraphStepper(decoder, cache)
+    backend = CudaGraphBackend(decoder, cache)
     for token in ANSWER:
-        stepper.step(token)
+        backend.step(token)
     after = decoder.extend(tokens(3, 9), cache)
     plain = decoder_of(tiny_model("llama"), "cpu")
     _, same = plain.prefill((*PROMPT, *ANSWER), 3)
@@ -86,8 +85,8 @@ def test_what_cannot_be_captured_is_stepped_plainly(gpu: Log, name: str) -> None
     wanted = by_forward(decoder_of(tiny_model(name), "cpu"))
     decoder = decoder_of(tiny_model(name), "cuda")
     _, cache = decoder.prefill(PROMPT, 10)
-    stepper = CudaGraphStepper(decoder, cache)
+    backend = CudaGraphBackend(decoder, cache)
     for token, expected in zip(ANSWER, wanted, strict=True):
-        assert distance(stepper.step(token), expected) <= 1e-4
-    if stepper.why:
-        assert (stepper.name, "no CUDA graph: " in stepper.why) == ("torch", True)
+        assert distance(backend.step(token), expected) <= 1e-4
+    if backend.why:
+        assert (backend.name, "no CUDA graph: " in backend.why) == ("torch", True)

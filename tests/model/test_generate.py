@@ -15,8 +15,8 @@ from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
-from kvtool.core.model import stepping
-from kvtool.core.model.generate import Generated, Sampling, begin, first_token, generate, stop_ids
+from kvtool.core.model import decode
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate, greedy_prefix, stop_ids
 from kvtool.core.model.text_stream import TextStream
 from kvtool.core.model.tokens import encode
 from tests.families import tiny_model
@@ -76,7 +76,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
         shared = case("llama")
-        monkeypatch.setattr(stepping, "engine_of", lambda _: "the model's own forward is to say them")
+        monkeypatch.setattr(decode, "engine_of", lambda _: "the model's own forward is to say them")
         fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
         rest = iter([*ids[1:], *[1] * 100])
         real = shared.decoder.model.forward
@@ -156,7 +156,7 @@ def test_a_beginning_goes_on_as_if_it_had_not_been_looked_at(name: str, most: in
     plan = shared.plan(lead_in=BOS)
     whole = answer(shared, shared.fuse(plan, Reuse(), reserve=40), Sampling(40))
     fused = shared.fuse(plan, Reuse(), reserve=40)
-    begun = begin(shared.decoder, fused.cache, fused.logits, most)
+    begun = greedy_prefix(shared.decoder, fused.cache, fused.logits, most)
     script = [*whole.ids, *([] if whole.end is None else [whole.end])]
     assert list(begun.ids) == script[:most]
     pieces: list[str] = []
@@ -170,7 +170,7 @@ def test_a_beginning_knows_its_probabilities() -> None:
     shared = case("llama")
     plan = shared.plan(lead_in=BOS)
     fused = shared.fuse(plan, Reuse())
-    begun = begin(shared.decoder, fused.cache, fused.logits, 6)
+    begun = greedy_prefix(shared.decoder, fused.cache, fused.logits, 6)
     logits = forced_logits(shared.decoder, shared.fuse(plan, Reuse()), begun.ids).double().log_softmax(-1)
     expected = [float(row[token]) for row, token in zip(logits, begun.ids, strict=True)]
     assert begun.log_p == pytest.approx(expected, abs=1e-4)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.model.spec import read_model_spec
-from kvtool.core.model.trial import TOLERANCE, UnsupportedArchitecture, check_trial, relative_error
+from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from tests.families import tiny_model
 from tests.fusion.making import case, decoder_of
 

@@ -10,9 +10,9 @@ import transformers as t
 
 from kvtool.core.checkpoint.support import check_supported, keeps_states
 from kvtool.core.errors import ModelError
+from kvtool.core.model.decode import decode_backend
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import NothingLayer, StateAndRowsLayer, StateCache, StateLayer
-from kvtool.core.model.stepping import stepper_for
 from tests.families import FAMILIES, HYBRIDS, SHAPE, tiny_model
 from tests.fusion.making import decoder_of, tokens
 
@@ -60,7 +60,7 @@ def test_a_layer_holds_what_it_keeps(name: str) -> None:
         if isinstance(layer, BufferLayer):
             assert layer.keys.shape[2] == 13
             assert layer.get_seq_length() == 9
-    assert "keeps states" in stepper_for(decoder, cache).why
+    assert "keeps states" in decode_backend(decoder, cache).why
     decoder.extend(tokens(30, 2), cache)  # more than there is room for
     assert cache.length == 39
 

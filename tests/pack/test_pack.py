@@ -18,7 +18,7 @@ from safetensors.torch import load
 
 import kvtool as kvtool_api
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
 from kvtool.core.pack import container
 from kvtool.core.pack.give import export

@@ -11,8 +11,7 @@ import pytest
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.lossless import Lossless
-from kvtool.core.codec.raw import Raw
+from kvtool.core.codec.lossless import Lossless, Raw
 from kvtool.core.query import fill, layout
 from tests.cli.working import (
     CHUNKS,

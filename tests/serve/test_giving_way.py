@@ -14,8 +14,8 @@ import pytest
 
 import kvtool
 from kvtool.core.errors import KvtoolError, KvtoolWarning
+from kvtool.core.model.generate import ContinuousBatch
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.model.together import Together
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.engine import Engine
@@ -71,27 +71,27 @@ class Watched:
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         scheduler = self.engine.scheduler
-        begin, give_way, step = scheduler._begin, scheduler._give_way, Together.step
+        begin, give_way, step = scheduler._begin, scheduler._give_way, ContinuousBatch.step
 
-        def begins(job: Job, together: Together) -> None:
+        def begins(job: Job, together: ContinuousBatch) -> None:
             self._now = job.ask.request.question
             begin(job, together)
             self._now = "keeping"
 
-        def gives_way(together: Together, job: Job | None = None) -> None:
+        def gives_way(together: ContinuousBatch, job: Job | None = None) -> None:
             self.gave_way[self._now] = self.gave_way.get(self._now, 0) + 1
             if job is not None:
                 self.meanwhile(job)
             give_way(together, job)
 
-        def steps(together: Together) -> Any:
+        def steps(together: ContinuousBatch) -> Any:
             self.steps[self._now] = self.steps.get(self._now, 0) + 1
             return step(together)
 
         patch.setattr(scheduler, "_begin", begins)
         patch.setattr(scheduler, "_give_way", gives_way)
         patch.setattr(scheduler, "_is_time", lambda: True)
-        patch.setattr(Together, "step", steps)
+        patch.setattr(ContinuousBatch, "step", steps)
 
 
 @contextmanager
@@ -163,15 +163,15 @@ def test_who_leaves_is_let_go_of_before_the_next_layer(ready: Path, monkeypatch:
 
 def test_what_goes_wrong_with_the_others_leaves_a_prompt_alone(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with watched(ready, monkeypatch) as one:
-        step, failed = Together.step, []
+        step, failed = ContinuousBatch.step, []
 
-        def fails(together: Together) -> Any:
+        def fails(together: ContinuousBatch) -> Any:
             if one._now == OTHER and not failed:
                 failed.append(True)
                 raise MemoryError
             return step(together)
 
-        monkeypatch.setattr(Together, "step", fails)
+        monkeypatch.setattr(ContinuousBatch, "step", fails)
         ends = one.asked((QUESTION, LONG), (OTHER, SHORT))
     assert isinstance(ends[QUESTION], KvtoolError)
     assert "memory" in ends[QUESTION].message

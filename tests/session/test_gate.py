@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.raw import Raw
+from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.kernels.rope import RopeTables
-from kvtool.core.model.rotary import Rotary
+from kvtool.core.model.rope import Rotary
 from kvtool.core.session.gate import ConformanceCheck, ConformanceResult
 from kvtool.core.session.gate_checks import _Bench, check_laws
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.upkeep.forget import plan_forget
 from kvtool.core.upkeep.inventory import Held, Holding, Inventory
 from kvtool.core.upkeep.plan import Plan, Step

@@ -17,7 +17,7 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.verify import verify
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
 from kvtool.core.upkeep.budget import keep_budget
 from kvtool.core.upkeep.compact import compact

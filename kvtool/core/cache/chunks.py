@@ -17,8 +17,7 @@ from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, OVERHEAD_BYTES, Kind, decode_record, payload_part
 from kvtool.core.cache.rows import origin_in
 from kvtool.core.cache.snapshot import Snapshot
-from kvtool.core.codec.levels import level_of
-from kvtool.core.codec.nested import MAKER, base_level
+from kvtool.core.codec.levels import MAKER, base_level, level_of
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 

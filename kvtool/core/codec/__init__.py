@@ -1,4 +1,4 @@
-"""KV tensor ⇄ bytes, by level. What levels there are stands in `levels`."""
+"""Codecs: keys and values ⇄ bytes, by level (`levels` lists these)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def __getattr__(name: str) -> Any:
 
 def _codec_of(level: Level) -> Codec:
     if (plugin := plugin_of(level.name)) is not None:
-        from kvtool.core.codec.plugin import Plugged
+        from kvtool.core.codec.plugin import PluginCodec
 
-        return Plugged(level, plugin)
+        return PluginCodec(level, plugin)
     module, _, kind = level.codec.partition(":")
     made: Codec = getattr(import_module(module, __name__), kind)(level.name)
     return made

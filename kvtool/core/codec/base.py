@@ -1,45 +1,77 @@
-"""What a codec is."""
+"""Codec protocol, and shapes and formats of the keys and values that codecs take and give."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
-    from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.levels import Payload as Payload
+from kvtool.core.codec.profile import Profile
+from kvtool.core.errors import DamagedError
 
-Payload = bytes | bytearray | memoryview
 LayerKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # one layer's keys and values
 # [kv_heads, tokens, head_dim] of K and of V; and then V's head_dim, where it is another one than K's.
 Shape: TypeAlias = "tuple[int, int, int] | tuple[int, int, int, int]"
 SideShape: TypeAlias = "tuple[int, int, int]"
-Profiles = Callable[[bytes], "Profile"]  # by digest; raises DamagedError where there is none
+Profiles = Callable[[bytes], Profile]  # by digest; raises DamagedError where there is none
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+# ---- shapes ------------------------------------------------------------------------------------------------------
 
 
 def shape_of(kv_heads: int, tokens: int, key_dim: int, value_dim: int) -> Shape:
-    """The one shape of both sides."""
+    """Return the one shape of both sides."""
     return (kv_heads, tokens, key_dim) if key_dim == value_dim else (kv_heads, tokens, key_dim, value_dim)
 
 
 def shape_of_layer(kv: LayerKV) -> Shape:
-    """The shape of a layer's keys and values."""
+    """Return the shape of a layer's keys and values."""
     keys, values = kv
     return shape_of(keys.shape[0], keys.shape[1], keys.shape[2], values.shape[2])
 
 
 def side_shapes(shape: Shape) -> tuple[SideShape, SideShape]:
-    """The shape of K and that of V."""
+    """Return the shape of K and that of V."""
     kv_heads, tokens, key_dim = shape[:3]
     return (kv_heads, tokens, key_dim), (kv_heads, tokens, shape[-1])
 
 
-def no_profiles(digest: bytes) -> Profile:
-    """The lookup of one who has no profiles."""
-    from kvtool.core.errors import DamagedError
+def channels_of(shapes: Sequence[Shape]) -> int:
+    """Count the numbers of one token in the widest side of some layers."""
+    return max(heads * dim for shape in shapes for heads, _, dim in side_shapes(shape))
 
+
+def wide_sides(kv: LayerKV, channels: int) -> torch.Tensor:
+    """Stack keys and values `[kv_heads, tokens, head_dim]` to `[2, tokens, channels]`, padded with zeros.
+
+    A profile has one number of channels, that of a model's widest side; zeros take no bits.
+    """
+    flat = [side.transpose(0, 1).flatten(1) for side in kv]
+    if all(side.shape[1] == channels for side in flat):
+        return torch.stack(flat)
+    return torch.stack([torch.nn.functional.pad(side, (0, channels - side.shape[1])) for side in flat])
+
+
+def heads_of(sides: torch.Tensor, shape: Shape) -> LayerKV:
+    """View sides `[2, tokens, channels]` as keys and values of a shape: inverse of `wide_sides`."""
+    keys, values = (
+        side[:, : heads * head_dim].unflatten(1, (heads, head_dim)).transpose(0, 1)
+        for side, (heads, _, head_dim) in zip(sides, side_shapes(shape), strict=True)
+    )
+    return keys, values
+
+
+# ---- codecs ------------------------------------------------------------------------------------------------------
+
+
+def no_profiles(digest: bytes) -> Profile:
+    """Refuse to look up a profile: the default of callers without any."""
     raise DamagedError(f"the codec profile {digest.hex()} is not there")
 
 
@@ -50,7 +82,7 @@ class Encoded:
     Attributes
     ----------
     shape : of K and V.
-    dtype : what the tensors were before encoding.
+    dtype : format of the tensors before encoding.
     base : the coarser level that this one refines.
     """
 
@@ -60,7 +92,7 @@ class Encoded:
     base: Encoded | None = None
 
     def chain(self) -> Iterator[Encoded]:
-        """This record, the one that it refines, and so on."""
+        """Yield this record, the one that it refines, and so on."""
         record: Encoded | None = self
         while record is not None:
             yield record
@@ -68,9 +100,9 @@ class Encoded:
 
 
 class Codec(Protocol):
-    """Turns one layer's keys and values `[kv_heads, tokens, head_dim]` into bytes and back; head_dim may differ.
+    """A codec: one layer's keys and values `[kv_heads, tokens, head_dim]` to bytes and back; head_dim may differ.
 
-    What else there is to know of its level says `Level` (levels.py).
+    `Level` (levels.py) describes its level.
     """
 
     def encode(
@@ -78,7 +110,7 @@ class Codec(Protocol):
     ) -> Sequence[Payload]: ...
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """Encode all layers of a chunk, from the first on: what `encode` makes of each."""
+        """Encode all layers of a chunk, from the first on, each as `encode` does."""
         ...
 
     def decode(
@@ -88,29 +120,24 @@ class Codec(Protocol):
         profiles: Profiles = no_profiles,
         device: torch.device | None = None,
     ) -> list[LayerKV]:
-        """Keys and values of several chunks at one layer. Raises DamagedError.
-
-        Parameters
-        ----------
-        device : a codec that can decodes there; without one, and by the others, they are left in main memory.
-        """
+        """Decode keys and values of several chunks at one layer, on `device` if the codec can. Raises DamagedError."""
         ...
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Keys and values of all layers of a chunk, from the first on, in main memory. Raises DamagedError."""
+        """Decode all layers of a chunk, from the first on, in main memory. Raises DamagedError."""
         ...
 
     def base_of(self, payload: Payload) -> str | None:
-        """The level whose record is needed too. Raises DamagedError."""
+        """Return the level whose record is needed too. Raises DamagedError."""
         ...
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """What a record says that it lost, of K and of V: RMS of the difference over RMS. Raises DamagedError."""
+        """Read the stated error of K and of V: RMS of the difference over RMS. Raises DamagedError."""
         ...
 
 
 class SelfContained:
-    """A codec whose records stand alone and are decoded one by one; lossless, unless it states another error."""
+    """A codec whose records refine no others and are decoded one by one; lossless, unless it states another error."""
 
     def __init__(self, level: str) -> None:
         self.level = level
@@ -118,7 +145,7 @@ class SelfContained:
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]:
-        """The parts of one layer's record."""
+        """Encode one layer's keys and values as the parts of a record."""
         raise NotImplementedError
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
@@ -132,21 +159,21 @@ class SelfContained:
         profiles: Profiles = no_profiles,
         device: torch.device | None = None,
     ) -> list[LayerKV]:
-        """Keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
+        """Decode keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Keys and values of all layers of a chunk, one by one. Raises DamagedError."""
+        """Decode all layers of a chunk, one by one. Raises DamagedError."""
         return self.decode(items)
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Keys and values of one layer of one chunk."""
+        """Decode keys and values of one layer of one chunk. Raises DamagedError."""
         raise NotImplementedError
 
     def base_of(self, payload: Payload) -> str | None:
-        """No other record is needed."""
+        """Need no other record."""
         return None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Nothing is lost."""
+        """State that nothing is lost."""
         return 0.0, 0.0

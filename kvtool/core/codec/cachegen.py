@@ -1,11 +1,11 @@
-"""CacheGen's own scheme, the measured baseline of levels 1 to 4: delta to anchors, then an arithmetic coder.
+"""CacheGen's delta coding, the measured baseline of levels 1 to 4: differences from anchors, arithmetic coded.
 
-As the paper has it (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of ten tokens the first is an anchor,
+As in the paper (Liu et al. 2024, arXiv 2310.07240, section 5): of each group of ten tokens the first is an anchor,
 quantised to 8 bits; the others are their difference from it, quantised in steps that grow from the first third of the
-layers to the last. Tables come with kvtool, so that a record needs no profile. Tokens stand in rows here.
+layers to the last. Tables come with kvtool, so that a record needs no profile. A row is a token here.
 
-An earlier kvtool made records of levels 1 to 4 so where no profile was fitted, with each channel's mean in place of the
-anchors where that was cheaper: `unpack` reads both.
+A store that has no profile yet has records of levels 1 to 4 made by this scheme. Those of an earlier kvtool have each
+channel's mean in place of the anchors where that was cheaper: `unpack` reads both.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, shape_of_layer
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.decoder import Decoding, decode
-from kvtool.core.codec.entropy.encoder import Encoding, encode_all
-from kvtool.core.codec.entropy.reference import LANES
-from kvtool.core.codec.entropy.symbols import to_symbols
-from kvtool.core.codec.entropy.tables import ESCAPE, ZERO, TableSet
-from kvtool.core.codec.layout import channels_of, heads_of, wide_sides
-from kvtool.core.codec.payload import Coded, Escapes, Predictor, clipped, streams_of
+from kvtool.core.codec.base import (
+    DTYPES,
+    LayerKV,
+    Payload,
+    SelfContained,
+    Shape,
+    channels_of,
+    heads_of,
+    shape_of_layer,
+    wide_sides,
+)
+from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
+from kvtool.core.codec.rans.reference import ESCAPE, LANES, ZERO, TableSet, in_order
+from kvtool.core.codec.record import Escapes, Predictor, Record, streams_of
 from kvtool.core.errors import DamagedError, KvtoolError
 
 GROUP = 10
@@ -52,19 +57,19 @@ class CacheGen(SelfContained):
         return self._encoded((keys, values), 0, 1)
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[Sequence[Payload]]:
-        """Encode all layers of a chunk. Raises KvtoolError: numbers that are not finite."""
+        """Encode all layers of a chunk. Raises KvtoolError: a number is not finite."""
         return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Keys and values of one layer. Raises DamagedError."""
-        coded = Coded.parse(payload)
-        if (coded.level, coded.tokens) != (self._number, shape[1]):
+        """Decode one layer. Raises DamagedError."""
+        record = Record.parse(payload)
+        if (record.level, record.tokens) != (self._number, shape[1]):
             raise DamagedError("a compressed record of another level or length")
-        return unpack(coded, shape, dtype)
+        return unpack(record, shape, dtype)
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """The error of K and that of V, RMS of the difference over RMS, as the record states them."""
-        return Coded.parse(payload).errors
+        """Read the stated error of K and of V. Raises DamagedError."""
+        return Record.parse(payload).errors
 
     @property
     def _number(self) -> int:
@@ -81,7 +86,7 @@ class CacheGen(SelfContained):
 
 
 def _spread_of(side: F32) -> float:
-    """RMS around the channel means."""
+    """Return the RMS around the channel means."""
     if not side.size:
         return 0.0
     spread, size = (float(np.sqrt(np.square(part).mean())) for part in (side - side.mean(0), side))
@@ -89,7 +94,7 @@ def _spread_of(side: F32) -> float:
 
 
 def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
-    """RMS of the difference over RMS, of K and of V, rounded up to float32."""
+    """Return the RMS of the difference over RMS, of K and of V, rounded up to float32."""
     wrong = made.sub(sides).square_().mean((1, 2)).sqrt()
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
@@ -98,13 +103,13 @@ def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A side of a layer that is quantised.
+    """A quantised side of a layer.
 
     Attributes
     ----------
     rows : without the anchors' rows.
     widths : step of each channel's anchors, float32.
-    values : what a decoder makes of it, `[tokens, C]`.
+    values : the decoded side, `[tokens, C]`.
     """
 
     step: float
@@ -116,26 +121,26 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Coding:
-    """Numbers of a stream, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
+    """A stream's numbers, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
 
     numbers: I16
     ids: npt.NDArray[np.uint16]
 
     @classmethod
     def of(cls, rows: I16) -> Coding:
-        """Take the cheapest table for each column of numbers that are yet to be padded."""
+        """Pad numbers, and take the cheapest table for each column."""
         numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
         numbers[:, : rows.shape[1]] = rows
         return cls(numbers, cheapest(numbers))
 
 
 def padded(channels: int) -> int:
-    """Columns of a side's streams."""
+    """Return the number of columns of a side's streams."""
     return -(-channels // LANES) * LANES
 
 
 def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
-    """Which tokens are anchors, bool `[tokens]`."""
+    """Mark the tokens that are anchors, bool `[tokens]`."""
     return np.asarray(np.arange(tokens) % GROUP == 0)
 
 
@@ -151,6 +156,11 @@ def quantise(side: F32, step: float) -> Side:
     return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
 
 
+def clipped(values: F32) -> I16:
+    """Return the nearest whole numbers within int16."""
+    return np.clip(np.rint(values), -32767, 32766).astype(np.int16)
+
+
 def _spread(anchors: F32, tokens: int) -> F32:
     return np.repeat(anchors, GROUP, 0)[:tokens]
 
@@ -160,13 +170,13 @@ def _spread(anchors: F32, tokens: int) -> F32:
 
 @cache
 def shipped() -> TableSet:
-    """Tables by growing spread; the first knows nothing but zeros. Integers in a file: every kvtool has the same."""
+    """Load the tables, by growing spread; the first has nothing but zeros. Every kvtool has the same integers."""
     with files("kvtool.core.codec").joinpath("tables-1.npy").open("rb") as file:
         return TableSet(np.load(file, allow_pickle=False))
 
 
 def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
-    """The cheapest table of each column, escapes counted."""
+    """Choose the cheapest table of each column, escapes counted."""
     columns = numbers.shape[1]
     if not numbers.size:
         return np.zeros(columns, np.uint16)
@@ -175,7 +185,7 @@ def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
     width = last - first + 1
     places = np.clip(numbers, first, last) + (np.arange(columns) * width - first)
     counts = np.bincount(places.reshape(-1), minlength=columns * width).reshape(columns, width)
-    # float64: the sums are as good as exact, whoever adds them up. By torch: numpy's threads would wait for each other.
+    # float64: the sums are as good as exact in any order. By torch: numpy's threads would wait for each other.
     costs = torch.from_numpy(_costs()[:, first + ZERO : last + ZERO + 1])
     _, ids = (torch.from_numpy(counts).double() @ costs.T).min(1)
     return ids.numpy().astype(np.uint16)
@@ -183,8 +193,10 @@ def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
 
 @cache
 def _costs() -> npt.NDArray[np.float64]:
-    """Bits of each symbol by the tables that come with kvtool, float64 `[tables, 256]`: what is beyond a table, or is
-    the escape's own symbol, is an escape and 16 bits beside the stream."""
+    """Compute the bits of each symbol by the tables that come with kvtool, float64 `[tables, 256]`.
+
+    A number beyond a table, or the escape's own, takes an escape and 16 bits outside of the stream.
+    """
     costs = shipped().costs.astype(np.float64)
     escape = costs[:, ESCAPE, None] + 16
     costs = np.where(np.isfinite(costs), costs, escape)
@@ -195,79 +207,82 @@ def _costs() -> npt.NDArray[np.float64]:
 # ---- records -----------------------------------------------------------------------------------------------------
 
 
-def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Coded:
-    """The record of two quantised sides."""
+def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Record:
+    """Make the record of two quantised sides."""
     tables = shipped()
     parts = [sides[0].rows, sides[1].rows, sides[0].anchors, sides[1].anchors]
     widths = [side.widths.astype("<f4").tobytes() for side in sides]
     columns = [in_order(part.ids, tables) for part in parts]
-    found = [to_symbols(part.numbers, of) for part, of in zip(parts, columns, strict=True)]
-    streams = encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])
-    return Coded(
+    streams, marked = [], []
+    for part, of in zip(parts, columns, strict=True):
+        ((symbols, escapes),) = symbols_of(part.numbers[None], [of])
+        streams += encode(Encoding(symbols, of))
+        marked.append(escapes)
+    return Record(
         predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
         level=level,
         base=0,
         tokens=tokens,
         columns=sides[0].rows.numbers.shape[1],
         streams=tuple(streams),
-        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate([marked for _, marked in found])),
+        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
         steps=(sides[0].step, sides[1].step),
         errors=errors,
         side=b"".join([*widths, *(part.ids.astype(np.uint8).tobytes() for part in parts)]),
     )
 
 
-def unpack(coded: Coded, shape: Shape, dtype: str) -> LayerKV:
-    """Decode keys and values. Raises DamagedError: parts that do not fit the shape."""
-    if Predictor.TRANSFORM in coded.predictors:
+def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
+    """Decode keys and values. Raises DamagedError: parts do not fit the shape."""
+    if Predictor.TRANSFORM in record.predictors:
         raise DamagedError("a transformed record, which names no profile")
-    sides = _unpacked(coded, channels_of([shape]))
+    sides = _unpacked(record, channels_of([shape]))
     return heads_of(torch.stack([torch.from_numpy(side).to(DTYPES[dtype]) for side in sides]), shape)
 
 
-def _unpacked(coded: Coded, channels: int) -> tuple[F32, F32]:
+def _unpacked(record: Record, channels: int) -> tuple[F32, F32]:
     """Decode both sides, float32 `[tokens, C]`."""
     tables = shipped()
-    count, columns = streams_of(coded.predictors), padded(channels)
-    about = _About(coded.side)
-    parameters = [about.of(predictor, channels) for predictor in coded.predictors]
+    count, columns = streams_of(record.predictors), padded(channels)
+    about = _SideInformation(record.side)
+    parameters = [about.of(predictor, channels) for predictor in record.predictors]
     ids = [about.ids(columns) for _ in range(count)]
-    if coded.columns != columns or about.left or coded.base or int(np.stack(ids).max()) >= len(tables):
+    if record.columns != columns or about.left or record.base or int(np.stack(ids).max()) >= len(tables):
         raise DamagedError("a compressed record that does not fit its channels")
-    anchors = int(is_anchor(coded.tokens).sum())
-    heights = [coded.tokens - anchors if p is Predictor.ANCHOR else coded.tokens for p in coded.predictors]
+    anchors = int(is_anchor(record.tokens).sum())
+    heights = [record.tokens - anchors if p is Predictor.ANCHOR else record.tokens for p in record.predictors]
     heights += [anchors] * (count - 2)
     whole_rows = np.zeros((sum(heights), columns), np.int16)
     ends = np.cumsum(heights)
     parts = [whole_rows[end - height : end] for end, height in zip(ends, heights, strict=True)]
-    for stream, chosen, end, height in zip(coded.streams, ids, ends.tolist(), heights, strict=True):
+    for stream, chosen, end, height in zip(record.streams, ids, ends.tolist(), heights, strict=True):
         decode(Decoding([stream], in_order(chosen, tables), [end - height], [height], whole_rows))
-    coded.escapes.place(whole_rows, "int16")
+    record.escapes.place(whole_rows, "int16")
     escaped = np.flatnonzero(whole_rows == ESCAPE - ZERO)
-    if len(escaped) != len(coded.escapes.marked):
+    if len(escaped) != len(record.escapes.marked):
         raise DamagedError("a compressed record whose escapes are not those of its streams")
-    whole_rows.reshape(-1)[escaped] = coded.escapes.marked
+    whole_rows.reshape(-1)[escaped] = record.escapes.marked
     with np.errstate(over="ignore", invalid="ignore"):  # by a step that no encoder wrote
-        return _restored(coded, parameters, [part[:, :channels] for part in parts])
+        return _restored(record, parameters, [part[:, :channels] for part in parts])
 
 
-def _restored(coded: Coded, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
-    """Both sides from their rows, the anchors' rows, and the means or anchors' steps."""
+def _restored(record: Record, parameters: list[F32], parts: list[I16]) -> tuple[F32, F32]:
+    """Restore both sides from their rows, the anchors' rows, and the means or anchors' steps."""
     more = iter(parts[2:])
     sides = []
-    for number, (predictor, about) in enumerate(zip(coded.predictors, parameters, strict=True)):
-        rows = parts[number].astype(np.float32) * np.float32(coded.steps[number])
+    for number, (predictor, about) in enumerate(zip(record.predictors, parameters, strict=True)):
+        rows = parts[number].astype(np.float32) * np.float32(record.steps[number])
         if predictor is Predictor.MEAN:
             sides.append(rows + about)
             continue
-        base = _spread(next(more).astype(np.float32) * about, coded.tokens)
-        base[~is_anchor(coded.tokens)] += rows
+        base = _spread(next(more).astype(np.float32) * about, record.tokens)
+        base[~is_anchor(record.tokens)] += rows
         sides.append(base)
     return sides[0], sides[1]
 
 
-class _About:
-    """Reads side information."""
+class _SideInformation:
+    """A reader of side information."""
 
     def __init__(self, data: bytes) -> None:
         self._data, self._at = data, 0

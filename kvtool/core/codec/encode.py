@@ -1,20 +1,36 @@
-"""Encode the layers of a chunk at several levels at once, or some of its rows."""
+"""Transform encoding of a chunk's layers at several levels at once, in a few calls of machine code (decode.py inverts).
+
+A record depends on its own layer alone, never on the layers that are encoded with it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
-from kvtool.core.codec import CODECS, analysis
-from kvtool.core.codec.base import LayerKV, Payload
-from kvtool.core.codec.levels import level_of, nested
-from kvtool.core.codec.profile import Profile
+from kvtool.core import codec
+from kvtool.core.codec import transform_kernels
+from kvtool.core.codec.base import LayerKV, Payload, wide_sides
+from kvtool.core.codec.decode import BOTH, sides_of
+from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
+from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
+from kvtool.core.codec.rans import coder, encode_ir
+from kvtool.core.codec.rans.reference import BLOCK, ESCAPE, I16, I32, MOST_CONTEXT, U8, U32, ZERO, Columns, Stream
+from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
 from kvtool.core.common.types import Ids
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.native.job import Job, Jobs, address, scratch
 
+AT_ONCE = 2 << 20  # bytes of keys and values, or one layer: what is made of them stays in a core's cache
+MOST_NUMBER = 32767
 _NO_BASES: Mapping[str, Sequence[Payload]] = MappingProxyType({})
+_NO_PARTS: Mapping[str, Sequence[Sequence[Payload]]] = MappingProxyType({})
+_NOTHING, _NOWHERE = np.empty(0, np.int16), np.empty(0, np.uint32)
 
 
 def encode_levels(
@@ -31,7 +47,7 @@ def encode_levels(
     Parameters
     ----------
     kvs : keys and values of each layer, `[kv_heads, tokens, head_dim]`.
-    bases : records at coarser levels that are stored already, made with this profile, one a layer.
+    bases : stored records at coarser levels, made with this profile, one a layer.
 
     Returns
     -------
@@ -39,25 +55,25 @@ def encode_levels(
 
     Raises
     ------
-    KvtoolError : a level needs a profile, and there is none; numbers that are not finite.
+    KvtoolError : a level needs a profile, and there is none; or a number is not finite.
     """
     made: dict[str, list[Sequence[Payload]]] = {}
     if together := nested(levels):
         below = {level: [[record] for record in records] for level, records in bases.items()}
-        some = analysis.encode(profile, range(len(kvs)), kvs, together, below)
+        some = encode_nested(profile, range(len(kvs)), kvs, together, below)
         made |= {level: [*records] for level, records in some.items()}
-    return made | {level: [*CODECS[level].encode_layers(kvs, profile)] for level in levels if level not in made}
+    return made | {level: [*codec.CODECS[level].encode_layers(kvs, profile)] for level in levels if level not in made}
 
 
 def encode_rows(
     kvs: Sequence[LayerKV], rows: Ids, level: str, profile: Profile | None = None
 ) -> list[Sequence[Payload]]:
-    """Encode some rows of a chunk's layers at a level that leaves the others out; each record stands alone.
+    """Encode some rows of a chunk's layers at a level of row subsets; records refine no others.
 
     Parameters
     ----------
     kvs : of all rows, `[kv_heads, tokens, head_dim]` each.
-    rows : those that stay, ascending.
+    rows : those to store, ascending.
     """
     inner, tokens = level_of(level).inner, kvs[0][0].shape[1]
     made = encode_levels(some_rows(kvs, rows), [inner], profile)[inner]
@@ -65,6 +81,363 @@ def encode_rows(
 
 
 def some_rows(kvs: Sequence[LayerKV], rows: Ids) -> list[LayerKV]:
-    """These rows of every layer's keys and values."""
+    """Select these rows of every layer's keys and values."""
     at = torch.tensor(rows, dtype=torch.int64)
     return [(keys.index_select(1, at), values.index_select(1, at)) for keys, values in kvs]
+
+
+# ---- records of a profile ----------------------------------------------------------------------------------------
+
+
+def encode_nested(
+    profile: Profile | None,
+    layers: Sequence[int],
+    kvs: Sequence[LayerKV],
+    levels: Sequence[str],
+    bases: Mapping[str, Sequence[Sequence[Payload]]] = _NO_PARTS,
+) -> dict[str, list[list[Payload]]]:
+    """Encode some layers of one chunk at some nested levels; as `encode_levels`, but for records given as parts.
+
+    Raises
+    ------
+    DamagedError : the profile is another model's.
+    ValueError : sides have different shapes or formats.
+    KvtoolError : there is no profile, or a number is not finite.
+    """
+    if profile is None:
+        raise KvtoolError("this level needs a codec profile, and there is none", "`kvtool compress` fits one")
+    kvs = _check(profile, layers, kvs)
+    order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
+    made: dict[str, list[list[Payload]]] = {level: [] for level in order}
+    keys = kvs[0][0]
+    step = max(1, AT_ONCE // max(1, SIDES * keys.numel() * keys.element_size()))
+    for start, end in pairwise([*range(0, len(kvs), step), len(kvs)]):
+        slab = _Slab(profile, layers[start:end], kvs[start:end])
+        below: dict[str, Sequence[Sequence[Payload]]] = {}
+        below |= {level: records[start:end] for level, records in bases.items()}
+        for level in order:
+            below[level] = own = slab.records(level, below.get(coarser(level) or ""))
+            made[level] += own
+    return made
+
+
+def _check(profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> list[LayerKV]:
+    """Check everything that a kernel relies upon to stay inside keys and values; returns them as it takes them."""
+    keys, layout = kvs[0][0], profile.layout
+    if any(side.shape[1] != keys.shape[1] or side.dtype != keys.dtype for kv in kvs for side in kv):
+        raise ValueError("keys and values of all layers have as many tokens and one format")
+    shapes = {tuple(side.shape) for kv in kvs for side in kv}
+    widest = max(heads * head_dim for heads, _, head_dim in shapes)
+    if widest > layout.channels or not all(0 <= layer < profile.layers for layer in layers):
+        raise DamagedError("a codec profile of another model")
+    if len(shapes) == 1 and widest == layout.channels and keys.shape[0] % layout.groups == 0:
+        return [(keys.cpu(), values.cpu()) for keys, values in kvs]
+    return [_filled_up((keys.cpu(), values.cpu()), layout) for keys, values in kvs]
+
+
+def _filled_up(kv: LayerKV, layout: Layout) -> LayerKV:
+    """View sides of a layer as if a head were a group of the profile: `[groups, tokens, size]`."""
+    wide = wide_sides(kv, layout.channels)
+    keys, values = wide.view(SIDES, wide.shape[1], layout.groups, layout.size).transpose(1, 2)
+    return keys, values
+
+
+class _Slab:
+    """Some layers of a chunk, and their numbers at each level that was asked for, in this thread's memory."""
+
+    def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
+        self._profile, self._layers, self._kvs = profile, layers, kvs
+        self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
+        self._exact = transform_kernels.Places.of([side for kv in kvs for side in kv])  # K and V in turn
+        self._numbers = {NESTED[0]: self._finest()}
+
+    def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
+        """Make records at a level, as parts; those that refine others name them."""
+        coded = [self._profile.coded(level, layer) for layer in self._layers]
+        refines = bases is not None and coded[0].fine is not None
+        streams, marked = self._refined(level, coded) if refines else self._alone(level, coded)
+        outside = self._outside(level, coded)
+        flat = self._of(level).reshape(len(coded), -1)
+        made = [
+            Record(
+                predictors=BOTH,
+                level=NESTED.index(level) + 1,
+                base=0 if bases is None else NESTED.index(level) + 2,
+                tokens=self._tokens,
+                columns=len(of.alone),
+                streams=(stream,),
+                escapes=Escapes(places, flat[number, places] if len(places) else _NOTHING, marks),
+                profile=self._profile.digest,
+                base_check=0 if bases is None else check_of(bases[number]),
+            )
+            for number, (of, stream, marks, places) in enumerate(zip(coded, streams, marked, outside, strict=True))
+        ]
+        for one, errors in zip(made, self._errors(level, made), strict=True):
+            one.errors = errors
+        return [one.pack() for one in made]
+
+    # ---- numbers ----
+
+    def _finest(self) -> I16:
+        """Make int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
+        layout = self._profile.layout
+        out = self._memory("finest")
+        by = transform_kernels.forward_by(layout, self._dtype)
+        if by is not None and out.size:
+            weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
+            finite = transform_kernels.numbers_of(layout, by, weights, self._exact, out)
+        else:
+            finite = self._finest_by_torch(out)
+        if not finite:
+            raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
+        return out
+
+    def _finest_by_torch(self, out: I16) -> bool:
+        profile = self._profile
+        finite = True
+        for number, (layer, kv) in enumerate(zip(self._layers, self._kvs, strict=True)):
+            sides = torch.stack([side.transpose(0, 1).flatten(1) for side in kv]).float()
+            finite &= bool(torch.isfinite(sides).all())
+            out[number] = finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
+        return finite
+
+    def _memory(self, name: str) -> I16:
+        shape = (len(self._layers), self._tokens, self._profile.layout.stride)
+        return scratch(name, int(np.prod(shape)), np.int16).reshape(shape)
+
+    def _of(self, level: str) -> I16:
+        """Return the numbers of a level."""
+        if level not in self._numbers:
+            finer = self._of(NESTED[NESTED.index(level) - 1])
+            self._numbers[level] = wider(finer, self._memory(f"level {level}"))
+        return self._numbers[level]
+
+    # ---- parts of records ----
+
+    def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
+        """Encode streams; also returns the numbers of their escapes."""
+        found = symbols_of(self._of(level), [of.alone for of in coded])
+        jobs = [coder.Encoding(symbols, of.alone) for (symbols, _), of in zip(found, coded, strict=True)]
+        return coder.encode(*jobs), [marked for _, marked in found]
+
+    def _refined(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
+        """Encode streams of what the coarser level lacks: they know no escapes."""
+        columns = [of.fine for of in coded if of.fine is not None]
+        found = finer_symbols(self._of(level), self._of(coarser(level) or ""), columns)
+        jobs = [coder.Encoding(symbols, of, contexts) for (symbols, contexts), of in zip(found, columns, strict=True)]
+        return coder.encode(*jobs), [_NOTHING] * len(coded)
+
+    def _outside(self, level: str, coded: Sequence[CodedColumns]) -> list[U32]:
+        """Find the numbers other than 0 in columns that are not coded: flat places, ascending."""
+        numbers = self._of(level)
+        strays = has_strays(numbers, [of.others for of in coded])
+        return [
+            _places_outside(own, of) if some else _NOWHERE for own, of, some in zip(numbers, coded, strays, strict=True)
+        ]
+
+    def _errors(self, level: str, records: Sequence[Record]) -> list[tuple[float, float]]:
+        """Compute the errors of K and of V that each record is to state, rounded up to float32."""
+        layout = self._profile.layout
+        shape = (len(records), SIDES, self._tokens, layout.groups, layout.size)
+        held = scratch("sides", int(np.prod(shape)) * self._dtype.itemsize, np.uint8)
+        made = torch.from_numpy(held).view(self._dtype).view(shape)
+        numbers, by = torch.from_numpy(self._of(level)), transform_kernels.backward_by(layout, self._dtype)
+        sides_of(self._profile, self._layers, level, numbers, [[record] for record in records], made, by)
+        places = transform_kernels.Places.end_to_end(made.flatten(3), self._exact.heads)
+        errors = np.array(transform_kernels.errors_at(places, self._exact), np.float32)
+        up: list[float] = np.nextafter(errors, np.float32(np.inf)).tolist()
+        return list(zip(up[::2], up[1::2], strict=True))
+
+
+def _places_outside(numbers: I16, coded: CodedColumns) -> U32:
+    other = np.ones(numbers.shape[1], np.bool_)
+    other[coded.alone.numbers] = False
+    return np.flatnonzero(numbers * other).astype(np.uint32)
+
+
+# ---- sides to numbers --------------------------------------------------------------------------------------------
+
+
+def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor) -> I16:
+    """Make numbers of the finest level, int16 `[tokens, stride]`, of a layer's sides, float32 `[2, tokens, C]`.
+
+    `means` and `forward` are those of the profile at this layer.
+    """
+    tokens = sides.shape[1]
+    made = np.empty if layout.size == layout.padded else np.zeros
+    out = made((tokens, layout.stride), np.int16)
+    by = transform_kernels.forward_by(layout, sides.dtype)
+    if by is None or not tokens:
+        _finest_by_torch(layout, means, forward, sides, out)
+        return out
+    weights = transform_kernels.Weights.of(
+        [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
+    )
+    heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
+    transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
+    return out
+
+
+def _finest_by_torch(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor, out: I16) -> None:
+    grouped = (sides - means[:, None]).view(SIDES, -1, layout.groups, layout.size).transpose(1, 2)
+    values = torch.matmul(grouped, forward)  # [2, groups, tokens, size]
+    nearest = values.round_().clamp_(-MOST_NUMBER, MOST_NUMBER - 1).to(torch.int16).numpy()
+    for side in range(SIDES):
+        for group in range(layout.groups):
+            start = layout.start(side, group)
+            out[:, start : start + layout.size] = nearest[side, group]
+
+
+def coarsened(numbers: I16, levels: int = 1) -> I16:
+    """Return numbers of a level whose steps are 3 ** levels times as wide: the nearest, and nested by construction."""
+    for _ in range(levels):
+        numbers = np.floor_divide(numbers + np.int16(1), np.int16(3))
+    return numbers
+
+
+def wider(numbers: I16, out: I16) -> I16:
+    """Coarsen by one level in machine code.
+
+    Parameters
+    ----------
+    numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
+    """
+    kernel = coder.kernel(coder.WIDER)
+    if kernel is None or numbers.size % BLOCK or not numbers.size:
+        out[...] = coarsened(numbers)
+        return out
+    jobs = Jobs(encode_ir.WIDER, 1)
+    jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
+    jobs.run(kernel)
+    return out
+
+
+# ---- numbers to symbols ------------------------------------------------------------------------------------------
+
+
+def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]:
+    """Make symbols of layers' numbers `[layers, rows, stride]`, which have the places of a decoder's output.
+
+    Returns
+    -------
+    For each layer symbols `[rows, columns]` in this thread's memory, ESCAPE where a column's table lacks the number;
+    and the numbers of these escapes, row by row.
+
+    Raises
+    ------
+    ValueError : numbers are not int16, or too few.
+    """
+    _check_numbers(numbers, columns)
+    kernel = coder.kernel(coder.SYMBOLS)
+    if kernel is None or numbers.strides[2] != numbers.itemsize:
+        return [_symbols_in_numpy(some, of) for some, of in zip(numbers, columns, strict=True)]
+    symbols = _cut("symbols", numbers.shape[1], columns)
+    marked = scratch("marked", sum(part.size for part in symbols), np.int16)
+    starts = [end - part.size for end, part in zip(accumulate(part.size for part in symbols), symbols, strict=True)]
+    some = [number for number, part in enumerate(symbols) if part.size]
+    counts = np.zeros(len(symbols), np.int64)
+    held = [columns[number].for_encoder for number in some]
+    first = np.array(starts, np.int64)[some]
+    jobs = _jobs(encode_ir.SYMBOLS, numbers, columns, some)
+    jobs.set(
+        low=[one.low for one in held],
+        many=[one.many for one in held],
+        symbols=address(symbols[0]) + first,
+        escapes=address(counts) + counts.itemsize * np.array(some, np.int64),
+        marked=address(marked) + marked.itemsize * first,
+    )
+    jobs.run(kernel)
+    return [
+        (part, marked[start : start + count].copy())
+        for part, start, count in zip(symbols, starts, counts.tolist(), strict=True)
+    ]
+
+
+def _symbols_in_numpy(numbers: I16, columns: Columns) -> tuple[U8, I16]:
+    low, many = columns.limits
+    taken = np.ascontiguousarray(numbers[:, columns.numbers])
+    escapes = (taken - low).view(np.uint16) >= many.view(np.uint16)
+    symbols = np.where(escapes, np.uint8(ESCAPE), taken.astype(np.uint8) + np.uint8(ZERO))
+    return symbols, taken[escapes]
+
+
+def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
+    """Make the symbols that refine coarser numbers to finer ones, both `[layers, rows, stride]` (see coder.refine).
+
+    Returns symbols and contexts `[rows, columns]` of each layer, in this thread's memory.
+    """
+    _check_numbers(numbers, columns)
+    _check_numbers(coarse, columns)
+    kernel = coder.kernel(coder.FINER)
+    if kernel is None:
+        return [
+            refinement(*(np.ascontiguousarray(part[:, of.numbers]) for part in (fine, wide)))
+            for fine, wide, of in zip(numbers, coarse, columns, strict=True)
+        ]
+    symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
+    some = [number for number, part in enumerate(symbols) if part.size]
+    jobs = _jobs(encode_ir.FINER, numbers, columns, some)
+    jobs.set(
+        coarse=address(coarse) + coarse.strides[0] * np.array(some, np.int64),
+        symbols=[address(symbols[number]) for number in some],
+        contexts=[address(contexts[number]) for number in some],
+    )
+    jobs.run(kernel)
+    return list(zip(symbols, contexts, strict=True))
+
+
+def refinement(fine: I16, coarse: I16) -> tuple[U8, U8]:
+    """Make a refinement's symbols and contexts by numpy."""
+    rest = fine - 3 * coarse
+    rest[coarse < 0] *= -1
+    return (rest + np.int16(ZERO)).astype(np.uint8), np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
+
+
+def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
+    """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
+    kernel = coder.kernel(coder.STRAY)
+    if kernel is None:
+        return [
+            any(bool(rows[:, place : place + BLOCK].any()) for place in some)
+            for rows, some in zip(numbers, places, strict=True)
+        ]
+    found = np.zeros(len(numbers), np.int64)
+    some = [number for number, blocks in enumerate(places) if len(blocks) and numbers.shape[1]]
+    jobs = Jobs(encode_ir.STRAY, len(some))
+    jobs.set(
+        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
+        stride=numbers.strides[1],
+        places=[address(places[number]) for number in some],
+        rows=numbers.shape[1],
+        blocks=[len(places[number]) for number in some],
+        some=address(found) + found.itemsize * np.array(some, np.int64),
+    )
+    jobs.run(kernel)
+    return [bool(one) for one in found]
+
+
+def _check_numbers(numbers: I16, columns: Sequence[Columns]) -> None:
+    fits = numbers.ndim == 3 and len(numbers) == len(columns)
+    if not fits or numbers.dtype != np.int16 or max((of.reach for of in columns), default=0) > numbers.shape[2]:
+        raise ValueError("numbers are int16 [layers, rows, stride], as wide as the columns reach")
+
+
+def _cut(name: str, rows: int, columns: Sequence[Columns]) -> list[U8]:
+    """Cut this thread's memory into `[rows, columns]` for each layer."""
+    widths = [of.ids.shape[0] for of in columns]
+    ends = list(accumulate(rows * width for width in widths))
+    whole = scratch(name, ends[-1] if ends else 0, np.uint8)
+    return [whole[end - rows * width : end].reshape(rows, width) for end, width in zip(ends, widths, strict=True)]
+
+
+def _jobs(job: Job, numbers: I16, columns: Sequence[Columns], some: Sequence[int]) -> Jobs:
+    """Make jobs of some layers, with the fields that all kernels of numbers have."""
+    jobs = Jobs(job, len(some))
+    jobs.set(
+        numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
+        stride=numbers.strides[1],
+        places=[columns[number].for_encoder.places for number in some],
+        rows=numbers.shape[1],
+        blocks=[columns[number].ids.shape[0] // BLOCK for number in some],
+    )
+    return jobs

@@ -1,125 +1,32 @@
-"""Fit a profile: means, a transform of what errors cost, and frequency tables shared by columns."""
+"""Fitting of a codec profile: means, a Karhunen-Loève transform weighted by sensitivity, shared frequency tables."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from math import erf
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec.base import Shape, side_shapes
-from kvtool.core.codec.entropy.tables import ALPHABET, ESCAPE, PROBABILITY_BITS, ZERO, TableSet, quantised
-from kvtool.core.codec.layout import BLOCK, SIDES, Layout, channels_of
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import coarsened
-from kvtool.core.codec.profile import Profile, inverted
-from kvtool.core.codec.transform import finest_numbers
+from kvtool.core.codec.base import Shape, channels_of, side_shapes
+from kvtool.core.codec.encode import coarsened, finest_numbers
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.profile import SIDES, Layout, Profile, inverted
+from kvtool.core.codec.rans.reference import (
+    ALPHABET,
+    BLOCK,
+    ESCAPE,
+    I16,
+    PROBABILITY_BITS,
+    U8,
+    U16,
+    ZERO,
+    TableSet,
+    quantised,
+)
 from kvtool.core.errors import KvtoolError
-
-_LEAST_PROBABILITY = 1 / 8192  # of a symbol that gets a slot of its own; others are escapes
-_ESCAPES = 1 / 4096
-
-
-def frequencies(probabilities: npt.NDArray[np.float64]) -> npt.NDArray[np.uint16]:
-    """A table from probabilities `[256]`: rare symbols lose their slots, and the escape always has one."""
-    kept = np.where(probabilities >= _LEAST_PROBABILITY * probabilities.sum(), probabilities, 0.0)
-    used = np.flatnonzero(kept[:ESCAPE])
-    first, last = (used[0], used[-1]) if len(used) else (ZERO, ZERO)
-    kept[first : last + 1] = np.maximum(kept[first : last + 1], probabilities.sum() * _LEAST_PROBABILITY)
-    kept[ESCAPE] = probabilities.sum() - kept[:ESCAPE].sum()
-    kept[ESCAPE] = max(kept[ESCAPE], probabilities.sum() * _ESCAPES)
-    return quantised(kept)
-
-
-def bell(spread: float) -> npt.NDArray[np.float64]:
-    """Probabilities `[256]` of rounded numbers around 0, half Laplace and half Gauss of this standard deviation."""
-    from math import erf
-
-    edges = np.arange(-ZERO, ALPHABET - ZERO) - 0.5
-    edges = np.append(edges, edges[-1] + 1)
-    scale = spread / np.sqrt(2)
-    tail = 0.5 * np.exp(-np.abs(edges) / scale)
-    laplace = np.where(edges < 0, tail, 1 - tail)
-    gauss = np.array([0.5 * (1 + erf(edge / spread / np.sqrt(2))) for edge in edges])
-    inside = np.diff(0.5 * laplace + 0.5 * gauss)
-    inside[ESCAPE] = 0.0
-    return np.asarray(inside, np.float64)
-
-
-def made() -> npt.NDArray[np.uint16]:
-    """What the file holds, uint16 `[49, 256]`: spreads from 0.12 to 42 steps. For a test, and for the next version."""
-    zeros = np.zeros(ALPHABET)
-    zeros[ZERO] = 1.0
-    spreads = np.geomspace(0.12, 42, 48)
-    return np.stack([frequencies(probabilities) for probabilities in (zeros, *map(bell, spreads))])
-
-
-TABLES = 48
-FINE_CLASSES = 16
-_ROUNDS = 8
-_MOST_COLUMNS = 20_000  # that the tables are fitted to; all are given one
-_SMOOTHING = 0.02  # share of a bell of the same spread: another text has numbers that the sample did not
-
-Counts = npt.NDArray[np.int32]
-Tables = npt.NDArray[np.uint16]
-
-
-def shared_tables(counts: Counts, most: int = TABLES) -> tuple[Tables, npt.NDArray[np.uint16]]:
-    """Tables for columns by what occurred in them, `[columns, 256]`; and the id of each column's, uint16."""
-    rows = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    sample = rows[:: -(-len(rows) // _MOST_COLUMNS)]
-    groups = _start(sample, min(most, len(sample)))
-    for _ in range(_ROUNDS):
-        tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
-        groups = _nearest(sample, tables)
-        groups = np.unique(groups, return_inverse=True)[1]  # those that lost all their columns go
-    tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
-    return tables, _nearest(rows, tables).astype(np.uint16)
-
-
-def _start(rows: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.int64]:
-    """Columns of like entropy together."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        entropy = -np.nansum(rows * np.log2(rows), 1)
-    groups = np.empty(len(rows), np.int64)
-    groups[np.argsort(entropy, kind="stable")] = np.arange(len(rows)) * count // len(rows)
-    return groups
-
-
-def _nearest(rows: npt.NDArray[np.float64], tables: Tables) -> npt.NDArray[np.int64]:
-    with np.errstate(divide="ignore"):
-        bits = PROBABILITY_BITS - np.log2(tables.astype(np.float64))
-    escape = bits[:, ESCAPE, None] + 16
-    return np.asarray((rows @ np.where(np.isfinite(bits), bits, escape).T).argmin(1))
-
-
-def _table(rows: npt.NDArray[np.float64]) -> Tables:
-    mean = rows.mean(0)
-    inside = mean.copy()
-    inside[ESCAPE] = 0.0
-    numbers = np.arange(ALPHABET) - ZERO
-    total = max(inside.sum(), 1e-9)
-    spread = float(np.sqrt(max((inside * numbers**2).sum() / total, 1e-3)))
-    return frequencies((1 - _SMOOTHING) * mean + _SMOOTHING * bell(spread))
-
-
-def fine_tables(counts: Counts) -> tuple[Tables, npt.NDArray[np.int64]]:
-    """Tables of a refinement, three a class, for columns `[columns, context, -1 | 0 | 1]`; and each column's first."""
-    some = counts + 0.5
-    share = some[:, 0, 1] / some[:, 0].sum(1)  # of zeros that stay zeros: tells narrow columns from wide ones
-    order = np.argsort(share, kind="stable")
-    classes = np.empty(len(counts), np.int64)
-    classes[order] = np.arange(len(counts)) * FINE_CLASSES // len(counts)
-    tables = []
-    for number in range(classes.max() + 1):
-        for context in range(3):
-            table = np.zeros(ALPHABET)
-            table[ZERO - 1 : ZERO + 2] = some[classes == number, context].sum(0)
-            tables.append(quantised(table))
-    return np.stack(tables), classes * 3
-
 
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 2.2e-5
@@ -130,12 +37,22 @@ _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
 _MOST_COUNTERS = 2**22  # at once: a column whose numbers are far apart has one for each of 65,536
 _LEAST_USED = 5e-4  # a column with fewer numbers other than 0 is not coded; they are escapes then
 
+TABLES = 48
+FINE_CLASSES = 16
+_ROUNDS = 8
+_MOST_COLUMNS = 20_000  # that the tables are fitted to; all are given one
+_SMOOTHING = 0.02  # share of a bell of the same spread: another text has numbers that the sample did not
+_LEAST_PROBABILITY = 1 / 8192  # of a symbol that gets a slot of its own; others are escapes
+_ESCAPES = 1 / 4096
+
+F64 = npt.NDArray[np.float64]
+Counts = npt.NDArray[np.int32]
 Each = Callable[[Callable[[int], None], Iterable[int]], Iterable[None]]
 LayerSides = Callable[[int], torch.Tensor]  # layer → float32 [2, tokens, C]
 
 
 def default_groups(shapes: Sequence[Shape]) -> int:
-    """Choose how many groups a model's layers are transformed in, from the shape of each; tokens do not count.
+    """Choose the number of groups of a model's layers from the shape of each; tokens do not count.
 
     1: one transform for all heads of a layer. A basis has C * C numbers, so wide layers take one a head. Where shapes
     differ, groups are equal parts of the widest side, whichever heads these are.
@@ -162,9 +79,9 @@ def fit_profile(
     ----------
     sample : un-rotated keys and values of some chunks at a layer.
     sensitivity : float32 `[2, layers, C, C]`: the loss, in nats, of an error e in one token is e @ this @ e / 2.
-    groups : into how many the channels are divided; those of one are transformed together.
-    advance : told after each layer.
-    each : does something for each layer, `map` or that of a pool of threads; `sample` is called by whom it has do it.
+    groups : number of groups of channels that are transformed together.
+    advance : called after each layer.
+    each : `map`, or that of a pool of threads, which then call `sample`.
     """
     layers, channels = sensitivity.shape[1:3]
     layout = Layout(groups, channels // groups)
@@ -173,7 +90,7 @@ def fit_profile(
     counts = _Counts(layers, layout)
 
     def fit_layer(layer: int) -> None:
-        """Fill in one layer's part of all three."""
+        """Fit one layer's part of all three."""
         sides = sample(layer)
         means[layer] = sides.mean(1)
         for side in range(SIDES):
@@ -191,7 +108,7 @@ def fit_profile(
 
 
 def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, step: float) -> torch.Tensor:
-    """Rows of one step of a coefficient each, `[groups, size, size]`, the coefficient of the widest spread first."""
+    """Return rows of one step of a coefficient each, `[groups, size, size]`, that of the widest spread first."""
     out = torch.empty((layout.groups, layout.size, layout.size), dtype=torch.float32)
     for group in range(layout.groups):
         channels = slice(group * layout.size, (group + 1) * layout.size)
@@ -204,7 +121,7 @@ def _basis(centred: torch.Tensor, sensitivity: torch.Tensor, layout: Layout, ste
 
 
 def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Square root of a sensitivity matrix and its inverse, regularised."""
+    """Return the square root of a regularised sensitivity matrix, and its inverse."""
     wide = sensitivity.double()
     mixed = _FULL * wide + (1 - _FULL) * torch.diag(wide.diagonal())
     values, vectors = torch.linalg.eigh(mixed)
@@ -214,23 +131,23 @@ def _roots(sensitivity: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return root.float(), inverse.float()
 
 
-def _histograms(numbers: npt.NDArray[np.int16], values: npt.NDArray[np.int16]) -> npt.NDArray[np.int64]:
-    """How often each column `[tokens, columns]` has each of these successive values: `[columns, values]`."""
+def _histograms(numbers: I16, values: I16) -> npt.NDArray[np.int64]:
+    """Count each of these successive values in each column of `[tokens, columns]`: `[columns, values]`."""
     width = numbers.shape[1]
     first = np.arange(width, dtype=np.int64) * len(values) - int(values[0])
     return np.bincount((numbers + first).reshape(-1), minlength=width * len(values)).reshape(width, -1)
 
 
 class _Counts:
-    """How often each number occurs in each column, alone and given the coarser level's number."""
+    """Counts of each column's numbers: by level, and given the coarser level's number."""
 
     def __init__(self, layers: int, layout: Layout) -> None:
         self._layout = layout
         self._alone = np.zeros((len(NESTED), layers, layout.stride, ALPHABET), np.int32)
         self._fine = np.zeros((len(NESTED) - 1, layers, layout.stride, 3, 3), np.int32)
 
-    def add(self, layer: int, finest: npt.NDArray[np.int16]) -> None:
-        """Count a layer's numbers `[tokens, stride]`: once, at the finest level, of which all others follow."""
+    def add(self, layer: int, finest: I16) -> None:
+        """Count a layer's numbers `[tokens, stride]` once, at the finest level, from which all others follow."""
         values = np.arange(int(finest.min()), int(finest.max()) + 1, dtype=np.int16)
         at_once = max(1, _MOST_COUNTERS // len(values))
         for first in range(0, finest.shape[1], at_once):
@@ -239,10 +156,8 @@ class _Counts:
             for level in range(len(NESTED)):
                 self._count(level, layer, columns, found, coarsened(values, level))
 
-    def _count(
-        self, level: int, layer: int, columns: slice, found: npt.NDArray[np.int64], numbers: npt.NDArray[np.int16]
-    ) -> None:
-        """Add up, of `found[column, value]`, what has one symbol at a level where the values are these `numbers`."""
+    def _count(self, level: int, layer: int, columns: slice, found: npt.NDArray[np.int64], numbers: I16) -> None:
+        """Sum the counts `found[column, value]` by symbol at a level where the values are these `numbers`."""
         symbols = np.clip(numbers.astype(np.int32), -ZERO, ESCAPE - ZERO) + ZERO  # ascending, as the values are
         there, starts = np.unique(symbols, return_index=True)
         self._alone[level, layer, columns, there] = np.add.reduceat(found, starts, axis=1).T
@@ -253,16 +168,16 @@ class _Counts:
             counts = np.stack([found[:, cells == cell].sum(1) for cell in range(9)], 1)
             self._fine[level, layer, columns] = counts.reshape(-1, 3, 3)
 
-    def active(self) -> npt.NDArray[np.uint8]:
-        """Blocks of each group up to the last with a column worth coding; never fewer than coarser levels have."""
+    def active(self) -> U8:
+        """Count each group's blocks up to the last with a column worth coding; never fewer than coarser levels have."""
         tokens = np.maximum(self._alone[0, 0, 0].sum(), 1)
         used = 1 - self._alone[..., ZERO] / tokens >= _LEAST_USED
         blocks = used.reshape(*used.shape[:2], SIDES * self._layout.groups, -1, BLOCK).any(-1)
         last = np.where(blocks.any(-1), blocks.shape[-1] - blocks[..., ::-1].argmax(-1), 0)
         return np.maximum.accumulate(last[::-1], 0)[::-1].astype(np.uint8)
 
-    def tables(self) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint16], TableSet]:
-        """Tables, and each column's."""
+    def tables(self) -> tuple[U16, U16, TableSet]:
+        """Return each column's tables of both kinds, and all tables."""
         shape, fine_shape = self._alone.shape[:3], self._fine.shape[:3]
         tables, ids = shared_tables(self._alone.reshape(-1, ALPHABET))
         more, fine_ids = fine_tables(self._fine.reshape(-1, 3, 3))
@@ -271,3 +186,85 @@ class _Counts:
             (fine_ids + len(tables)).astype(np.uint16).reshape(fine_shape),
             TableSet(np.concatenate([tables, more])),
         )
+
+
+# ---- frequency tables --------------------------------------------------------------------------------------------
+
+
+def frequencies(probabilities: F64) -> U16:
+    """Make a table of probabilities `[256]`: rare symbols lose their slots, and the escape always has one."""
+    kept = np.where(probabilities >= _LEAST_PROBABILITY * probabilities.sum(), probabilities, 0.0)
+    used = np.flatnonzero(kept[:ESCAPE])
+    first, last = (used[0], used[-1]) if len(used) else (ZERO, ZERO)
+    kept[first : last + 1] = np.maximum(kept[first : last + 1], probabilities.sum() * _LEAST_PROBABILITY)
+    kept[ESCAPE] = probabilities.sum() - kept[:ESCAPE].sum()
+    kept[ESCAPE] = max(kept[ESCAPE], probabilities.sum() * _ESCAPES)
+    return quantised(kept)
+
+
+def bell(spread: float) -> F64:
+    """Return probabilities `[256]` of rounded numbers around 0, half Laplace, half Gauss, of a standard deviation."""
+    edges = np.arange(-ZERO, ALPHABET - ZERO) - 0.5
+    edges = np.append(edges, edges[-1] + 1)
+    scale = spread / np.sqrt(2)
+    tail = 0.5 * np.exp(-np.abs(edges) / scale)
+    laplace = np.where(edges < 0, tail, 1 - tail)
+    gauss = np.array([0.5 * (1 + erf(edge / spread / np.sqrt(2))) for edge in edges])
+    inside = np.diff(0.5 * laplace + 0.5 * gauss)
+    inside[ESCAPE] = 0.0
+    return np.asarray(inside, np.float64)
+
+
+def shared_tables(counts: Counts, most: int = TABLES) -> tuple[U16, U16]:
+    """Cluster columns by their counts `[columns, 256]` to shared tables; also returns each column's table id."""
+    rows = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    sample = rows[:: -(-len(rows) // _MOST_COLUMNS)]
+    groups = _start(sample, min(most, len(sample)))
+    for _ in range(_ROUNDS):
+        tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
+        groups = _nearest(sample, tables)
+        groups = np.unique(groups, return_inverse=True)[1]  # those that lost all their columns go
+    tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
+    return tables, _nearest(rows, tables).astype(np.uint16)
+
+
+def _start(rows: F64, count: int) -> npt.NDArray[np.int64]:
+    """Group columns of similar entropy."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        entropy = -np.nansum(rows * np.log2(rows), 1)
+    groups = np.empty(len(rows), np.int64)
+    groups[np.argsort(entropy, kind="stable")] = np.arange(len(rows)) * count // len(rows)
+    return groups
+
+
+def _nearest(rows: F64, tables: U16) -> npt.NDArray[np.int64]:
+    with np.errstate(divide="ignore"):
+        bits = PROBABILITY_BITS - np.log2(tables.astype(np.float64))
+    escape = bits[:, ESCAPE, None] + 16
+    return np.asarray((rows @ np.where(np.isfinite(bits), bits, escape).T).argmin(1))
+
+
+def _table(rows: F64) -> U16:
+    mean = rows.mean(0)
+    inside = mean.copy()
+    inside[ESCAPE] = 0.0
+    numbers = np.arange(ALPHABET) - ZERO
+    total = max(inside.sum(), 1e-9)
+    spread = float(np.sqrt(max((inside * numbers**2).sum() / total, 1e-3)))
+    return frequencies((1 - _SMOOTHING) * mean + _SMOOTHING * bell(spread))
+
+
+def fine_tables(counts: Counts) -> tuple[U16, npt.NDArray[np.int64]]:
+    """Make a refinement's tables, three a class, of counts `[columns, context, -1|0|1]`; and each column's first."""
+    some = counts + 0.5
+    share = some[:, 0, 1] / some[:, 0].sum(1)  # of zeros that stay zeros: tells narrow columns from wide ones
+    order = np.argsort(share, kind="stable")
+    classes = np.empty(len(counts), np.int64)
+    classes[order] = np.arange(len(counts)) * FINE_CLASSES // len(counts)
+    tables = []
+    for number in range(classes.max() + 1):
+        for context in range(3):
+            table = np.zeros(ALPHABET)
+            table[ZERO - 1 : ZERO + 2] = some[classes == number, context].sum(0)
+            tables.append(quantised(table))
+    return np.stack(tables), classes * 3

@@ -1,4 +1,7 @@
-"""What each codec level is, known without importing torch. A new codec is a file here and a line below, or a plugin."""
+"""Codec levels and the first bytes of their records; needs no torch.
+
+A new codec is a file in this folder and a line below, or a plugin.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,38 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvtool.core.codec.nested import NESTED
+import xxhash
+
 from kvtool.core.common.plugins import Plugin, PluginError, found
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import DamagedError, UsageError
+
+Payload = bytes | bytearray | memoryview
 
 RAW = "raw"
+NESTED = ("1", "2", "3", "4")  # finest first; each has steps three times as wide as the one before
+NO_PROFILE = bytes(16)  # named by a record that was made without a profile
+MAKER = slice(64, 80)  # of a payload: the digest of its profile
+_BASE, _CHECK = 7, slice(40, 44)  # of a payload (record.py)
 MAX_LOSS = 0.01  # nats a token of the answer: what `auto` may lose
 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """What a level is, as far as anybody but its codec has to know.
+    """A level: what all but its codec have to know.
 
     Attributes
     ----------
     name : as records, command lines and catalogues carry it.
     codec : `module:class`, a module of this package with a dot before it. The class is called with the level's name,
         and fulfils `Codec` (base.py).
-    lossless : what is decoded is what was encoded, bit for bit. A lossy level's records state their error.
+    lossless : decoding gives back the encoded bits. A lossy level's records state their error.
     verbatim : records hold the model's own numbers and nothing else, so that their length follows from the shape.
     nested : records may name the record of the next coarser nested level, which they refine.
-    profiled : records name the profile that they were made with (payload.py); those of an earlier kvtool may name none.
-    baseline : there to be compared with; `auto` does not take it.
-    share : percent of a chunk's rows that are stored; 100: all of them.
+    profiled : records name the profile that they were made with (record.py), unless they were made without one.
+    baseline : a level to compare others with; `auto` does not take it.
+    share : percent of a chunk's rows that are stored.
     inner : the level at which these rows are stored, where they are not all.
-    bits : a number of K or V of the whole chunk takes about so many: what lossy levels are ordered by.
+    bits : approximate size of a number of K or V of the whole chunk, by which lossy levels are ordered.
     """
 
     name: str
@@ -47,7 +57,7 @@ class Level:
 
     @property
     def of_prefix(self) -> str:
-        """The level at which the prompt's beginning is stored where chunks are at this one: it is never lossy."""
+        """Return the level of the prompt's beginning where chunks are at this one: it is never lossy."""
         return self.name if self.lossless else RAW
 
 
@@ -58,7 +68,7 @@ _BITS = (3.6, 2.2, 1.1, 0.5)  # of NESTED, measured (samples/results/codec.md)
 _PAPERS_BITS = (5.4, 4.5, 3.6, 2.8)  # of the paper's scheme; the first two measured
 
 _WHOLE = (
-    Level(RAW, ".raw:Raw", lossless=True, verbatim=True, bits=16.0),
+    Level(RAW, ".lossless:Raw", lossless=True, verbatim=True, bits=16.0),
     Level("lossless", ".lossless:Lossless", lossless=True, bits=11.0),
     *(
         Level(name, ".transform_codec:TransformCodec", nested=True, profiled=True, bits=bits)
@@ -67,11 +77,11 @@ _WHOLE = (
 )
 
 
-def _kept(level: Level, share: int) -> Level:
-    """The level at which a share of the rows is stored as `level` stores all of them; each record stands alone."""
+def _row_subset(level: Level, share: int) -> Level:
+    """Return the level that stores a share of the rows as `level` stores all; its records refine no others."""
     return Level(
         f"keep{share}-{level.name}",
-        ".row_subset:Kept",
+        ".row_subset:RowSubset",
         profiled=level.profiled,
         share=share,
         inner=level.name,
@@ -83,12 +93,12 @@ _BASELINES = tuple(
     Level(f"cachegen-{name}", ".cachegen:CacheGen", baseline=True, bits=bits)
     for name, bits in zip(NESTED, _PAPERS_BITS, strict=True)
 )
-_OWN = (*_WHOLE, *_BASELINES, *(_kept(level, share) for level in _WHOLE for share in SHARES))
+_OWN = (*_WHOLE, *_BASELINES, *(_row_subset(level, share) for level in _WHOLE for share in SHARES))
 _PLUGINS = found("codecs", own=("auto", "none", *(level.name for level in _OWN)))
 
 
-def _plugged() -> Iterator[Level]:
-    """The levels of plugins. One that cannot be used is left out: its records stay, and are not read."""
+def _of_plugins() -> Iterator[Level]:
+    """Yield the levels of plugins. An unusable one is left out: its records stay, and are not read."""
     for plugin in _PLUGINS.values():
         try:
             yield _level_of_plugin(plugin)
@@ -97,7 +107,7 @@ def _plugged() -> Iterator[Level]:
 
 
 def _level_of_plugin(plugin: Plugin) -> Level:
-    """What a plugin says of its level: a dictionary of `codec`, `lossless` and `bits`. Raises PluginError."""
+    """Read a plugin's description of its level: a dictionary of `codec`, `lossless` and `bits`. Raises PluginError."""
     facts = plugin.load()
     try:
         codec, lossless, bits = str(facts["codec"]), bool(facts["lossless"]), float(facts["bits"])
@@ -110,7 +120,7 @@ def _level_of_plugin(plugin: Plugin) -> Level:
 
 # The finest first: of those that lose nothing the largest, then by size.
 _LEVELS = sorted(
-    (*_OWN, *_plugged()),
+    (*_OWN, *_of_plugins()),
     key=lambda level: (not level.lossless, -level.bits),
 )
 LEVELS: Mapping[str, Level] = {level.name: level for level in _LEVELS}
@@ -120,70 +130,100 @@ WHOLE: Mapping[str, Level] = {level.name: level for level in _LEVELS if level.sh
 
 
 def level_of(name: str) -> Level:
-    """The level of this name. One that is not known (another version's) has no codec, and is not taken for lossless."""
+    """Return the level of this name. An unknown one (another version's) has no codec, and counts as lossy."""
     return LEVELS.get(name) or Level(name)
 
 
 def plugin_of(name: str) -> Plugin | None:
-    """The plugin that a level comes from; None: it is kvtool's own."""
+    """Return the plugin that a level comes from; None: it is kvtool's own."""
     return _PLUGINS.get(name)
 
 
 def known(names: Iterable[str | None]) -> list[str]:
-    """The known levels among these, the finest first."""
+    """Return the known levels among these, the finest first."""
     among = {*names}
     return [name for name in LEVELS if name in among]
 
 
 def exact(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The known levels among these that lose nothing, the largest first."""
+    """Return the lossless levels among these, the largest first."""
     return [name for name in known(names) if LEVELS[name].lossless]
 
 
 def lossy(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The known levels among these that lose something, the finest first."""
+    """Return the known lossy levels among these, the finest first."""
     return [name for name in known(names) if not LEVELS[name].lossless]
 
 
 def nested(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The levels among these whose records may refine one another, the finest first."""
+    """Return the levels among these whose records may refine one another, the finest first."""
     return [name for name in known(names) if LEVELS[name].nested]
 
 
 def profiled(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The levels among these whose records name a profile, the finest first."""
+    """Return the levels among these whose records name a profile, the finest first."""
     return [name for name in known(names) if LEVELS[name].profiled]
 
 
 def whole(names: Iterable[str | None] = LEVELS) -> list[str]:
-    """The levels among these at which every row is stored, the finest first."""
+    """Return the levels among these that store every row, the finest first."""
     return [name for name in known(names) if LEVELS[name].share == 100]
 
 
 def keeping(level: str, share: int) -> str:
-    """The name of the level at which `share` percent of the rows are stored as `level` stores all of them."""
+    """Name the level that stores `share` percent of the rows as `level` stores all of them."""
     return level if share == 100 else f"keep{share}-{level}"
 
 
 def check_level(name: str) -> str:
-    """The level's name, if there is a codec for it.
-
-    Raises
-    ------
-    UsageError : there is none.
-    """
+    """Return the level's name if a codec has it, else raise UsageError."""
     if name not in LEVELS:
         raise UsageError(f"there is no level {name!r}", f"known: {NAMES.replace('|', ', ')}")
     return name
 
 
 def shown_loss(loss: float | None, allowed: float) -> str:
-    """Word a loss and its limit. None: it was not measured."""
+    """Word a loss and its limit; None: not measured."""
     if loss is None:
         return f"loss not measured, {allowed:g} nats a token are allowed"
     return f"loss {loss:.4f} of at most {allowed:g} nats a token"
 
 
 def enough_loss(loss: float) -> str:
-    """The `--max-loss` that allows a loss: in thousandths, rounded up."""
+    """Return the `--max-loss` that allows a loss: in thousandths, rounded up."""
     return f"{math.ceil(1000 * loss) / 1000:g}"
+
+
+# ---- records that refine others ----------------------------------------------------------------------------------
+
+
+def coarser(level: str) -> str | None:
+    """Return the next coarser level, which a record of this one may refine; None: there is none."""
+    at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)
+    return NESTED[at] if at < len(NESTED) else None
+
+
+def base_level(level: str, payload: Payload) -> str | None:
+    """Read the coarser level that a record of this level refines; None: it refines none. Raises DamagedError."""
+    if level not in NESTED:
+        return None
+    base = coarser(level)
+    number = payload[_BASE] if len(payload) > _CHECK.stop else None
+    if number == 0:
+        return None
+    if base is None or number != NESTED.index(base) + 1:
+        raise DamagedError("a compressed record of no known level")
+    return base
+
+
+def stated_check(payload: Payload) -> int:
+    """Read the `check_of` the very record that is refined; 0: an older record, which does not state it."""
+    return int.from_bytes(payload[_CHECK], "little")
+
+
+def check_of(parts: Iterable[Payload]) -> int:
+    """Hash a record's payload, given as parts, to 32 bits, not all 0, which tell it from others of its level."""
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.intdigest() & 0xFFFFFFFF or 1

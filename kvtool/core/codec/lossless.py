@@ -1,4 +1,4 @@
-"""Level `lossless`: bit for bit, about two thirds of `raw`."""
+"""Lossless codecs: level `raw`, the model's own numbers, and level `lossless`, about two thirds of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import numpy.typing as npt
 import torch
 import zstandard
 
-from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, side_shapes
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.base import DTYPES, LayerKV, Payload, SelfContained, Shape, side_shapes
 from kvtool.core.errors import DamagedError
 
 _LENGTHS = struct.Struct("<2I")
@@ -20,11 +19,32 @@ _WORDS: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 _ZSTD_LEVEL = 1  # level 19 takes 2 % off the whole record (smollm2) and far longer
 
 
+class Raw(SelfContained):
+    """K then V, each `[kv_heads, tokens, head_dim]` in C order, little-endian (law 7: bit for bit)."""
+
+    def encode(
+        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None
+    ) -> list[memoryview]:
+        """Return the bytes of one layer's keys and values, each `[kv_heads, tokens, head_dim]`; they may be views."""
+        return [side.contiguous().view(torch.uint8).numpy().reshape(-1).data for side in (keys, values)]
+
+    def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
+        """View `payload` as keys and values of one layer, which must not be written to. Raises DamagedError."""
+        of_keys, of_values = side_shapes(shape)
+        kind = DTYPES[dtype]
+        flat = torch.frombuffer(payload, dtype=kind) if len(payload) else torch.empty(0, dtype=kind)
+        keys, values = flat.split([math.prod(of_keys), math.prod(of_values)])
+        try:
+            return keys.view(of_keys), values.view(of_values)
+        except RuntimeError as error:  # of no heads, but tokens and dimensions by the billion
+            raise DamagedError("a raw payload of a shape that cannot be") from error
+
+
 class Lossless(SelfContained):
-    """Exponents are few and compress well, signs and mantissas are noise and do not (kvtool/docs/codec.md).
+    """Compressed exponents: these are few, while signs and mantissas are noise (kvtool/docs/codec.md).
 
     Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and three bits more)
-    and the sign stands last among the mantissa's bits. Layout, little-endian:
+    and the sign is the last of the mantissa's bits. Layout, little-endian:
 
     =============  =====================================================================
     u32, u32       length of the next two parts
@@ -43,12 +63,7 @@ class Lossless(SelfContained):
         return [_LENGTHS.pack(*map(len, first)), *first, *rest]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Keys and values of one layer.
-
-        Raises
-        ------
-        DamagedError : lengths that do not fit the shape, or a part that cannot be decompressed.
-        """
+        """Decode one layer. Raises DamagedError: lengths do not fit the shape, or a part cannot be decompressed."""
         view = memoryview(payload)
         width, shapes = DTYPES[dtype].itemsize, side_shapes(shape)
         counts = [math.prod(side) for side in shapes]
@@ -69,15 +84,17 @@ class Lossless(SelfContained):
 
 
 def _rotated(side: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """Bytes of the rotated numbers, `[numbers, bytes]`, low byte first."""
+    """Rotate numbers and return their bytes, `[numbers, bytes]`, low byte first."""
     width = side.element_size()
     words = side.contiguous().view(torch.uint8).numpy().reshape(-1).view(_WORDS[width])
     return ((words << 1) | (words >> (8 * width - 1))).view(np.uint8).reshape(-1, width)
 
 
 def _rotated_back(first: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8], dtype: str) -> torch.Tensor:
-    """Numbers of their first bytes and the others `[numbers, bytes]`, low byte first: put together as whole words,
-    since bytes that are written one by one take three times as long."""
+    """Make numbers of their first bytes and the others `[numbers, bytes]`, low byte first.
+
+    They are put together as whole words: bytes that are written one by one take three times as long.
+    """
     width = 1 + others.shape[1]
     words = first.astype(_WORDS[width])
     for byte in reversed(range(width - 1)):
@@ -90,7 +107,7 @@ def _rotated_back(first: npt.NDArray[np.uint8], others: npt.NDArray[np.uint8], d
 
 
 def _decompressed(frame: memoryview, size: int) -> npt.NDArray[np.uint8]:
-    """The frame's bytes, of which there must be `size`: no more memory is taken, whatever the frame claims."""
+    """Decompress a frame to `size` bytes; no more memory is taken, whatever the frame claims."""
     try:
         if zstandard.frame_content_size(frame) != size:
             raise DamagedError("a lossless payload whose exponents do not fit its shape")

@@ -1,15 +1,16 @@
-"""A codec of another package, held to what it promises."""
+"""Codec plugins: codecs of other packages, checked as they encode and decode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from kvtool.core.codec.base import (
+    NAMES,
     Codec,
     Encoded,
     LayerKV,
@@ -20,21 +21,16 @@ from kvtool.core.codec.base import (
     shape_of_layer,
 )
 from kvtool.core.codec.levels import Level
-from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.profile import Profile
 from kvtool.core.common.plugins import Plugin, PluginError
 from kvtool.core.errors import DamagedError
 
-if TYPE_CHECKING:
-    from kvtool.core.codec.profile import Profile
 
+class PluginCodec(SelfContained):
+    """A plugin's codec, each of whose records is decoded at once.
 
-class Plugged(SelfContained):
-    """Fulfils `Codec`. What it encodes is decoded at once: a lossless level has to give the same bits back, a lossy one
-    the same shape. Whatever goes wrong when a record is decoded counts as a damaged record, which is computed anew.
-
-    Raises
-    ------
-    PluginError : by what encodes: the codec cannot be used, or breaks its promise.
+    A lossless level has to give the same bits back, a lossy one the same shape; else encoding raises PluginError. Any
+    error while a record is decoded counts as a damaged record, which is computed anew.
     """
 
     def __init__(self, level: Level, plugin: Plugin) -> None:
@@ -52,7 +48,7 @@ class Plugged(SelfContained):
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]:
-        """See Codec."""
+        """Encode one layer, and check what it is decoded to. Raises PluginError."""
         codec = self._codec
         try:
             parts = [bytes(part) for part in codec.encode(keys, values, layer)]
@@ -68,7 +64,7 @@ class Plugged(SelfContained):
         profiles: Profiles = no_profiles,
         device: torch.device | None = None,
     ) -> list[LayerKV]:
-        """See Codec."""
+        """Decode several chunks at one layer. Raises DamagedError."""
         try:
             made = self._codec.decode(items, layer)
             if [(shape_of_layer(kv), NAMES[kv[0].dtype]) for kv in made] != [
@@ -85,11 +81,11 @@ class Plugged(SelfContained):
             raise DamagedError(broken.message, broken.hint) from error
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """See Codec."""
+        """Decode all layers of a chunk. Raises DamagedError."""
         return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer)]
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """See Codec."""
+        """Read the stated error. Raises DamagedError."""
         if self._level.lossless:
             return 0.0, 0.0
         try:
@@ -110,5 +106,5 @@ class Plugged(SelfContained):
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Also where a number is none, which equals nothing."""
+    """Compare bits, since a NaN equals nothing."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

@@ -1,44 +1,99 @@
-"""What a store knows about a model's KV: means, transforms, tables. Fitted once; records name it by its digest."""
+"""Codec profiles: means, transforms and frequency tables of a model's keys and values, and their layout.
+
+A profile is fitted once; records name it by its digest.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save
+from safetensors.torch import load, save
 
-from kvtool.core.codec.entropy.columns import Columns, columns_of
-from kvtool.core.codec.entropy.tables import TableSet
-from kvtool.core.codec.layout import BLOCK, SIDES, Layout
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.transform_kernels import Weights
+from kvtool.core.codec.levels import NESTED
+from kvtool.core.codec.rans.reference import BLOCK, Columns, TableSet, columns_of
 from kvtool.core.errors import DamagedError
-from kvtool.core.native.gemm import Tile
 
 FORMAT = 1
-DIGEST_BYTES = 16
-MOST_BYTES = 2**31
+SIDES = 2  # K, V
 _CPU = torch.device("cpu")
 _WIDENING = 3  # steps of a level over those of the finer one: odd, so that each bin splits into whole bins
-_NAMES = ("means", "basis", "active", "ids", "fine_ids", "tables")
+_DTYPES = {
+    "means": torch.float32,
+    "basis": torch.bfloat16,
+    "active": torch.uint8,
+    "ids": torch.uint16,
+    "fine_ids": torch.uint16,
+    "tables": torch.uint16,
+}
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of coefficients in a row: K's groups, then V's, each padded to whole blocks of 32.
+
+    Parameters
+    ----------
+    groups : parts of a side that are transformed separately: 1 (the whole layer) or one a KV head.
+    size : channels of a group.
+    """
+
+    groups: int
+    size: int
+
+    @property
+    def padded(self) -> int:
+        """Count the columns of a group."""
+        return -(-self.size // BLOCK) * BLOCK
+
+    @property
+    def stride(self) -> int:
+        """Count the columns of a row: a multiple of 64."""
+        return SIDES * self.groups * self.padded
+
+    @property
+    def channels(self) -> int:
+        """Count the channels of a side."""
+        return self.groups * self.size
+
+    def start(self, side: int, group: int) -> int:
+        """Return the first column of a group."""
+        return (side * self.groups + group) * self.padded
+
+    def places(self, active: npt.NDArray[np.uint8] | None = None) -> npt.NDArray[np.int32]:
+        """Return the first columns of the coded blocks, int32, an even number of them, ascending.
+
+        Parameters
+        ----------
+        active : blocks of each group, uint8 `[2 * groups]`, K's groups first; None: all. Where the sum is odd one more
+            is taken: all blocks together are even in number.
+        """
+        most = self.padded // BLOCK
+        counts = np.full(SIDES * self.groups, most) if active is None else active.astype(np.int64)
+        if counts.sum() % 2:
+            counts[int(np.flatnonzero(counts < most)[0])] += 1
+        blocks = [group * self.padded + BLOCK * np.arange(count) for group, count in enumerate(counts)]
+        return np.concatenate(blocks).astype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class CodedColumns:
-    """What a level codes of a layer.
+    """The columns of a layer that a level codes.
 
     Attributes
     ----------
-    alone : columns of a record that stands alone.
+    alone : columns of a record that refines no other.
     fine : columns of a record that refines the next coarser level; None: there is none.
-    widths : how many columns each group has, its first ones: K's groups, then V's.
+    widths : number of columns of each group, its first ones: K's groups, then V's.
     others : first columns of the blocks that are not coded, int32.
     """
 
@@ -60,10 +115,10 @@ class Profile:
     means : float32 `[layers, 2, C]`.
     basis : bfloat16 `[layers, 2, groups, size, size]`, a coefficient a row, the largest first.
     active : uint8 `[levels, layers, 2 * groups]`: blocks of 32 coefficients that are coded.
-    ids : uint16 `[levels, layers, S]`: table of each column where a level stands alone.
+    ids : uint16 `[levels, layers, S]`: table of each column where a record refines no other.
     fine_ids : uint16 `[levels - 1, layers, S]`: first of three tables of each column where a level refines the next.
     tables : frequencies.
-    about : what it was fitted on, for people.
+    about : description of the texts that it was fitted to.
     """
 
     means: torch.Tensor
@@ -73,6 +128,7 @@ class Profile:
     fine_ids: npt.NDArray[np.uint16]
     tables: TableSet
     about: dict[str, Any]
+    _memo: dict[tuple[object, ...], Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         layers, sides, groups, size, also = self.basis.shape
@@ -95,100 +151,70 @@ class Profile:
 
     @cached_property
     def layout(self) -> Layout:
-        """Groups and their size."""
+        """Return the groups and their size."""
         return Layout(self.basis.shape[2], self.basis.shape[3])
 
     @property
     def layers(self) -> int:
-        """How many layers the model has."""
+        """Count the model's layers."""
         return int(self.basis.shape[0])
 
+    def memo(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        """Return a value derived from this profile, made at its first use."""
+        made: T | None = self._memo.get(key)
+        if made is None:
+            made = self._memo[key] = make()
+        return made
+
     def coded(self, level: str, layer: int) -> CodedColumns:
-        """The columns that are coded."""
-        coded = self._coded.get((level, layer))
-        if coded is None:
-            at, groups = NESTED.index(level), SIDES * self.layout.groups
-            places = self.layout.places(self.active[at, layer])
-            columns = columns_of(places)
-            widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
-            alone = Columns(self.ids[at, layer, columns], self.tables, places)
-            fine = None
-            if at < len(self.fine_ids):
-                fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
-            others = np.setdiff1d(self.layout.places(), places)
-            coded = CodedColumns(alone, fine, tuple(widths.tolist()), others)
-            self._coded[level, layer] = coded
-        return coded
+        """Return the columns that are coded."""
+        return self.memo(("coded", level, layer), lambda: self._coded(level, layer))
+
+    def _coded(self, level: str, layer: int) -> CodedColumns:
+        at, groups = NESTED.index(level), SIDES * self.layout.groups
+        places = self.layout.places(self.active[at, layer])
+        columns = columns_of(places)
+        widths = np.bincount(places // self.layout.padded, minlength=groups) * BLOCK
+        alone = Columns(self.ids[at, layer, columns], self.tables, places)
+        fine = None
+        if at < len(self.fine_ids):
+            fine = Columns(self.fine_ids[at, layer, columns], self.tables, places, refines=True)
+        others = np.setdiff1d(self.layout.places(), places)
+        return CodedColumns(alone, fine, tuple(widths.tolist()), others)
 
     # ---- the transform -------------------------------------------------------------------------------------------
 
     def forward(self, layer: int) -> torch.Tensor:
-        """float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError where there is none."""
-        forward = self._forward.get(layer)
+        """Return float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
+        return self.memo(("forward", layer), lambda: self._forward(layer))
+
+    def _forward(self, layer: int) -> torch.Tensor:
+        forward = inverted(self.basis[layer])
         if forward is None:
-            forward = inverted(self.basis[layer])
-            if forward is None:
-                raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
-            self._forward[layer] = forward
+            raise DamagedError(f"a codec profile whose transform of layer {layer} has no inverse")
         return forward
 
     def backward(
         self, layer: int, level: str, dtype: torch.dtype, device: torch.device = _CPU
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[2, groups, padded, size]`, and means `[2, groups, size]`: numbers times the one, plus the other."""
-        key = (layer, level, dtype, device)
-        backward = self._backward.get(key)
-        if backward is None:
-            steps = float(_WIDENING ** NESTED.index(level))
-            bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
-            bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
-            means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
-            backward = bases.to(device), means.to(device)
-            self._backward[key] = backward
-        return backward
+        """Return `[2, groups, padded, size]` and means `[2, groups, size]`: numbers times the one, plus the other."""
+        key = ("backward", layer, level, dtype, device)
+        return self.memo(key, lambda: self._backward(layer, level, dtype, device))
 
-    def forward_weights(self, layer: int, tile: Tile) -> Weights:
-        """`forward` and means, as a kernel with such tiles takes them. Raises DamagedError where there is none."""
-        key = (layer, tile)
-        weights = self._laid.get(key)
-        if weights is None:
-            groups, size = self.layout.groups, self.layout.size
-            matrices, means = self.forward(layer).flatten(0, 1), self.means[layer].reshape(SIDES * groups, size)
-            weights = self._laid[key] = Weights.of(list(matrices), means, tile)
-        return weights
-
-    def backward_weights(self, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
-        """`backward` of the columns that a level codes, rounded to `dtype`, as a kernel with such tiles takes it."""
-        key = (layer, level, dtype, tile)
-        weights = self._laid.get(key)
-        if weights is None:
-            bases, means = (part.flatten(0, 1) for part in self.backward(layer, level, dtype))
-            widths = self.coded(level, layer).widths
-            matrices = [basis[:width] for basis, width in zip(bases, widths, strict=True)]
-            weights = self._laid[key] = Weights.of(matrices, means, tile)
-        return weights
-
-    @cached_property
-    def _laid(self) -> dict[tuple[object, ...], Weights]:
-        return {}
-
-    @cached_property
-    def _coded(self) -> dict[tuple[str, int], CodedColumns]:
-        return {}
-
-    @cached_property
-    def _forward(self) -> dict[int, torch.Tensor]:
-        return {}
-
-    @cached_property
-    def _backward(self) -> dict[tuple[int, str, torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]]:
-        return {}
+    def _backward(
+        self, layer: int, level: str, dtype: torch.dtype, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        steps = float(_WIDENING ** NESTED.index(level))
+        bases = torch.zeros((*self.basis.shape[1:3], self.layout.padded, self.layout.size), dtype=dtype)
+        bases[:, :, : self.layout.size] = (self.basis[layer].float() * steps).to(dtype)
+        means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
+        return bases.to(device), means.to(device)
 
     # ---- bytes ---------------------------------------------------------------------------------------------------
 
     @cached_property
     def data(self) -> bytes:
-        """The profile as a safetensors file."""
+        """Write the profile as a safetensors file."""
         parts = {
             "means": self.means,
             "basis": self.basis,
@@ -205,17 +231,12 @@ class Profile:
 
     @cached_property
     def digest(self) -> bytes:
-        """Name of the profile, 16 bytes: blake2b-128 of its file."""
+        """Name the profile by 16 bytes: blake2b-128 of its file."""
         return digest_of(self.data)
 
     @classmethod
     def from_bytes(cls, data: bytes | memoryview) -> Profile:
-        """Read what `data` has written.
-
-        Raises
-        ------
-        DamagedError : no profile, another format, or parts that do not fit.
-        """
+        """Read a file that `data` has written. Raises DamagedError."""
         whole = bytes(data)
         try:
             parts, metadata = _load(whole)
@@ -224,17 +245,9 @@ class Profile:
             about = json.loads(metadata["about"])
             if not isinstance(about, dict):
                 raise ValueError("what it says about itself is no object")
-            arrays = {name: parts[name].numpy() for name in _NAMES[2:]}
             _check_types(parts)
-            made = cls(
-                means=parts["means"],
-                basis=parts["basis"],
-                active=arrays["active"],
-                ids=arrays["ids"],
-                fine_ids=arrays["fine_ids"],
-                tables=TableSet(arrays["tables"]),
-                about=about,
-            )
+            active, ids, fine_ids, tables = (parts[name].numpy() for name in ("active", "ids", "fine_ids", "tables"))
+            made = cls(parts["means"], parts["basis"], active, ids, fine_ids, TableSet(tables), about)
         except (SafetensorError, KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
             raise DamagedError(f"a codec profile that cannot be read: {error}") from error
         made.__dict__["data"] = whole
@@ -242,12 +255,12 @@ class Profile:
 
 
 def digest_of(data: bytes | memoryview) -> bytes:
-    """blake2b-128 of a profile's bytes."""
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+    """Hash a profile's bytes by blake2b-128."""
+    return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def _in_order(data: bytes) -> bytes:
-    """A safetensors file with its header's keys in order: safetensors shuffles them, and a digest must not change."""
+    """Sort the keys of a safetensors file's header: safetensors shuffles them, and a digest must not change."""
     size = int.from_bytes(data[:8], "little")
     header = json.dumps(json.loads(data[8 : 8 + size]), sort_keys=True, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
@@ -255,9 +268,7 @@ def _in_order(data: bytes) -> bytes:
 
 
 def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Tensors and metadata of a safetensors file in memory."""
-    from safetensors.torch import load
-
+    """Read tensors and metadata of a safetensors file in memory."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("cut off")
@@ -266,8 +277,7 @@ def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 
 def _check_types(parts: dict[str, torch.Tensor]) -> None:
-    wanted = (torch.float32, torch.bfloat16, torch.uint8, torch.uint16, torch.uint16, torch.uint16)
-    for name, dtype in zip(_NAMES, wanted, strict=True):
+    for name, dtype in _DTYPES.items():
         if parts[name].dtype != dtype:
             raise ValueError(f"{name} is {parts[name].dtype}")
     if parts["basis"].ndim != 5:
@@ -275,9 +285,9 @@ def _check_types(parts: dict[str, torch.Tensor]) -> None:
 
 
 def inverted(matrices: torch.Tensor) -> torch.Tensor | None:
-    """Invert `[..., size, size]`; float32, and None where one of them has no inverse.
+    """Invert `[..., size, size]` to float32; None: one of them has no inverse.
 
-    In float64, so that all machines round the same numbers; one by one, as oneMKL's threads fail at several.
+    Computed in float64, so that all machines round the same numbers; one by one, as oneMKL's threads fail at several.
     """
     inverses = [torch.linalg.inv_ex(matrix) for matrix in matrices.double().flatten(0, -3)]
     if any(singular.any() for _, singular in inverses):

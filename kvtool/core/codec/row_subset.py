@@ -1,18 +1,18 @@
-"""Levels `keepNN-…`: a part of a chunk's rows, stored as another level stores all of them.
+"""Row subsets, levels `keepNN-…`: a part of a chunk's rows, stored as another level stores all of them.
 
-The inner level's payload of the rows that stay, then which these are:
+The inner level's payload of the stored rows, then the list of these:
 
 =====================  ==========================================================
 bytes                  field
 =====================  ==========================================================
-n                      the inner level's payload; its records stand alone
-⌈tokens / 8⌉           a bit for every token of the chunk, the first the lowest: 1 where its row stays
+n                      the inner level's payload; its records refine no others
+⌈tokens / 8⌉           a bit for every token of the chunk, the first the lowest: 1 where its row is stored
 u32                    tokens of the chunk, which the record's header states, too
-u32                    rows that stay
+u32                    rows that are stored
 4 bytes                ``kvk`` and the format (1)
 =====================  ==========================================================
 
-It stands at the end, so that a record begins as the inner level's does.
+The list comes last, so that a record begins as the inner level's does.
 """
 
 from __future__ import annotations
@@ -24,10 +24,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from kvtool.core.codec.base import Codec, Encoded, LayerKV, Payload, Profiles, no_profiles, shape_of, side_shapes
+from kvtool.core import codec
+from kvtool.core.codec.base import (
+    DTYPES,
+    Codec,
+    Encoded,
+    LayerKV,
+    Payload,
+    Profiles,
+    no_profiles,
+    shape_of,
+    side_shapes,
+)
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import DTYPES
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 
@@ -35,27 +45,25 @@ _TAIL = struct.Struct("<II4s")
 _MAGIC = b"kvk\1"
 
 
-class Kept:
-    """A level at which only some rows are stored. `encode` stores all that it is given, as the rows of a chunk that has
-    no others; `tail_of` says otherwise."""
+class RowSubset:
+    """A level that stores only some rows. `encode` stores all given rows, as those of a chunk that has no others; the
+    tail that `tail_of` makes says otherwise."""
 
     def __init__(self, level: str) -> None:
         self.level = level
 
     @property
     def _inner(self) -> Codec:
-        from kvtool.core.codec import CODECS
-
-        return CODECS[level_of(self.level).inner]
+        return codec.CODECS[level_of(self.level).inner]
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
     ) -> Sequence[Payload]:
-        """Encode rows `[kv_heads, tokens, head_dim]`, all of which stay."""
+        """Encode rows `[kv_heads, tokens, head_dim]`."""
         return [*self._inner.encode(keys, values, layer, profile), _all(keys)]
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """Encode all layers of a chunk, all of whose rows stay."""
+        """Encode all layers of a chunk."""
         made = self._inner.encode_layers(kvs, profile)
         return [[*parts, _all(keys)] for parts, (keys, _) in zip(made, kvs, strict=True)]
 
@@ -66,28 +74,28 @@ class Kept:
         profiles: Profiles = no_profiles,
         device: torch.device | None = None,
     ) -> list[LayerKV]:
-        """Keys and values of the rows that were stored, `[kv_heads, rows, head_dim]`. Raises DamagedError."""
+        """Decode keys and values of the stored rows, `[kv_heads, rows, head_dim]`. Raises DamagedError."""
         return self._inner.decode([self._of_inner(item)[0] for item in items], layer, profiles, device)
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """The same of all layers of a chunk. Raises DamagedError: they do not hold the same rows."""
+        """Decode all layers of a chunk. Raises DamagedError: they do not hold the same rows."""
         opened = [self._of_inner(item) for item in items]
         if len({rows for _, rows in opened}) > 1:
             raise DamagedError("the layers of a chunk hold different rows")
         return self._inner.decode_layers([item for item, _ in opened], profiles)
 
     def base_of(self, payload: Payload) -> str | None:
-        """No other record is needed. Raises DamagedError: it says otherwise."""
+        """Need no other record. Raises DamagedError: the payload names one."""
         if self._inner.base_of(payload) is not None:
             raise DamagedError("a record of some of a chunk's rows refines no other one")
         return None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """What was lost of the rows that are stored."""
+        """Read the stated error of the stored rows."""
         return self._inner.stated_error(_split(payload)[0])
 
     def _of_inner(self, item: Encoded) -> tuple[Encoded, Ids]:
-        """The rows as the inner level stores them, and which these are. Raises DamagedError."""
+        """Return the rows as the inner level stores them, and their numbers. Raises DamagedError."""
         inner, rows = _opened(item)
         size = sum(map(math.prod, side_shapes(inner.shape))) * DTYPES[inner.dtype].itemsize
         if level_of(level_of(self.level).inner).verbatim and len(inner.payload) != size:
@@ -96,12 +104,12 @@ class Kept:
 
 
 def tail_of(rows: Sequence[int], tokens: int) -> bytes:
-    """What stands behind the inner level's payload.
+    """Return the bytes after the inner level's payload.
 
     Parameters
     ----------
-    rows : which of the chunk's tokens the rows belong to, ascending.
-    tokens : how many the chunk has.
+    rows : tokens of the chunk whose rows are stored, ascending.
+    tokens : number of the chunk's tokens.
     """
     bits = np.zeros(tokens, np.uint8)
     bits[list(rows)] = 1
@@ -109,12 +117,12 @@ def tail_of(rows: Sequence[int], tokens: int) -> bytes:
 
 
 def rows_of(item: Encoded) -> Ids:
-    """Which of a chunk's tokens a record holds rows of, ascending. Raises DamagedError."""
+    """Return the tokens of a chunk whose rows a record holds, ascending. Raises DamagedError."""
     return _opened(item)[1]
 
 
 def inner_of(item: Encoded) -> Encoded:
-    """The rows that a record holds, as its inner level stores them. Raises DamagedError."""
+    """Return the rows that a record holds, as its inner level stores them. Raises DamagedError."""
     return _opened(item)[0]
 
 
@@ -124,7 +132,7 @@ def _all(keys: torch.Tensor) -> bytes:
 
 
 def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
-    """The inner payload, the bits, how many tokens there are and how many rows. Raises DamagedError."""
+    """Return the inner payload, the bits, and the numbers of tokens and of rows. Raises DamagedError."""
     view = memoryview(payload)
     if len(view) < _TAIL.size:
         raise DamagedError("a record of some of a chunk's rows does not say of which")
@@ -136,7 +144,7 @@ def _split(payload: Payload) -> tuple[memoryview, memoryview, int, int]:
 
 
 def _opened(item: Encoded) -> tuple[Encoded, Ids]:
-    """The rows as the inner level stores them, and which these are. Raises DamagedError."""
+    """Return the rows as the inner level stores them, and their numbers. Raises DamagedError."""
     payload, packed, tokens, count = _split(item.payload)
     kv_heads, stated, key_dim = item.shape[:3]
     if tokens != stated:

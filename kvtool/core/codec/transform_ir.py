@@ -1,7 +1,7 @@
-"""Transform of a group of channels and back, and the errors of it, as LLVM IR: rows are gathered as float32,
-multiplied, and rounded once.
+"""Linear transform of a group of channels and back, and its errors, in LLVM IR.
 
-Rows go through by the hundred at most, so that they stay in the cache. What a row becomes depends on it alone.
+Rows are gathered as float32, multiplied, and rounded once, at most a hundred at a time, so that they stay in the cache.
+A row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, along, each, module
-from kvtool.core.native.formats import rounded
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, rounded
 from kvtool.core.native.gemm import PAIRS, Tile, gemm, tile_of
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import JOBS, Job
-from kvtool.core.native.simd import MAGIC, any_bits, total_onto
+from kvtool.core.native.simd import MAGIC, along, any_bits, each, total_onto
 
 MOST_ROWS = 96  # at once: a multiple of every tile's rows
 FORWARD = Job(
@@ -60,7 +59,7 @@ ERRORS = Job(
     rows="i64",  # at least 1
     sums="double*",  # [2]: squares of made - exact, squares of exact
 )
-_LEAST, _MOST = -32767, 32766  # payload.MOST_NUMBER
+_LEAST, _MOST = -32767, 32766  # encode.MOST_NUMBER
 _MAGIC_BITS = 0x4B400000
 
 

@@ -1,4 +1,4 @@
-"""Transform sides of layers to whole numbers and back, as fast as this machine can: one call for all layers given.
+"""Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given.
 
 Without machine code torch does the same, up to the order of its sums.
 """
@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 
 from kvtool.core.codec import transform_ir
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.layout import SIDES, Layout
-from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.base import NAMES
+from kvtool.core.codec.profile import SIDES, Layout, Profile
+from kvtool.core.codec.rans import coder
 from kvtool.core.common.arithmetic import cpu_features, is_fast
 from kvtool.core.native.gemm import Tile, panels
 from kvtool.core.native.isa import multiplies_bfloat16
@@ -32,7 +32,7 @@ _LEAST = 1e-30  # of an RMS that is divided by
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Weights:
-    """What the groups of a layer, K's first, are multiplied by, laid out for a kernel.
+    """The matrices of a layer's groups, K's first, laid out for a kernel.
 
     Attributes
     ----------
@@ -54,6 +54,27 @@ class Weights:
         places = [(0 if part is None else address(part), address(middle) + at * size) for at, part in enumerate(laid)]
         return cls(laid, middle, np.array(places, np.int64))
 
+    @classmethod
+    def forward(cls, profile: Profile, layer: int, tile: Tile) -> Weights:
+        """Lay out a profile's forward transform. Raises DamagedError where there is none."""
+
+        def make() -> Weights:
+            means = profile.means[layer].reshape(-1, profile.layout.size)
+            return cls.of(list(profile.forward(layer).flatten(0, 1)), means, tile)
+
+        return profile.memo(("forward weights", layer, tile), make)
+
+    @classmethod
+    def backward(cls, profile: Profile, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
+        """Lay out a profile's backward transform of the columns that a level codes, rounded to `dtype`."""
+
+        def make() -> Weights:
+            bases, means = (part.flatten(0, 1) for part in profile.backward(layer, level, dtype))
+            widths = profile.coded(level, layer).widths
+            return cls.of([basis[:width] for basis, width in zip(bases, widths, strict=True)], means, tile)
+
+        return profile.memo(("backward weights", layer, level, dtype, tile), make)
+
 
 @dataclass(frozen=True, slots=True)
 class Multiplier:
@@ -64,51 +85,51 @@ class Multiplier:
 
 
 def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """What makes numbers of sides of this dtype; None: torch does."""
+    """Return the kernel that makes numbers of sides of this dtype; None: torch does."""
     return _multiplier(transform_ir.Forward(NAMES[dtype], transform_ir.pitch_of(layout.size)))
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """What makes sides of this dtype of numbers, the same on every CPU; None: torch does."""
+    """Return the kernel that makes sides of this dtype of numbers, the same on every CPU; None: torch does."""
     return _multiplier(transform_ir.Backward(NAMES[dtype], transform_ir.pitch_of(layout.padded)))
 
 
 def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
-    """What makes sides of this dtype of numbers fastest here; None: torch does."""
+    """Return the kernel that makes sides of this dtype of numbers fastest here; None: torch does."""
     if multiplies_pairs(dtype):
         return _multiplier(transform_ir.Backward(NAMES[dtype], transform_ir.pitch_of(layout.padded // 2), pairs=True))
     return None if torch_is_faster(dtype) else backward_by(layout, dtype)
 
 
 def multiplies_pairs(dtype: torch.dtype) -> bool:
-    """Whether the kernels here multiply bfloat16 as such: the CPU can, and has nothing faster that torch would take."""
-    able = dtype == torch.bfloat16 and multiplies_bfloat16(native.isa()) and is_fast(NAMES[dtype])
+    """Return whether the kernels multiply bfloat16 as such: the CPU can, and has nothing faster for torch."""
+    able = dtype == torch.bfloat16 and multiplies_bfloat16(coder.isa()) and is_fast(NAMES[dtype])
     return able and "amxbf16" not in cpu_features()
 
 
 def torch_is_faster(dtype: torch.dtype) -> bool:
-    """Whether torch is faster at sides of numbers: in a narrow format that the CPU multiplies, or without machine code.
+    """Return whether torch makes sides faster: in a narrow format that the CPU multiplies, or without machine code.
 
     Measured with one thread of an AMD EPYC (Zen 5): decoding to bfloat16 0.80 GB/s by torch's products, 0.60 by the
     kernels here that widen it; to float32 0.35 and 0.59.
     """
-    return native.isa() is None or (dtype != torch.float32 and is_fast(NAMES[dtype]))
+    return coder.isa() is None or (dtype != torch.float32 and is_fast(NAMES[dtype]))
 
 
 def _multiplier(kind: transform_ir.Forward | transform_ir.Backward) -> Multiplier | None:
-    kernel, isa = native.kernel(kind), native.isa()
+    kernel, isa = coder.kernel(kind), coder.isa()
     return None if kernel is None or isa is None else Multiplier(kernel, kind.tile(isa))
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where sides `[kv_heads, tokens, head_dim]` of one form are, whose heads' numbers stand side by side.
+    """Addresses of sides `[kv_heads, tokens, head_dim]` of one format, with a head's numbers next to each other.
 
     Attributes
     ----------
     first : addresses of their first numbers, int64 `[sides]`.
     head, token : bytes from head to head and from token to token.
-    rows : how many tokens each has.
+    rows : number of tokens of each.
     held : the tensors.
     """
 
@@ -123,7 +144,7 @@ class Places:
 
     @classmethod
     def of(cls, sides: Sequence[torch.Tensor]) -> Places:
-        """Those of some tensors; they are copied where numbers of a head do not stand side by side."""
+        """Take some tensors' addresses; those whose heads' numbers are not next to each other are copied."""
         kept = [side if side.stride(2) == 1 or side.shape[2] == 1 else side.contiguous() for side in sides]
         found = [(side.data_ptr(), *side.stride(), side.shape[1]) for side in kept]
         first, head, token, _, rows = np.array(found, np.int64).T
@@ -133,18 +154,18 @@ class Places:
 
     @classmethod
     def end_to_end(cls, sides: torch.Tensor, heads: int) -> Places:
-        """Those of sides in one piece, `[layers, 2, tokens, channels]`, K and V in turn."""
+        """Take the addresses of sides in one piece, `[layers, 2, tokens, channels]`, K and V in turn."""
         count, tokens, channels, size = SIDES * len(sides), sides.shape[2], sides.shape[3], sides.element_size()
         every, row = np.arange(count) * tokens, channels * size
         head, token, rows = (np.full(count, number) for number in (channels // heads * size, row, tokens))
         held = (
-            [*sides.view(count, tokens, heads, channels // heads).transpose(1, 2)] if native.isa() is None else [sides]
+            [*sides.view(count, tokens, heads, channels // heads).transpose(1, 2)] if coder.isa() is None else [sides]
         )
         return cls(heads, channels // heads, sides.dtype, sides.data_ptr() + every * row, head, token, rows, held)
 
     @property
     def counts(self) -> I64:
-        """How many numbers each side has."""
+        """Count the numbers of each side."""
         return self.heads * self.dim * self.rows
 
 
@@ -152,11 +173,9 @@ class Places:
 
 
 def numbers_of(layout: Layout, by: Multiplier, weights: Sequence[Weights], sides: Places, out: I16) -> bool:
-    """Numbers of the finest level, int16 `[layers, tokens, stride]`, of the sides of some layers, K and V in turn.
+    """Make numbers of the finest level, int16 `[layers, tokens, stride]`, of layers' sides, K and V in turn.
 
-    Returns
-    -------
-    Whether all keys and values are finite.
+    Returns True if all keys and values are finite.
     """
     groups, own = layout.groups, sides.heads // layout.groups
     if layout.size != layout.padded:
@@ -189,11 +208,11 @@ def sides_of(
     numbers: I16,
     out: torch.Tensor,
 ) -> None:
-    """Sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]`.
+    """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]`.
 
     Parameters
     ----------
-    widths : of each layer, how many columns of each group are coded; the others are not looked at.
+    widths : of each layer, the number of coded columns of each group; the others are not read.
     """
     depth = np.array(widths, np.int64).reshape(-1)
     jobs = Jobs(transform_ir.BACKWARD, len(depth))
@@ -218,13 +237,13 @@ def sides_of(
 
 
 def _groups_of(layout: Layout, numbers: I16, padded: int) -> I64:
-    """Addresses of every layer's groups in numbers `[layers, tokens, stride]`; a group takes so many bytes of a row."""
+    """Return the addresses of layers' groups in numbers `[layers, tokens, stride]`; `padded`: bytes of a group."""
     layers = address(numbers) + np.arange(len(numbers))[:, None] * numbers.strides[0]
     return np.asarray((layers + np.arange(SIDES * layout.groups) * padded).reshape(-1), np.int64)
 
 
 def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict[str, Any]:
-    """Fields that say what is multiplied by, and where a slab's rows and their product are kept meanwhile."""
+    """Return the fields for the weights, and for the memory of a slab's rows and their product."""
     addresses = np.concatenate([one.addresses for one in weights])
     count = -(-size // tile.columns)
     return {
@@ -240,7 +259,7 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
 
 
 def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> list[float]:
-    """RMS of the difference over RMS of what is exact, for each side.
+    """Return each side's RMS of the difference over RMS of the exact numbers.
 
     Parameters
     ----------
@@ -248,14 +267,17 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
 
     Raises
     ------
-    ValueError : shapes or forms that do not fit.
+    ValueError : shapes or formats do not fit.
     """
     return _relative(squares_of(made, exact), np.array([side.numel() for side in made], np.int64))
 
 
 def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> Sums:
-    """Sums of the squares of made less exact, and of exact: float64 `[sides, 2]`; takes and raises as `errors_of`."""
-    _check_alike(made, exact)
+    """Sum the squares of made less exact, and of exact: float64 `[sides, 2]`; takes and raises as `errors_of`."""
+    if len({side.dtype for side in (*made, *exact)}) > 1 or [side.shape for side in made] != [
+        side.shape for side in exact
+    ]:
+        raise ValueError("sides of different shapes or formats cannot be compared")
     sums, forms = np.zeros((len(made), 2)), [(side.shape[0], side.shape[2]) for side in made]
     for form in dict.fromkeys(forms):
         numbers = [number for number, own in enumerate(forms) if own == form]
@@ -263,26 +285,20 @@ def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> S
     return sums
 
 
-def _check_alike(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> None:
-    formats = {side.dtype for side in (*made, *exact)}
-    if len(formats) > 1 or [side.shape for side in made] != [side.shape for side in exact]:
-        raise ValueError("sides of different shapes or formats cannot be compared")
-
-
 def errors_at(made: Places, exact: Places) -> list[float]:
-    """What `errors_of` gives."""
+    """Return the errors of sides given by their addresses, as `errors_of` does."""
     return _relative(_squares_at(made, exact), made.counts)
 
 
 def _relative(sums: Sums, counts: I64) -> list[float]:
-    """Errors of sums of squares, of sides of so many numbers."""
+    """Return the errors of sides of so many numbers by their sums of squares."""
     wrong, size = np.sqrt(sums / np.maximum(counts, 1)[:, None]).T
     errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
     return errors
 
 
 def _squares_at(made: Places, exact: Places) -> Sums:
-    kernel = native.kernel(transform_ir.Errors(NAMES[made.dtype]))
+    kernel = coder.kernel(transform_ir.Errors(NAMES[made.dtype]))
     if kernel is None:
         pairs = [
             (left.double() - right.double(), right.double()) for left, right in zip(made.held, exact.held, strict=True)

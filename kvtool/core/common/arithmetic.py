@@ -36,7 +36,7 @@ _INSTRUCTIONS = frozenset({"avx512bf16", "amxbf16", "bf16"})
 _ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _LIMITED = frozenset({"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2", "avx512_core", "avx512_core_vnni"})
 _CPUINFO = Path("/proc/cpuinfo")
-_X86 = ("x86_64", "AMD64")
+X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")  # as systems name 64-bit machines
 
 
 NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32"), ("cpu", "cuda", "mps")
@@ -83,7 +83,7 @@ def why_float32(dtype: str) -> str:
 def lacks_avx2() -> bool:
     """Whether this is an x86 CPU from before AVX2 (2013, or a cheaper one), as far as it can be told."""
     features = cpu_features()
-    return platform.machine() in _X86 and bool(features) and "avx2" not in features
+    return platform.machine() in X86 and bool(features) and "avx2" not in features
 
 
 def _held_back_by() -> str | None:

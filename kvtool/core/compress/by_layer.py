@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.codec.base import LayerKV
-from kvtool.core.codec.layout import SIDES
+from kvtool.core.codec.profile import SIDES
 from kvtool.core.codec.transform_kernels import squares_of
 
 

@@ -9,10 +9,9 @@ from contextlib import closing
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.base import Encoded
-from kvtool.core.codec.levels import exact, known, level_of, nested, profiled
-from kvtool.core.codec.nested import coarser
-from kvtool.core.codec.payload import Coded
+from kvtool.core.codec.levels import coarser, exact, known, level_of, nested, profiled
 from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.record import Record
 from kvtool.core.codec.row_subset import inner_of
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
@@ -157,7 +156,7 @@ class Encoder:
         """Whether a stored lossy record, with all that it refines, is there and what this run would make."""
         try:
             item = read_records(self._store, [chunk], level, 0)[0]
-            coded = Coded.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)
+            coded = Record.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)
         except DamagedError:
             return False
         return self._profile is not None and coded.profile == self._profile.digest

@@ -10,8 +10,8 @@ import torch
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
-from kvtool.core.codec.layout import wide_sides
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.fisher import fisher, probes

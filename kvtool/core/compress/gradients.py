@@ -14,8 +14,7 @@ from itertools import accumulate
 import torch
 from transformers import DynamicCache
 
-from kvtool.core.codec.base import LayerKV
-from kvtool.core.codec.layout import wide_sides
+from kvtool.core.codec.base import LayerKV, wide_sides
 from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
@@ -23,7 +22,7 @@ from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.attention import passing
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
-from kvtool.core.model.latent import joined
+from kvtool.core.model.mla import joined
 from kvtool.core.model.modules import cache_name
 
 

@@ -11,8 +11,17 @@ from pathlib import Path
 from kvtool.core.cache.identity import chunk_named
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, exact, keeping, level_of, lossy, profiled, whole
-from kvtool.core.codec.nested import NO_PROFILE
+from kvtool.core.codec.levels import (
+    DEFAULT_LOSSY,
+    NO_PROFILE,
+    enough_loss,
+    exact,
+    keeping,
+    level_of,
+    lossy,
+    profiled,
+    whole,
+)
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.compress_report import CompressReport

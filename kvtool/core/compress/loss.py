@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Payload, shape_of_layer
+from kvtool.core.codec.base import NAMES, Encoded, LayerKV, Payload, shape_of_layer
 from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.by_layer import Toll, tolls
 from kvtool.core.compress.rows import HeavyRows

@@ -23,7 +23,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rotary import Copy
+from kvtool.core.model.rope import Copy
 
 Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
 _ALIGN = 64

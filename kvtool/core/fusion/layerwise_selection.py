@@ -23,11 +23,11 @@ from kvtool.core.fusion.shift import Shift
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import Rows
-from kvtool.core.model.between import for_this_pass
+from kvtool.core.model.intercept import ForwardEnded, LayerProbe
+from kvtool.core.model.kv_sharing import of_rows, tables_of_rows
 from kvtool.core.model.modules import CACHES
-from kvtool.core.model.probe import ForwardEnded, LayerProbe
+from kvtool.core.model.preemption import for_this_pass
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.tail import of_rows, tables_of_rows
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder

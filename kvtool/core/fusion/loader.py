@@ -20,8 +20,8 @@ from kvtool.core.fusion.placing import Placing, Turning
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.kernels.rope import RopeTables
-from kvtool.core.model.between import step_aside
 from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.preemption import run_pending
 from kvtool.core.model.prompt_cache import PromptCache
 
 _MOST_WORKERS = 4
@@ -119,7 +119,7 @@ class Loader:
         if not self._ready[layer].is_set():
             started = time.perf_counter()
             while not self._ready[layer].wait(_LOOKS):
-                step_aside()
+                run_pending()
                 self._give_up_slow()
             self.waited_s += add_span(self._timeline, "wait", started, layer=layer)
         if self._error is not None:

@@ -16,7 +16,7 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.prompt_cache import BufferLayer
-from kvtool.core.model.rotary import Copy, Rotary
+from kvtool.core.model.rope import Copy, Rotary
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
-from kvtool.core.codec.coefficient_buffer import decodes_there
+from kvtool.core.codec.decode import decodes_there
 from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Segment

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kvtool.core.cache.stretches import Place, StretchInfo
-from kvtool.core.codec.raw import DTYPES, NAMES
+from kvtool.core.codec.base import DTYPES, NAMES
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.model.decoder import Decoder

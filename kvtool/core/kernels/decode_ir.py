@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from kvtool.core.kernels.decode_program import BLOCK, CONTEXT, FIELDS, HEADROOM, UNIT, WORDS
 from kvtool.core.kernels.linear.gemv_ir import product
 from kvtool.core.native import simd
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, each
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.builder import module as text_of
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.simd import exp, fma, inverse_rms, lanes_for, larger, largest, total
+from kvtool.core.native.simd import each, exp, fma, inverse_rms, lanes_for, larger, largest, total
 from kvtool.core.native.threads import barrier
 
 ARGUMENTS = "i64* op, i64* context, i64 thread, i64 threads"

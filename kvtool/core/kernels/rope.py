@@ -9,8 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
-from kvtool.core.native.builder import FunctionBuilder, Value, module
-from kvtool.core.native.formats import STORED
+from kvtool.core.native.builder import STORED, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import JOBS, Job

@@ -16,11 +16,10 @@ import numpy as np
 import torch
 
 from kvtool.core.kernels.rope import CosSin, RopeTables
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue, module
-from kvtool.core.native.formats import SIZES, STORED
+from kvtool.core.native.builder import BYTES, STORED, Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import Job
+from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import lanes_for, rotate, total
 from kvtool.core.native.threads import current
 
@@ -276,7 +275,7 @@ def _keep(isa: Isa, stored: str, head_dim: int) -> FunctionBuilder:
     k = FunctionBuilder("keep", isa, "ptr job")
     job = JOB.load(k, k.args.job)
     behind = job.probes * head_dim * job.heads
-    size = k.constant("i64", head_dim * SIZES[stored])
+    size = k.constant("i64", head_dim * BYTES[STORED[stored]])
     with k.loop(job.heads) as head:
         sources = [side.of(stored).at(head * job.head) for side in (job.keys, job.values)]
         first = head * job.probes

@@ -18,7 +18,7 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.dispatch import KV, attend, attend_packed
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges, Spans
-from kvtool.core.model.latent import latents_of
+from kvtool.core.model.mla import latents_of
 
 IMPLEMENTATION = "kvtool_rows"
 Watch = Callable[[int, torch.Tensor, torch.Tensor, AttentionParams], None]
@@ -188,7 +188,7 @@ def rows_attention(
     Parameters
     ----------
     query : `[batch, heads, rows, head_dim]`.
-    key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (latent.py).
+    key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (mla.py).
     rows : the query rows. None: those that are `passing`; without any, a plain causal prefill.
     kwargs : `sliding_window`, `softcap` and `s_aux` (sinks), where a layer has them.
 

@@ -1,4 +1,4 @@
-"""Generation from a fused prompt cache, token by token: what is chosen, what is shown, and when it ends."""
+"""Text generation from a full prompt cache, token by token, of one answer or of several in a continuous batch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import torch
 
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
+from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode.native import prepare_engine
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.stepping import stepper_for
-from kvtool.core.model.stepping.engines import prepare
 from kvtool.core.model.text_stream import OnText, TextStream
 
 Finish = Literal["stop", "length", "repeat"]
@@ -31,7 +31,7 @@ class Sampling:
     ----------
     stop : texts that end the answer, and are no part of it.
     stop_repeats : end it where it repeats itself (`Repeats`), too.
-    draw : where its random numbers come from: of answers that are written side by side each has its own.
+    draw : where its random numbers come from: each answer of a batch has its own.
     """
 
     max_tokens: int = 64
@@ -80,8 +80,8 @@ def stop_ids(decoder: Decoder) -> set[int]:
 
 
 def make_ready(decoder: Decoder) -> None:
-    """Begin to make what `generate` decodes with, beside whatever comes next."""
-    prepare(decoder)
+    """Begin to make what `generate` decodes with, in a thread of its own."""
+    prepare_engine(decoder)
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
@@ -125,19 +125,19 @@ def generate(
     ----------
     cache : holds exactly the prompt's rows, and those of the tokens that are known but the last.
     on_text : called with each new piece of answer text.
-    more : tokens behind the first that are known, too (`begin`).
+    more : tokens behind the first that are known, too (`greedy_prefix`).
     going : asked before each further token; False ends the answer there.
     """
-    writing = Writing(decoder, cache, [first, *more], sampling, on_text)
-    while not writing.done and going():
-        writing.take(writing.stepper.step(writing.token))
-    return writing.end()
+    sequence = AnswerSequence(decoder, cache, [first, *more], sampling, on_text)
+    while not sequence.done and going():
+        sequence.take(sequence.backend.step(sequence.token))
+    return sequence.end()
 
 
-class Writing:
-    """An answer on its way: what it has said, and what it goes on from.
+class AnswerSequence:
+    """An answer that is being generated.
 
-    Its logits come from its own stepper (`generate`), or from a step of several (`Together`).
+    Its logits come from its own backend (`generate`), or from a step of several (`ContinuousBatch`).
 
     Parameters
     ----------
@@ -147,7 +147,7 @@ class Writing:
 
     Attributes
     ----------
-    stepper : appends tokens to the cache.
+    backend : appends tokens to the cache.
     token : the last one, which is not in the cache yet.
     """
 
@@ -167,11 +167,11 @@ class Writing:
         self._text = TextStream(tokenizer, stop_ids(decoder), on_text, stops, sampling.stop_repeats)
         for self.token in known:
             self._text.add(self.token)
-        self.stepper = stepper_for(decoder, cache)
+        self.backend = decode_backend(decoder, cache)
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, is as long as it may become, or cannot go on."""
+        """Return True if it has ended, is as long as it may become, or cannot go on."""
         return self._is_full or self._text.ended or self._error is not None
 
     @property
@@ -179,13 +179,13 @@ class Writing:
         return self._known + self._steps >= self._sampling.max_tokens
 
     def take(self, logits: torch.Tensor) -> None:
-        """Choose the next token from the logits behind the last, `[vocabulary]`."""
+        """Choose the next token from the logits after the last, `[vocabulary]`."""
         self.token = next_token(logits, self._sampling)
         self._steps += 1
         self._text.add(self.token)
 
     def try_to_take(self, logits: torch.Tensor) -> None:
-        """Take logits; what goes wrong is kept for the end, so that answers beside this one go on."""
+        """Take logits; keep an error for the end, so that the other answers of a batch go on."""
         try:
             self.take(logits)
         except Exception as error:
@@ -196,13 +196,13 @@ class Writing:
         self._error = error
 
     def end(self) -> Generated:
-        """The answer as it is now; the last of its text is shown. Raises what it could not go on for."""
+        """Return the answer as it is now, and show the last of its text; raise the error that ended it."""
         if self._error is not None:
             raise self._error
-        text, stepper = self._text, self.stepper
+        text, backend = self._text, self.backend
         text.end()
         milliseconds = (time.perf_counter() - self._started) * 1e3
-        how = f"{stepper.name}: {stepper.why}" if stepper.why else stepper.name
+        how = f"{backend.name}: {backend.why}" if backend.why else backend.name
         cut: Finish = "length" if self._is_full and not text.ended else "stop"
         finish: Finish = "repeat" if text.repeated else cut
         return Generated(
@@ -210,15 +210,67 @@ class Writing:
         )
 
 
+class ContinuousBatch:
+    """Answers that are generated together; they are added and removed between any two steps.
+
+        batch = ContinuousBatch()
+        batch.add(AnswerSequence(decoder, fused.cache, [first], sampling, on_text))
+        while batch.sequences:
+            for sequence in batch.step():
+                answer = sequence.end()
+
+    An answer does not depend on the others of its batch: it is what `generate` gives, token by token. In machine code
+    all go through the model at once, which reads its weights once for all of them, and every logit is the same to the
+    last bit; elsewhere they go one by one.
+
+    Each has its own cache, sampling and listener. One thread steps; where others use the model meanwhile, it holds the
+    session's lock for a step, not for an answer.
+
+    Attributes
+    ----------
+    sequences : those that are still being generated, the oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: list[AnswerSequence] = []
+
+    def add(self, sequence: AnswerSequence) -> None:
+        """Add an answer; one that is complete already comes back from the next step."""
+        self.sequences.append(sequence)
+
+    def remove(self, sequence: AnswerSequence) -> None:
+        """Leave an answer as it is: nobody waits for it any more."""
+        self.sequences.remove(sequence)
+
+    def step(self) -> list[AnswerSequence]:
+        """Generate a token of every answer that lacks one; return and remove those that are done.
+
+        An error of one answer (its listener has left, its logits are no numbers) ends that one. An error of the step
+        ends all that took part: their `end` raises it.
+        """
+        going = [sequence for sequence in self.sequences if not sequence.done]
+        try:
+            logits = step_together([one.backend for one in going], [one.token for one in going])
+        except Exception as error:
+            for sequence in going:
+                sequence.fail(error)
+        else:
+            for sequence, row in zip(going, logits, strict=True):
+                sequence.try_to_take(row)
+        done = [sequence for sequence in self.sequences if sequence.done]
+        self.sequences = [sequence for sequence in self.sequences if not sequence.done]
+        return done
+
+
 @dataclass(frozen=True, slots=True)
-class Beginning:
-    """The greedy beginning of an answer: its token ids, an end token among them, and the log-probability of each."""
+class GreedyPrefix:
+    """The first greedy tokens of an answer, an end token among them, and the log-probability of each."""
 
     ids: Ids
     log_p: tuple[float, ...]
 
 
-def begin(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int) -> Beginning:
+def greedy_prefix(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int) -> GreedyPrefix:
     """Compute the first greedy tokens of an answer, at most `most`; `generate` goes on from them.
 
     Parameters
@@ -226,12 +278,12 @@ def begin(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int)
     cache : holds exactly the prompt's rows, and grows by all tokens but the last.
     logits : of the prompt's last token, `[vocabulary]`.
     """
-    stepper, stops = stepper_for(decoder, cache), stop_ids(decoder)
+    backend, stops = decode_backend(decoder, cache), stop_ids(decoder)
     ids: list[int] = []
     log_p: list[float] = []
     while True:
         ids.append(int(logits.argmax()))
         log_p.append(float(logits.double().log_softmax(-1)[ids[-1]]))
         if len(ids) >= most or ids[-1] in stops:
-            return Beginning(tuple(ids), tuple(log_p))
-        logits = stepper.step(ids[-1])
+            return GreedyPrefix(tuple(ids), tuple(log_p))
+        logits = backend.step(ids[-1])

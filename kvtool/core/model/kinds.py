@@ -1,13 +1,14 @@
-"""What the attention of each layer is: asked of the built layers themselves, and held against the configuration.
+"""Attention kind of each layer: asked of the built layers themselves, and compared with the configuration.
 
-A layer says how its keys are positioned, how far back a row sees, and how scores are shaped. Families are not known by
-name: one row goes through the attention of a layer of each kind until it asks for attention, with all that it asks for.
+A kind is how a layer's keys are positioned, how far back a row sees, and how scores are shaped. No family is known by
+name: one row goes through the attention of a layer of each kind until it asks for attention, with all its arguments.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,8 @@ import torch
 from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.model.intercept import KV, ForwardEnded, LayerProbe
 from kvtool.core.model.modules import HINT, cache_name
-from kvtool.core.model.probe import KV, LayerProbe
-from kvtool.core.model.windows import check_window
 
 _NEAR = (3, 40)  # positions of one and the same row: are its keys told apart?
 _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions
@@ -31,7 +31,7 @@ class KVShape:
     Attributes
     ----------
     joint : keys and values share one row of the prompt's buffers, values first; attention takes the whole row as the
-        key (latents, latent.py).
+        key (latents, mla.py).
     """
 
     heads: int
@@ -212,7 +212,7 @@ class _Answer:
 
     query: torch.Tensor
     key: torch.Tensor
-    scoring: AttentionParams
+    params: AttentionParams
     kept: KV
     source: int | None
 
@@ -243,10 +243,10 @@ def _asked(
     if probe.attention is None:
         needed = "that would need what it does instead done for single rows"
         raise ModelError(f"{type(attention).__name__} does not ask for attention as others do; {needed}", HINT)
-    query, key, value, scoring = probe.attention
+    query, key, value, params = probe.attention
     source = None if probe.kv is not None else shared.source_of(key)
     kept = (key, value) if source is not None else _kept(key, value, probe.kv, attention)
-    return _Answer(query, key, scoring, kept, source)
+    return _Answer(query, key, params, kept, source)
 
 
 def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: Any) -> KV:
@@ -261,13 +261,13 @@ def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: A
 
 
 def _kind(answer: _Answer, name: str | None) -> LayerKind:
-    (key, value), scoring = (side[0].float() for side in answer.kept), answer.scoring
+    (key, value), params = (side[0].float() for side in answer.kept), answer.params
     is_rotated = not torch.equal(key[:, 0], key[:, 1])
     return LayerKind(
         rotation=name if is_rotated else None,
-        window=scoring.window,
-        softcap=scoring.softcap,
-        sinks=scoring.sinks is not None,
+        window=params.window,
+        softcap=params.softcap,
+        sinks=params.sinks is not None,
         tempered=_is_tempered(answer.query),
         shape=KVShape(key.shape[0], key.shape[2], value.shape[2], joint=answer.key.shape[3] != key.shape[2]),
         source=answer.source,
@@ -289,3 +289,89 @@ def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
     }
     parts = [child for child, _ in attention.named_children()] + [child for child, _ in attention.named_parameters()]
     return (type(attention), name, tuple(sorted(plain.items(), key=lambda item: item[0])), tuple(parts))
+
+
+# ---- sliding windows: what a layer asks for, compared with its configuration, which `transformers` masks by ----------
+
+
+def check_window(base: Any, config: Any, layer: int, window: int | None) -> None:
+    """Refuse a layer whose window is none, or another one than its configuration says and its model masks by.
+
+    Parameters
+    ----------
+    base : the decoder without its LM head.
+    window : what the layer asks attention for; None: it sees all tokens before it.
+
+    Raises
+    ------
+    ModelError
+    """
+    if window is not None and window < 1:
+        nothing = "so that its rows see nothing; that would need a window of at least their own token"
+        raise ModelError(f"layer {layer} has a window of {window} tokens, {nothing}", HINT)
+    if _slides(config, layer) and not getattr(config, "sliding_window", None):
+        unknown = "of which its configuration has no size; that would need a `sliding_window` in it"
+        raise ModelError(f"layer {layer} attends through a window, {unknown}", HINT)
+    stated = _stated_window(config, layer)
+    if window != stated and (window is not None or _masks(base, config, layer)):
+        raise ModelError(
+            f"layer {layer} attends over {_told(window)}, its configuration says {_told(stated)}; "
+            "that would need to be known which of them the model was trained with",
+            "this family is not known to kvtool; use another model",
+        )
+
+
+def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
+    """The windows of the first layers of a model that is not built, by its configuration; None: a layer has none.
+
+    One that its family does not know (Llama) is none. Whoever builds the model has the word of its layers
+    (`model/kinds.py`), and of a family that knows the setting and does not heed it they say otherwise.
+    """
+    known = hasattr(type(config), "sliding_window")
+    return tuple(_stated_window(config, layer) if known else None for layer in range(layers))
+
+
+def _told(window: int | None) -> str:
+    return "all tokens" if window is None else f"a window of {window}"
+
+
+def _stated_window(config: Any, layer: int) -> int | None:
+    """The sliding window of a layer by the configuration, or None."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    if not window or (types and not _slides(config, layer)):
+        return None
+    return int(window) if types or getattr(config, "use_sliding_window", True) is not False else None
+
+
+def _slides(config: Any, layer: int) -> bool:
+    """Whether a configuration that tells layers by type says that this one has a window."""
+    types = getattr(config, "layer_types", None) or ()
+    return layer < len(types) and types[layer] == "sliding_attention"
+
+
+def _masks(base: Any, config: Any, layer: int) -> bool:
+    """Whether the model's own forward keeps a layer from what lies before the window that its configuration states.
+
+    A configuration may state one that its family does not know (Llama). It is asked for the mask of four tokens, under
+    a window of two.
+    """
+
+    masks: list[torch.Tensor | None] = []
+
+    def stop(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        masks.append(kwargs.get("attention_mask"))
+        raise ForwardEnded
+
+    before, ways = config.sliding_window, base.config._attn_implementation
+    hook = base.layers[layer].register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        config.sliding_window = 2
+        base.set_attn_implementation("eager")
+        with suppress(ForwardEnded):
+            base(input_ids=torch.zeros((1, 4), dtype=torch.int64, device=base.device), use_cache=False)
+    finally:
+        hook.remove()
+        config.sliding_window = before
+        base.set_attn_implementation(ways)
+    return any(mask is None or bool(mask[0, 0, 3, 0] != mask[0, 0, 3, 3]) for mask in masks or [None])

@@ -10,10 +10,10 @@ import torch
 
 from kvtool.core.common.types import Ids
 from kvtool.core.model.attention import ChunkWatch, PackedChunks, passing
-from kvtool.core.model.between import giving_way
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
+from kvtool.core.model.intercept import KV, CacheProxy, ForwardEnded
 from kvtool.core.model.modules import cache_name
-from kvtool.core.model.probe import KV, CacheProxy, ForwardEnded
+from kvtool.core.model.preemption import preemptible
 
 _LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
 
@@ -122,7 +122,7 @@ def prefill_chunks(
             raise ForwardEnded
         return keys, values
 
-    with out_of_memory_hint(len(tokens)), suppress(ForwardEnded), passing(lambda: rows), giving_way(decoder.layers):
+    with out_of_memory_hint(len(tokens)), suppress(ForwardEnded), passing(lambda: rows), preemptible(decoder.layers):
         decoder.base(
             input_ids=decoder.ids_there(tokens)[None],
             position_ids=positions[None],

@@ -1,4 +1,4 @@
-"""A typed emitter of LLVM IR: values know their types and have operators, so that a mistake is an error at its line."""
+"""Typed emitter of LLVM IR: values know their types and have operators, so that a mistake is an error at its line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from functools import cache
 from types import TracebackType
 from typing import TypeAlias
 
-from kvtool.core.native.formats import STORED, narrow, widen
 from kvtool.core.native.isa import Isa
 
 BYTES = {"i1": 1, "i8": 1, "half": 2, "bfloat": 2, "i16": 2, "i32": 4, "float": 4, "i64": 8, "double": 8, "ptr": 8}
+# Formats in memory and what LLVM calls them. Pointers to such load float32, and round float32 where they store it.
+STORED = {"float32": "float", "bfloat16": "i16", "float16": "half"}
 _REAL = ("half", "bfloat", "float", "double")
 _VECTOR = re.compile(r"<(\d+) x (\w+)>")
 
@@ -24,7 +25,7 @@ def vector(lanes: int, element: str) -> str:
 
 @cache
 def _parts(kind: str) -> tuple[int, str]:
-    """Lanes and element of a type; a number has no lanes."""
+    """Split a type into lanes and element; a number has no lanes."""
     match = _VECTOR.fullmatch(kind)
     return (int(match[1]), match[2]) if match else (0, kind)
 
@@ -38,6 +39,14 @@ def _literal(kind: str, number: int | float) -> str:
     if element == "float":  # written as the bits of the same number in float64
         (number,) = struct.unpack("<f", struct.pack("<f", number))
     return f"0x{struct.unpack('<Q', struct.pack('<d', number))[0]:016X}"
+
+
+def _operator(whole: str, real: str = "", swapped: bool = False) -> Callable[[Value, Operand], Value]:
+    return lambda value, other: value._operated(whole, real, other, swapped)
+
+
+def _comparison(whole: str, real: str) -> Callable[[Value, Operand], Value]:
+    return lambda value, other: value.compare(real if value.element in _REAL else whole, other)
 
 
 class Value:
@@ -68,7 +77,7 @@ class Value:
 
     @property
     def element(self) -> str:
-        """Type of one lane."""
+        """Type of a lane."""
         return _parts(self.type)[1]
 
     @property
@@ -84,91 +93,44 @@ class Value:
             raise TypeError(f"{other.type} where {self.type} is needed")
         return other
 
-    def _op(self, whole: str, real: str, other: Operand, swapped: bool = False) -> Value:
+    def _operated(self, whole: str, real: str, other: Operand, swapped: bool) -> Value:
         operation = real if self.element in _REAL else whole
         if not operation or self.type == "ptr":
             raise TypeError(f"{whole or real} of {self.type}")
         first, second = (self.like(other), self) if swapped else (self, self.like(other))
         return self.k.emit_value(self.type, f"{operation} {first.typed}, {second}")
 
-    def __add__(self, other: Operand) -> Value:
-        return self._op("add", "fadd", other)
-
-    def __sub__(self, other: Operand) -> Value:
-        return self._op("sub", "fsub", other)
-
-    def __rsub__(self, other: Operand) -> Value:
-        return self._op("sub", "fsub", other, swapped=True)
-
-    def __mul__(self, other: Operand) -> Value:
-        return self._op("mul", "fmul", other)
-
-    def __truediv__(self, other: Operand) -> Value:
-        return self._op("", "fdiv", other)
-
-    def __rtruediv__(self, other: Operand) -> Value:
-        return self._op("", "fdiv", other, swapped=True)
-
-    def __floordiv__(self, other: Operand) -> Value:
-        return self._op("udiv", "", other)
-
-    def __mod__(self, other: Operand) -> Value:
-        return self._op("urem", "", other)
-
-    def __and__(self, other: Operand) -> Value:
-        return self._op("and", "", other)
-
-    def __or__(self, other: Operand) -> Value:
-        return self._op("or", "", other)
-
-    def __xor__(self, other: Operand) -> Value:
-        return self._op("xor", "", other)
-
-    def __lshift__(self, other: Operand) -> Value:
-        return self._op("shl", "", other)
-
-    def __rshift__(self, other: Operand) -> Value:
-        return self._op("lshr", "", other)
+    __add__ = _operator("add", "fadd")
+    __sub__ = _operator("sub", "fsub")
+    __rsub__ = _operator("sub", "fsub", swapped=True)
+    __mul__ = _operator("mul", "fmul")
+    __truediv__ = _operator("", "fdiv")
+    __rtruediv__ = _operator("", "fdiv", swapped=True)
+    __floordiv__ = _operator("udiv")
+    __mod__ = _operator("urem")
+    __and__ = _operator("and")
+    __or__ = _operator("or")
+    __xor__ = _operator("xor")
+    __lshift__ = _operator("shl")
+    __rshift__ = _operator("lshr")
+    __lt__ = _comparison("ult", "olt")
+    __le__ = _comparison("ule", "ole")
+    __gt__ = _comparison("ugt", "ogt")
+    __ge__ = _comparison("uge", "oge")
+    eq = _comparison("eq", "oeq")
+    ne = _comparison("ne", "une")
 
     def __neg__(self) -> Value:
-        if self.element in _REAL:
-            return self.k.emit_value(self.type, f"fneg {self.typed}")
-        return 0 - self
+        return self.k.emit_value(self.type, f"fneg {self.typed}") if self.element in _REAL else 0 - self
 
     def compare(self, how: str, other: Operand) -> Value:
         """Compare by a predicate of LLVM's `icmp` or `fcmp`, such as "slt" or "uno": a mask."""
         kind = "fcmp" if self.element in _REAL else "icmp"
         return self.k.emit_value(vector(self.lanes, "i1"), f"{kind} {how} {self.typed}, {self.like(other)}")
 
-    def _than(self, how: str, other: Operand) -> Value:
-        return self.compare(f"{'o' if self.element in _REAL else 'u'}{how}", other)
-
-    def __lt__(self, other: Operand) -> Value:
-        return self._than("lt", other)
-
-    def __le__(self, other: Operand) -> Value:
-        return self._than("le", other)
-
-    def __gt__(self, other: Operand) -> Value:
-        return self._than("gt", other)
-
-    def __ge__(self, other: Operand) -> Value:
-        return self._than("ge", other)
-
-    def eq(self, other: Operand) -> Value:
-        """Compare whole numbers for being the same."""
-        return self.compare("eq", other)
-
-    def ne(self, other: Operand) -> Value:
-        """Compare whole numbers or pointers for being different."""
-        if self.type == "ptr":
-            return self.k.emit_value("i1", f"icmp ne ptr {self}, null")
-        return self.compare("ne", other)
-
     def select(self, value: Value, otherwise: Operand) -> Value:
         """Take `value` where this mask is set."""
-        second = value.like(otherwise) if value.type != "ptr" else otherwise
-        assert isinstance(second, Value)
+        second = value.like(otherwise)
         return self.k.emit_value(value.type, f"select {self.typed}, {value.typed}, {second.typed}", value.target)
 
     def to(self, element: str, signed: bool = False) -> Value:
@@ -182,7 +144,7 @@ class Value:
             how = "fptosi"
         elif element in _REAL:
             how = "sitofp" if signed else "uitofp"
-        elif _bits(element) > _bits(own):
+        elif int(element[1:]) > int(own[1:]):
             how = "sext" if signed else "zext"
         else:
             how = "trunc"
@@ -194,13 +156,13 @@ class Value:
         return self.k.emit_value(wanted, f"bitcast {self.typed} to {wanted}")
 
     def splat(self, lanes: int) -> Value:
-        """A vector with this number in every lane."""
+        """Make a vector with this number in every lane."""
         kind = vector(lanes, self.type)
         one = self.k.emit_value(kind, f"insertelement {kind} poison, {self.typed}, i32 0")
         return one.shuffle([0] * lanes)
 
     def shuffle(self, order: Sequence[int], other: Value | None = None) -> Value:
-        """Lanes in an order; those of `other` are counted behind one's own."""
+        """Take lanes in an order; those of `other` are counted after one's own."""
         kind, second = vector(len(order), self.element), other.name if other else "poison"
         lanes = "zeroinitializer" if not any(order) else f"<{', '.join(f'i32 {lane}' for lane in order)}>"
         if len(order) > 1 and order[0] and len(set(order)) == 1:
@@ -209,23 +171,23 @@ class Value:
         return self.k.emit_value(kind, text)
 
     def lane(self, index: int) -> Value:
-        """One lane, as a number."""
+        """Take a lane, as a number."""
         return self.k.emit_value(self.element, f"extractelement {self.typed}, i32 {index}")
 
     def with_lane(self, index: int, value: Value) -> Value:
-        """The vector with another number in one lane."""
+        """Replace the number in a lane."""
         return self.k.emit_value(self.type, f"insertelement {self.typed}, {value.typed}, i32 {index}")
 
     # ---- pointers ----
 
     def of(self, target: str) -> Value:
-        """The same address, taken as that of something else."""
+        """Take the same address as that of something else."""
         return Value(self.k, "ptr", self.name, target)
 
     def at(self, index: Value | int) -> Value:
-        """The address of the index-th element behind this one."""
+        """Return the address of the index-th element from this one on."""
         if self.type != "ptr" or not self.target:
-            raise TypeError(f"no address behind {self.type} {self.target}")
+            raise TypeError(f"no address after {self.type} {self.target}")
         if isinstance(index, Value) and index.type != "i64":
             raise TypeError(f"an index is i64, not {index.type}")
         if isinstance(index, int) and not index:
@@ -234,7 +196,7 @@ class Value:
         return self.k.emit_value("ptr", text, self.target)
 
     def skip(self, size: Value) -> Value:
-        """The address so many bytes behind this one."""
+        """Return the address so many bytes after this one."""
         return self.of("i8").at(size).of(self.target)
 
     def load(self, index: Value | int = 0, lanes: int = 0, align: int = 0) -> Value:
@@ -261,15 +223,69 @@ class Value:
 Operand: TypeAlias = Value | int | float
 
 
-def _bits(element: str) -> int:
-    return int(element[1:])
+# ---- number formats in memory: the only place that widens them to float32 and rounds float32 to them ---------------
+
+
+def widen(value: Value, form: str) -> Value:
+    """Make float32 of numbers as a format stores them."""
+    if form == "float32":
+        return value
+    if form == "bfloat16":
+        return (value.to("i32") << 16).bitcast("float")
+    return value.to("float") if value.k.isa.converts_float16 else _widen_float16(value.bitcast("i16").to("i32"))
+
+
+def narrow(value: Value, form: str) -> Value:
+    """Round float32 to a format as it is stored, to the nearest, ties to even."""
+    if form == "float32":
+        return value
+    if form == "float16":
+        return value.to("half") if value.k.isa.converts_float16 else _narrow_float16(value).to("i16").bitcast("half")
+    short = (_round_up(value) >> 16).to("i16")
+    return value.compare("uno", 0.0).select(short.like(0x7FC0), short) if value.k.keeps_nan else short
+
+
+def rounded(value: Value, form: str) -> Value:
+    """Round to the nearest numbers of a format, ties to even, as float32; to bfloat16 never NaN."""
+    if form == "bfloat16":
+        return (_round_up(value) & -0x10000).bitcast("float")
+    return widen(narrow(value, form), form)
+
+
+def _round_up(value: Value) -> Value:
+    """Make bits of which the upper half is the nearest bfloat16."""
+    bits = value.bitcast("i32")
+    return bits + (((bits >> 16) & 1) + 0x7FFF)
+
+
+def _widen_float16(bits: Value) -> Value:
+    """Widen by integers and one product, for CPUs whose float16 LLVM calls a library for."""
+    size = bits & 0x7FFF
+    finite = ((size << 13).bitcast("float") * 2.0**112).bitcast("i32")  # the exponents begin elsewhere
+    value = (size >= 0x7C00).select(finite | 0x7F800000, finite)
+    return (value | ((bits & 0x8000) << 16)).bitcast("float")
+
+
+def _narrow_float16(value: Value) -> Value:
+    """Round by integers. Below 2^-14 the sum with 0.5 rounds to the spacing of the subnormal numbers, 2^-24."""
+    bits = value.bitcast("i32")
+    size = bits & 0x7FFFFFFF
+    small = (size.bitcast("float") + 0.5).bitcast("i32") - 0x3F000000  # 0.5 in float32
+    odd = (size >> 13) & 1
+    normal = ((size - (112 << 23)) + 0xFFF + odd) >> 13
+    finite = (size < (113 << 23)).select(small, normal)
+    whole = (size >= (143 << 23)).select(size.like(0x7C00), finite)
+    return whole | ((bits >> 16) & 0x8000)
+
+
+# ---- functions ---------------------------------------------------------------------------------------------------
 
 
 class Fields:
     """Values by name, as attributes: of a job, or a function's arguments."""
 
     def __init__(self, values: dict[str, Value]) -> None:
-        self._values = values
+        self._values, self.names = values, tuple(values)
 
     def __getattr__(self, name: str) -> Value:
         return self._values[name]
@@ -277,27 +293,22 @@ class Fields:
     def __getitem__(self, name: str) -> Value:
         return self._values[name]
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Of the values, in their order."""
-        return tuple(self._values)
-
     def __iter__(self) -> Iterator[Value]:
         return iter(self._values.values())
 
 
 class FunctionBuilder:
-    """The instructions of one function without a result.
+    """Instructions of a function without a result.
 
     Parameters
     ----------
-    isa : whose code is made of it.
+    isa : instruction set of the code.
     arguments : types and names, such as "i64* rows, i64 count": `TYPE*` is a pointer to such.
-    features : as `Isa.extra`, where it takes more of the CPU than its instruction set.
+    features : as `Isa.extra`, where the function takes more of the CPU than its instruction set.
 
     Attributes
     ----------
-    args : the arguments. keeps_nan : whether numbers that are not one stay so where they are rounded.
+    args : the arguments. keeps_nan : NaN stays NaN where numbers are rounded.
     """
 
     def __init__(self, name: str, isa: Isa, arguments: str = "", *, internal: bool = False, features: str = ""):
@@ -319,30 +330,30 @@ class FunctionBuilder:
         self._lines.append(f"  {statement}")
 
     def emit_value(self, kind: str, operation: str, target: str = "") -> Value:
-        """Emit an instruction; its value."""
+        """Emit an instruction and return its value."""
         self._values += 1
         self._lines.append(f"  %v{self._values} = {operation}")
         return Value(self, kind, f"%v{self._values}", target)
 
     def constant(self, kind: str, number: int | float = 0) -> Value:
-        """A constant; of a vector in every lane."""
+        """Make a constant; of a vector in every lane."""
         return Value(self, kind, "null" if kind == "ptr" else _literal(kind, number))
 
     def zeros(self, lanes: int, element: str = "float") -> Value:
-        """A vector of zeros; of no lanes a number."""
+        """Make a vector of zeros; of no lanes a number."""
         return self.constant(vector(lanes, element))
 
     def lanes(self, element: str, numbers: Iterable[int]) -> Value:
-        """A constant vector."""
+        """Make a constant vector."""
         texts = [f"{element} {number}" for number in numbers]
         return Value(self, vector(len(texts), element), f"<{', '.join(texts)}>")
 
     def poison(self, kind: str) -> Value:
-        """A value that nobody reads."""
+        """Make a value that nobody reads."""
         return Value(self, kind, "poison")
 
     def alloca(self, kind: str, count: Value | int = 1) -> Value:
-        """Memory of the function's own, in lines of the cache."""
+        """Allocate memory of the function's own, in lines of the cache."""
         size = "" if count == 1 else f" i64 {count},"
         return self.emit_value("ptr", f"alloca {kind},{size} align 64", kind)
 
@@ -362,25 +373,17 @@ class FunctionBuilder:
         return f"call {result} {function}({', '.join(one.typed for one in operands)})"
 
     def minimum(self, first: Value, second: Value | int, signed: bool = False) -> Value:
-        """The smaller of two i64."""
+        """Return the smaller of two i64."""
         return self.call(f"llvm.{'s' if signed else 'u'}min.i64", "i64", first, first.like(second))
 
     def atomic_add(self, pointer: Value, number: Value | int, order: str = "monotonic") -> Value:
-        """Add to an i64 that other threads add to as well; what it was."""
+        """Add to an i64 that other threads add to as well; returns what it was."""
         return self.emit_value("i64", f"atomicrmw add ptr {pointer}, i64 {number} {order}")
-
-    def atomic_load(self, pointer: Value) -> Value:
-        """Load an i64 that other threads change, in one order for all threads."""
-        return self.emit_value("i64", f"load atomic i64, ptr {pointer} seq_cst, align 8")
-
-    def prefetch(self, pointer: Value) -> None:
-        """Ask for the cache line at an address, into a core's second cache."""
-        self.call_void("llvm.prefetch.p0", pointer, *(self.constant("i32", number) for number in (0, 2, 1)))
 
     # ---- blocks ----
 
     def new_block(self) -> str:
-        """A label that no block has."""
+        """Return a label that no block has."""
         self._blocks += 1
         return f"b{self._blocks}"
 
@@ -395,11 +398,9 @@ class FunctionBuilder:
         self.emit(f"br {target}" if condition is None else f"br {condition.typed}, {target}, label %{otherwise}")
 
     def phi(self, *values: tuple[Value, str]) -> Value:
-        """The value that belongs to the block from which this one was entered."""
-        first = values[0][0]
-        return self.emit_value(
-            first.type, f"phi {first.type} {', '.join(f'[{value}, %{block}]' for value, block in values)}", first.target
-        )
+        """Take the value that belongs to the block from which this one was entered."""
+        first, sources = values[0][0], ", ".join(f"[{value}, %{block}]" for value, block in values)
+        return self.emit_value(first.type, f"phi {first.type} {sources}", first.target)
 
     def loop(self, count: Value | int, *first: Value, may_be_empty: bool = False) -> Loop:
         """Begin a loop that runs `count` times and carries values."""
@@ -419,17 +420,28 @@ class FunctionBuilder:
         self._lines[line] = f"  {statement}"
 
     def text(self) -> str:
-        """The whole function, which ends here."""
+        """Return the whole function, which ends here."""
         arguments = ", ".join(one.typed for one in self.args)
         features = f' "target-features"="{self._features}"' if self._features else ""
         head = f"define {'internal ' if self._internal else ''}void @{self.name}({arguments}){features} {{"
         return "\n".join([head, *self._lines, "  ret void", "}", ""])
 
 
-class Loop:
-    """A loop that runs `count` times and carries values; at least once, unless it `may_be_empty`.
+class Scope:
+    """Blocks that are closed by `close`, or at the end of a `with` statement."""
 
-    As a context it carries none, and is closed at its end.
+    close: Callable[..., object]
+
+    def __enter__(self) -> object:
+        return None
+
+    def __exit__(self, error: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+
+class Loop(Scope):
+    """A loop that runs `count` times and carries values; at least once, unless it `may_be_empty`.
 
     Attributes
     ----------
@@ -441,15 +453,15 @@ class Loop:
         self._first = [k.constant("i64"), *first]
         self._before, self._block, self._after = k.block, k.new_block(), k.new_block()
         self._may_be_empty = may_be_empty
-        if may_be_empty:
-            k.branch(self._block, self._count.ne(0), self._after)
-        else:
-            k.branch(self._block)
+        k.branch(self._block, self._count.ne(0) if may_be_empty else None, self._after)
         k.begin_block(self._block)
         self._lines = [k.reserve() for _ in self._first]
         names = [f"%{self._block}.{place}" for place in range(len(self._first))]
         phis = [Value(k, one.type, name, one.target) for one, name in zip(self._first, names, strict=True)]
         self.index, *self.values = phis
+
+    def __enter__(self) -> Value:
+        return self.index
 
     def close(self, *values: Value) -> list[Value]:
         """End the round with the values of the next one; returns those after the last."""
@@ -466,15 +478,8 @@ class Loop:
         pairs = zip(self._first[1:], values, strict=True)
         return [k.phi((first, self._before), (value, last)) for first, value in pairs]
 
-    def __enter__(self) -> Value:
-        return self.index
 
-    def __exit__(self, error: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        if error is None:
-            self.close()
-
-
-class When:
+class When(Scope):
     """What is only done where a condition holds; as a context it changes no values."""
 
     def __init__(self, k: FunctionBuilder, condition: Value, otherwise: Sequence[Value]):
@@ -491,91 +496,8 @@ class When:
         pairs = zip(self._otherwise, values, strict=True)
         return [k.phi((first, self._before), (value, last)) for first, value in pairs]
 
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, error: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        if error is None:
-            self.close()
-
-
-class WorkQueue:
-    """Shares of a job's work, one after the other until none is left; any number of threads take from one job.
-
-    As a context it is closed at its end.
-
-    Attributes
-    ----------
-    first, last : of the share, the latter not in it.
-    """
-
-    def __init__(self, k: FunctionBuilder, taken: Value, share: Value | int, stop: Value):
-        self._k, self._take, some, self._end = k, k.new_block(), k.new_block(), k.new_block()
-        k.branch(self._take)
-        k.begin_block(self._take)
-        self.first = k.atomic_add(taken, share)
-        k.branch(some, self.first.compare("slt", stop), self._end)
-        k.begin_block(some)
-        self.last = k.minimum(self.first + share, stop, signed=True)
-
-    def close(self) -> None:
-        """End the share: the next one, or what comes after the work."""
-        self._k.branch(self._take)
-        self._k.begin_block(self._end)
-
-    def __enter__(self) -> WorkQueue:
-        return self
-
-    def __exit__(self, error: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        if error is None:
-            self.close()
-
-
-# What is done with some numbers from an index on: takes how many, and what is carried; gives that of the next round.
-Step: TypeAlias = Callable[[int, Value, Sequence[Value]], Sequence[Value]]
-
-
-def along(
-    k: FunctionBuilder,
-    count: Value | int,
-    width: int,
-    step: Step,
-    wide: Sequence[Value] = (),
-    single: Callable[[Sequence[Value]], Sequence[Value]] = lambda wide: (),
-    first: Value | int = 0,
-) -> list[Value]:
-    """Go along `count` numbers from `first` on, `width` at a time, then one by one.
-
-    Parameters
-    ----------
-    wide : carried by the steps of `width`. single: makes what those of one number carry of what these leave.
-
-    Returns
-    -------
-    What the steps of one number leave.
-    """
-    count = k.constant("i64", count) if isinstance(count, int) else count
-    vectors = count // width
-    loop = k.loop(vectors, *wide, may_be_empty=True)
-    left = loop.close(*step(width, loop.index * width + first, loop.values))
-    done = vectors * width + first
-    rest = k.loop(count % width, *single(left), may_be_empty=True)
-    return rest.close(*step(1, rest.index + done, rest.values))
-
-
-def each(
-    k: FunctionBuilder, count: Value | int, work: Callable[[int, Value], None], first: Value | int = 0, width: int = 0
-) -> None:
-    """Do `work(lanes, index)` for `count` numbers: as many at a time as a register holds, then one by one."""
-
-    def step(lanes: int, index: Value, carried: Sequence[Value]) -> Sequence[Value]:
-        work(lanes, index)
-        return ()
-
-    along(k, count, width or k.width, step, first=first)
-
 
 def module(*functions: FunctionBuilder, constants: str = "") -> str:
-    """The text of a module, with what its functions call of LLVM's."""
+    """Return the text of a module, with what its functions call of LLVM's."""
     declared = sorted(set[str]().union(*(one.declarations for one in functions)))
     return "\n".join([*declared, constants, *(one.text() for one in functions)])

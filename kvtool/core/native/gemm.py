@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvtool.core.native.builder import FunctionBuilder, Value
-from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, Isa
+from kvtool.core.native.isa import AVX2, AVX512, AVX512_BF16, NEON, Isa
 from kvtool.core.native.job import aligned
 from kvtool.core.native.simd import dot_pairs, fma
 
@@ -46,7 +46,7 @@ class Tile:
         return AVX512_BF16.extra if self.pairs else ""
 
 
-_TILES = {AVX512: Tile(8, 2, 16), AVX2: Tile(6, 2, 8)}
+_TILES = {AVX512: Tile(8, 2, 16), AVX2: Tile(6, 2, 8), NEON: Tile(6, 2, 8)}
 _PLAIN = Tile(4, 2, 4)  # sixteen registers of four
 PAIRS = Tile(8, 2, 16, pairs=True)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
+import warnings
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
-from kvtool.core.common.arithmetic import FEATURES, cpu_features
-from kvtool.core.native import jit
+from kvtool.core.common.arithmetic import ARM, FEATURES, cpu_features
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +28,8 @@ class Isa:
 
     @property
     def converts_float16(self) -> bool:
-        """Whether the CPU has instructions for it: LLVM calls a library otherwise."""
-        return "f16c" in self.features
+        """Return whether the CPU has instructions for it: LLVM calls a library otherwise."""
+        return not self.features.isdisjoint(("f16c", "neon"))
 
 
 _V3 = frozenset("avx avx2 bmi bmi2 f16c fma lzcnt movbe popcnt".split())
@@ -35,33 +38,54 @@ _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi2".
 AVX512 = Isa(16, "x86-64-v4", _V4, "+avx512vbmi2")
 AVX2 = Isa(8, "x86-64-v3", _V3)
 AVX512_BF16 = Isa(16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
+NEON = Isa(8, "generic", frozenset({"neon"}))  # two registers of four lanes: LLVM splits vectors
 SCALAR = Isa(8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
-ISAS = {"avx512": AVX512, "avx2": AVX2, "scalar": SCALAR}  # best first
-_HELD = {"default": ("scalar",), "avx2": ("avx2", "scalar")}  # by what torch's own kernels are held to
+ISAS = {"avx512": AVX512, "avx2": AVX2, "neon": NEON, "scalar": SCALAR}  # best first
+_FORBIDDEN = {"default": ("avx512", "avx2"), "avx2": ("avx512",)}  # by what torch's own kernels are held to
+
+
+@cache
+def llvm() -> Any:
+    """Return llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
+    try:
+        binding = importlib.import_module("llvmlite.binding")
+    except (ImportError, OSError) as error:
+        _warn_slow(str(error))
+        return None
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    return binding
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    """Say once that decoding takes ten times as long, and why."""
+    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
 
 
 @cache
 def runnable() -> tuple[str, ...]:
-    """Names of the ISAS that this machine can run, best first; none where llvmlite cannot be imported.
+    """Return the names of the ISAS that this machine can run, best first; none if llvmlite cannot be imported.
 
-    Where a variable says what the CPU has (`common/arithmetic.py`), vectors that it does not name are not there.
+    Vectors that a variable does not name are missing, if it says what the CPU has (`common/arithmetic.py`).
     """
-    binding = jit.llvm()
+    binding = llvm()
     if binding is None:
         return ()
     host = {name for name, present in binding.get_host_cpu_features().items() if present}
+    if platform.machine() in ARM:
+        host.add("neon")  # of every 64-bit ARM CPU; not every system lists it
     if os.environ.get(FEATURES):
-        told = cpu_features()
-        host = {name for name in host if name in told or not name.startswith("avx")}
+        told = cpu_features() | ({"neon"} if "asimd" in cpu_features() else set())  # Linux's name of it
+        host = {name for name in host if name in told or not name.startswith(("avx", "neon"))}
     return tuple(name for name, isa in ISAS.items() if isa.features <= host)
 
 
 def best_isa() -> str | None:
     """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`); None:
     there is no machine code here."""
-    there = runnable()
-    allowed = _HELD.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), there)
-    return next((name for name in there if name in allowed), None)
+    forbidden = _FORBIDDEN.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
+    return next((name for name in runnable() if name not in forbidden), None)
 
 
 def isa_here() -> Isa | None:

@@ -10,26 +10,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import importlib
 import importlib.metadata
 import os
 import platform
 import stat
 import tempfile
-import warnings
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from kvtool.core.common.arithmetic import X86
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError
-
-if TYPE_CHECKING:
-    from kvtool.core.native.isa import Isa
+from kvtool.core.native.isa import Isa, llvm
 
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
-_X86 = ("x86_64", "AMD64")
 _CALLABLE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _engines: list[Any] = []  # own the machine code: never freed
 
@@ -72,7 +67,7 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
     binding = llvm()
     if binding is None:
         raise RuntimeError("llvmlite cannot be imported")
-    least = "x86-64" if platform.machine() in _X86 else ""
+    least = "x86-64" if platform.machine() in X86 else ""
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or least, features=isa.extra, opt=_OPTIMISATION)
     key = key_of(*_compiler(binding), target.triple, isa.cpu or least, isa.extra, text)
@@ -91,25 +86,6 @@ def _compiler(binding: Any) -> tuple[str, ...]:
     """What makes other code of the same text."""
     version = ".".join(map(str, binding.llvm_version_info))
     return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
-
-
-@cache
-def llvm() -> Any:
-    """llvmlite.binding, ready to compile for this machine; None where it cannot be imported."""
-    try:
-        binding = importlib.import_module("llvmlite.binding")
-    except (ImportError, OSError) as error:
-        _warn_slow(str(error))
-        return None
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    return binding
-
-
-@cache
-def _warn_slow(reason: str) -> None:
-    """Say once that decoding takes ten times as long, and why."""
-    warnings.warn(f"there is no machine code for kernels, which run in numpy: {reason}", RuntimeWarning, stacklevel=2)
 
 
 # ---- kept on disk ------------------------------------------------------------------------------------------------

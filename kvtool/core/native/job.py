@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value
+from kvtool.core.native.builder import Fields, FunctionBuilder, Scope, Value
 
 LINE = 64  # bytes of a cache line
 _WORD = 8  # bytes of a field
@@ -61,6 +61,32 @@ class Job:
     def pack(self, **values: int | float) -> ctypes.Array[ctypes.c_int64]:
         """One job in memory; raises as `row` does."""
         return (ctypes.c_int64 * len(self))(*self.row(values))
+
+
+class WorkQueue(Scope):
+    """Shares of a job's work, one after the other until none is left; any number of threads take from one job.
+
+    Attributes
+    ----------
+    first, last : of the share, the latter not in it.
+    """
+
+    def __init__(self, k: FunctionBuilder, taken: Value, share: Value | int, stop: Value):
+        self._k, self._take, some, self._end = k, k.new_block(), k.new_block(), k.new_block()
+        k.branch(self._take)
+        k.begin_block(self._take)
+        self.first = k.atomic_add(taken, share)
+        k.branch(some, self.first.compare("slt", stop), self._end)
+        k.begin_block(some)
+        self.last = k.minimum(self.first + share, stop, signed=True)
+
+    def close(self) -> None:
+        """End the share: the next one, or what comes after the work."""
+        self._k.branch(self._take)
+        self._k.begin_block(self._end)
+
+    def __enter__(self) -> WorkQueue:
+        return self
 
 
 class Jobs:

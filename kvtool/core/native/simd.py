@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
-from kvtool.core.native.builder import Value, along, each
-from kvtool.core.native.formats import rounded
+from kvtool.core.native.builder import FunctionBuilder, Value, rounded
+from kvtool.core.native.isa import NEON
 
 MAGIC = 1.5 * 2.0**23  # adding it to a small float32 leaves the nearest whole number in the lowest bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -154,14 +155,66 @@ def permutations(name: str, rows: Sequence[Sequence[int]]) -> str:
 
 
 def permuted(name: str, bits: Value, lanes: Value) -> Value:
-    """Eight i32 lanes, permuted by row `bits` of a constant."""
-    order = Value(bits.k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8).to("i32")
-    return bits.k.call("llvm.x86.avx2.permd", lanes.type, lanes, order)
+    """Permute the lower halves of eight i32 lanes by row `bits` of a constant; upper ones come along or become 0."""
+    k = bits.k
+    order = Value(k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8)
+    if k.isa is not NEON:
+        return k.call("llvm.x86.avx2.permd", lanes.type, lanes, order.to("i32"))
+    # A table of bytes in one register: lane i is bytes 2i and 2i + 1.
+    pairs = (order.to("i16") * 0x0202 + 0x0100).bitcast("<16 x i8>")
+    table = lanes.to("i16").bitcast("<16 x i8>")
+    return k.call("llvm.aarch64.neon.tbl1.v16i8", table.type, table, pairs).bitcast("<8 x i16>").to("i32")
 
 
 def lanes_for(width: int, *counts: int) -> int:
     """The most lanes, up to `width`, of which all the counts are multiples."""
     return next(lanes for lanes in (16, 8, 4, 2, 1) if lanes <= width and not any(count % lanes for count in counts))
+
+
+# ---- loops over numbers, a register's lanes at a time ---------------------------------------------------------
+
+# What is done with some numbers from an index on: takes how many, and what is carried; gives that of the next round.
+Step: TypeAlias = Callable[[int, Value, Sequence[Value]], Sequence[Value]]
+
+
+def along(
+    k: FunctionBuilder,
+    count: Value | int,
+    width: int,
+    step: Step,
+    wide: Sequence[Value] = (),
+    single: Callable[[Sequence[Value]], Sequence[Value]] = lambda wide: (),
+    first: Value | int = 0,
+) -> list[Value]:
+    """Go along `count` numbers from `first` on, `width` at a time, then one by one.
+
+    Parameters
+    ----------
+    wide : carried by the steps of `width`. single: makes what those of one number carry of what these leave.
+
+    Returns
+    -------
+    What the steps of one number leave.
+    """
+    count = k.constant("i64", count) if isinstance(count, int) else count
+    vectors = count // width
+    loop = k.loop(vectors, *wide, may_be_empty=True)
+    left = loop.close(*step(width, loop.index * width + first, loop.values))
+    done = vectors * width + first
+    rest = k.loop(count % width, *single(left), may_be_empty=True)
+    return rest.close(*step(1, rest.index + done, rest.values))
+
+
+def each(
+    k: FunctionBuilder, count: Value | int, work: Callable[[int, Value], None], first: Value | int = 0, width: int = 0
+) -> None:
+    """Do `work(lanes, index)` for `count` numbers: as many at a time as a register holds, then one by one."""
+
+    def step(lanes: int, index: Value, carried: Sequence[Value]) -> Sequence[Value]:
+        work(lanes, index)
+        return ()
+
+    along(k, count, width or k.width, step, first=first)
 
 
 # ---- rows of numbers in any stored format ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from collections.abc import Callable, Container, Sequence
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
-from kvtool.core.model.between import step_aside
+from kvtool.core.model.preemption import run_pending
 from kvtool.core.query.defer import spans
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import ReplyChunk, Request
@@ -52,7 +52,7 @@ def _named(names: Sequence[str], find: Callable[[str], Sequence[Passage]]) -> li
     hits: list[Hit] = []
     for name in names:
         hits += [Hit(place, math.nan) for place in find(name)]
-        step_aside()
+        run_pending()
     return hits
 
 

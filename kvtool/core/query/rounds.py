@@ -13,7 +13,7 @@ from kvtool.core.fusion.engine import Fused, extend_fused, fuse, fuse_after, joi
 from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.fusion.source import KVSource
-from kvtool.core.model.generate import Beginning, begin
+from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
 from kvtool.core.model.states import StateCache
 from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans, threshold_for
 
@@ -54,7 +54,7 @@ class Outcome:
     """
 
     fused: Fused
-    begun: Beginning | None
+    begun: GreedyPrefix | None
     rounds: list[Round]
     chained: PrefixFused | None = None
 
@@ -121,12 +121,12 @@ def fuse_on(session: Session, behind: Standing, plan: Plan, selector: Selector, 
     return Outcome(fused, None, [])
 
 
-def probe(decoder: Decoder, fused: Fused, max_tokens: int) -> Beginning:
+def probe(decoder: Decoder, fused: Fused, max_tokens: int) -> GreedyPrefix:
     """The answer's greedy beginning over a fused prompt."""
-    return begin(decoder, fused.cache, fused.logits, min(PROBED, max_tokens))
+    return greedy_prefix(decoder, fused.cache, fused.logits, min(PROBED, max_tokens))
 
 
-def text_of(decoder: Decoder, begun: Beginning) -> str:
+def text_of(decoder: Decoder, begun: GreedyPrefix) -> str:
     """What an answer begins with."""
     text: str = decoder.loaded.tokenizer.decode(list(begun.ids), skip_special_tokens=True)
     return text

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.link import Link
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.entropy.native import compile_ahead
 from kvtool.core.codec.levels import known
+from kvtool.core.codec.rans.coder import compile_ahead
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds

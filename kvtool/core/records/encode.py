@@ -17,10 +17,9 @@ import torch
 from kvtool.core.cache.entries import ChunkInfo, ChunkSpec
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import LayerKV, Payload
+from kvtool.core.codec.base import NAMES, LayerKV, Payload
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError

@@ -10,8 +10,7 @@ import zstandard
 
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES
-from kvtool.core.codec.levels import LEVELS, nested
-from kvtool.core.codec.nested import coarser
+from kvtool.core.codec.levels import LEVELS, coarser, nested
 from kvtool.core.remote import checks
 from kvtool.core.remote.entries import Chunk, File, Level, Pack, Place
 from kvtool.core.remote.limits import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvtool.core.codec.nested import NO_PROFILE
+from kvtool.core.codec.levels import NO_PROFILE
 from kvtool.core.session.levels import losses_by_maker
 
 State = Mapping[str, Any]

@@ -11,8 +11,7 @@ from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import layers_in
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, unseal
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import level_of, nested
-from kvtool.core.codec.nested import base_level, check_of, stated_check
+from kvtool.core.codec.levels import base_level, check_of, level_of, nested, stated_check
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import values
 from kvtool.core.remote.catalogue import Catalogue

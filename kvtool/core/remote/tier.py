@@ -21,7 +21,7 @@ from kvtool.core.errors import (
     RemoteError,
     StoreLockedError,
 )
-from kvtool.core.model.between import step_aside
+from kvtool.core.model.preemption import run_pending
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
@@ -235,7 +235,7 @@ class Tier:
             self._take(rest, set())
             while self._coming:
                 self._take({}, {self._coming[0]})
-                step_aside()  # a server's other answers go on
+                run_pending()  # a server's other answers go on
         except StoreLockedError:
             return  # `write_fetched` tells it
         except RemoteError as error:

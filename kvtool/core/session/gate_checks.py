@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.stretches import Place
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, shape_of_layer
+from kvtool.core.codec.base import NAMES, Encoded, shape_of_layer
 from kvtool.core.codec.levels import RAW, exact, plugin_of
-from kvtool.core.codec.raw import NAMES
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError

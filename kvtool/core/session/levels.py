@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import exact, known, level_of, lossy, whole
-from kvtool.core.codec.nested import NO_PROFILE
+from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:

@@ -194,7 +194,7 @@ class Session:
         """How many positions a row sees at each layer that has records; None: all before it. Where the model is not
         loaded this is what its configuration states."""
         from kvtool.core.checkpoint.load import supported_config
-        from kvtool.core.model.windows import stated_windows
+        from kvtool.core.model.kinds import stated_windows
 
         if self.is_loaded:
             return self.decoder.windows

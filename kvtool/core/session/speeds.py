@@ -20,7 +20,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, with_rows
 from kvtool.core.model.attention import Rows
-from kvtool.core.model.between import step_aside, uninterrupted
+from kvtool.core.model.preemption import run_pending, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.levels import ProfileCache
 
@@ -219,7 +219,7 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
     rows = Rows.of(torch.tensor(list(positions)), decoder.device)
 
     def timed() -> float:
-        step_aside()
+        run_pending()
         with uninterrupted():
             started = time.perf_counter()
             decoder.compute(ids, rows, cache).sum().item()  # which waits for a GPU
@@ -304,7 +304,7 @@ def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _L
     tokens = segments[-1].stop
     cache = decoder.new_cache(tokens)
     cache.set_length(tokens)
-    step_aside()
+    run_pending()
     busy, started = time.process_time(), time.perf_counter()
     try:
         with uninterrupted(), Loader(decoder, [segments] * decoder.stored_layers, cache, source) as loader:

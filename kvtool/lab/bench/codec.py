@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.entropy import native
-from kvtool.core.codec.raw import NAMES
+from kvtool.core.codec.base import NAMES
+from kvtool.core.codec.rans import coder
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
@@ -85,16 +85,16 @@ def entropy_coder(name: str | None) -> Iterator[str]:
     ------
     UsageError : there is no such back-end here.
     """
-    before = os.environ.get(native.VARIABLE)
+    before = os.environ.get(coder.VARIABLE)
     if name is not None:
-        os.environ[native.VARIABLE] = name
+        os.environ[coder.VARIABLE] = name
     try:
-        yield native.chosen()
+        yield coder.chosen()
     finally:
         if name is not None:
-            os.environ.pop(native.VARIABLE)
+            os.environ.pop(coder.VARIABLE)
         if before is not None:
-            os.environ[native.VARIABLE] = before
+            os.environ[coder.VARIABLE] = before
 
 
 def bench_codec(

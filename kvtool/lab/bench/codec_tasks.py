@@ -18,20 +18,13 @@ import zstandard
 
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV
-from kvtool.core.codec.entropy.columns import in_order
-from kvtool.core.codec.entropy.decoder import Decoding, Scaling, decode
-from kvtool.core.codec.entropy.encoder import Encoding, encode_all
-from kvtool.core.codec.entropy.reference import Stream
-from kvtool.core.codec.entropy.symbols import symbols_of, wider
-from kvtool.core.codec.entropy.tables import ZERO
-from kvtool.core.codec.layout import SIDES
-from kvtool.core.codec.levels import LEVELS, exact
-from kvtool.core.codec.nested import NESTED
-from kvtool.core.codec.payload import Coded
-from kvtool.core.codec.profile import Profile
-from kvtool.core.codec.raw import DTYPES, NAMES
-from kvtool.core.codec.transform import finest_numbers
+from kvtool.core.codec.base import DTYPES, NAMES, Encoded, LayerKV
+from kvtool.core.codec.encode import finest_numbers, symbols_of, wider
+from kvtool.core.codec.levels import LEVELS, NESTED, exact
+from kvtool.core.codec.profile import SIDES, Profile
+from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
+from kvtool.core.codec.rans.reference import ZERO, Stream, in_order
+from kvtool.core.codec.record import Record
 from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.native.job import scratch
@@ -181,7 +174,7 @@ def _lossy_tasks(sample: Sample, level: str, profile: Profile, records: Sequence
     jobs: list[Job] = []
     for layer, batch in batches:
         jobs.append(partial(_decode, _decoding(profile, layer, batch)))
-    note = "to bfloat16, dequantised, into memory in the cache, as the transform finds it; no transform"
+    note = "to bfloat16, into memory in the cache, as the transform finds it; no transform"
     yield Task("entropy decode", level, jobs, raw_bytes, size, MANY, note=note)
     profiles = {profile.digest: profile}.__getitem__
     jobs = [partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in batches]
@@ -211,17 +204,16 @@ def _streams(profile: Profile, level: str, numbers: npt.NDArray[np.int16]) -> li
         numbers = wider(numbers, scratch(f"bench {step}", numbers.size, np.int16).reshape(numbers.shape))
     columns = [profile.coded(level, layer).alone for layer in range(len(numbers))]
     found = symbols_of(numbers, columns)
-    return encode_all([Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)])
+    return encode(*(Encoding(symbols, of) for (symbols, _), of in zip(found, columns, strict=True)))
 
 
 def _decoding(profile: Profile, layer: int, items: Sequence[Encoded]) -> Decoding:
     """Streams of records of a layer straight to bfloat16, into memory that is yet to be named."""
-    records = [Coded.parse(item.payload) for item in items]
+    records = [Record.parse(item.payload) for item in items]
     columns, rows = profile.coded(str(records[0].level), layer).alone, [coded.tokens for coded in records]
-    scaling = Scaling(np.ones(len(columns), np.float32), np.zeros(len(columns), np.float32))
     starts = [end - count for end, count in zip(accumulate(rows), rows, strict=True)]
     streams = [coded.streams[0] for coded in records]
-    return Decoding(streams, columns, starts, rows, np.empty((0, 0), np.uint16), "bfloat16", scaling)
+    return Decoding(streams, columns, starts, rows, np.empty((0, 0), np.uint16), "bfloat16")
 
 
 def _decode(job: Decoding) -> None:

@@ -13,11 +13,10 @@ import torch
 
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import UsageError
+from kvtool.core.model.decode import decode_backend
+from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
+from kvtool.core.model.decode.native import PARTS, Engine, engine_of
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.stepping import Stepper, stepper_for
-from kvtool.core.model.stepping.engines import engine_of
-from kvtool.core.model.stepping.native import PARTS, Engine
-from kvtool.core.model.stepping.plain import TorchStepper
 from kvtool.lab.bench.limits import copied_bytes_per_s
 from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.together import TogetherRow, TogetherRun
@@ -202,8 +201,8 @@ class _Run:
         self.apart_max = max(self.apart_max or 0.0, float((expected - found).abs().max()))
 
 
-def _stepper(name: str, decoder: Decoder, cache: PromptCache) -> Stepper:
-    return stepper_for(decoder, cache) if name == "native" else TorchStepper(decoder, cache)
+def _stepper(name: str, decoder: Decoder, cache: PromptCache) -> DecodeBackend:
+    return decode_backend(decoder, cache) if name == "native" else TorchBackend(decoder, cache)
 
 
 def _filled(decoder: Decoder, options: DecodeOptions) -> PromptCache:

@@ -12,17 +12,16 @@ from kvtool.core.common.children import python
 _PROGRAM = """
 import time
 import numpy as np
-from kvtool.core.codec.entropy import columns, decoder, reference, tables
-set = tables.TableSet(np.full((32, 256), 8, np.uint16))
+from kvtool.core.codec.rans import coder, reference
+set = reference.TableSet(np.full((32, 256), 8, np.uint16))
 symbols = np.random.default_rng(0).integers(0, 256, (16, 256), np.uint8)
 ids = (np.arange(256) % 32).astype(np.uint16)
 stream = reference.encode(symbols, ids, set)
-set = tables.TableSet(set.frequencies)
-out, ones = np.empty((16, 256), np.uint16), np.ones(256, np.float32)
+set = reference.TableSet(set.frequencies)
+out = np.empty((16, 256), np.uint16)
 started = time.perf_counter()
-of = columns.in_order(ids, set)
-scaling = decoder.Scaling(ones, np.zeros(256, np.float32))
-decoder.decode(decoder.Decoding([stream], of, [0], [16], out, "bfloat16", scaling))
+of = reference.in_order(ids, set)
+coder.decode(coder.Decoding([stream], of, [0], [16], out, "bfloat16"))
 print((time.perf_counter() - started) * 1e3)
 """
 INCLUDES = (

@@ -34,7 +34,7 @@ class CodecBenchOptions(Options, settings=False, group=MEASURED):
     tokens: int = option(8192, "How much of the store to encode and decode.", lowest=1)
     repeat: int = _repeat(3)
     threads: int | None = option(None, "Beside one thread.", lowest=1, instead="one a core")
-    coder: str | None = option(None, "Entropy coder.", metavar="avx512|avx2|scalar|numpy", instead="the best")
+    coder: str | None = option(None, "Entropy coder.", metavar="avx512|avx2|neon|scalar|numpy", instead="the best")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.base import Shape, shape_of_layer
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.base import DTYPES, Shape, shape_of_layer
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import exact_level, read_chunk

@@ -13,9 +13,8 @@ from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.base import shape_of_layer
+from kvtool.core.codec.base import channels_of, shape_of_layer, wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
-from kvtool.core.codec.layout import channels_of, wide_sides
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids

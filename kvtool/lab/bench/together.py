@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvtool.core.common.progress import Events
+from kvtool.core.model.decode import decode_backend, step_together
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.stepping import step_together, stepper_for
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -52,7 +52,7 @@ class TogetherRun:
     def __init__(self, decoder: Decoder, filled: Callable[[], PromptCache], counts: Sequence[int]) -> None:
         self._counts = sorted({1, *counts})
         self._caches = [filled() for _ in range(self._counts[-1])]
-        self._steppers = [stepper_for(decoder, cache) for cache in self._caches]
+        self._steppers = [decode_backend(decoder, cache) for cache in self._caches]
         self._length = self._caches[0].buffers[0].length
         vocabulary = int(decoder.config.vocab_size)
         self._draw, self._vocabulary = torch.Generator().manual_seed(2), vocabulary

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 import zstandard
 
-from kvtool.core.codec.base import LayerKV, Payload, SelfContained, Shape, side_shapes
-from kvtool.core.codec.raw import DTYPES
+from kvtool.core.codec.base import DTYPES, LayerKV, Payload, SelfContained, Shape, side_shapes
 from kvtool.core.errors import DamagedError
 
 _VERSION = b"Z1"

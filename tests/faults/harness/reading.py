@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import LEVELS
-from kvtool.core.codec.nested import NESTED
+from kvtool.core.codec.levels import LEVELS, NESTED
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.answer import answer
 from kvtool.core.query.layout import lay_out

@@ -21,8 +21,8 @@ from kvtool.core.kernels.attention.flash_tile_ir import (
     sum_function,
     weights_function,
 )
-from kvtool.core.native.builder import FunctionBuilder, Value, WorkQueue, module
-from kvtool.core.native.job import Job
+from kvtool.core.native.builder import FunctionBuilder, Value, module
+from kvtool.core.native.job import Job, WorkQueue
 
 # Strides in numbers as stored. `blocks` has three i64 each: first row, rows, first own key.
 JOB = Job(

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvtool.core.kernels.linear.qtensor import BLOCK, BLOCKS, LAYOUTS, SUPERBLOCK, Layout
-from kvtool.core.native.builder import FunctionBuilder, Value, WorkQueue
-from kvtool.core.native.formats import rounded
+from kvtool.core.native.builder import FunctionBuilder, Value, rounded
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.job import Job
+from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import fma, total
 
 _UNROLLED = 4  # vectors of a dense row at a time, with a sum for each

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from kvtool.core.native import builder
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import Job
+from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import dot_pairs
 from kvtool.core.native.threads import launch
 
@@ -263,7 +263,7 @@ def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: V
     rows = [x.at(columns * number).of("i32") for number in range(ROWS)]
     deep = k.loop(columns // 2, *[k.zeros(_WIDTH)] * (ROWS * _VECTORS))
     place = deep.index * (2 * OUTPUTS)
-    k.prefetch(ahead.at(place))
+    k.call_void("llvm.prefetch.p0", ahead.at(place), *(k.constant("i32", number) for number in (0, 2, 1)))
     own = weights.at(place).of("i32")
     loaded = [own.load(number * _WIDTH, _WIDTH) for number in range(_VECTORS)]
     grown = []

@@ -9,10 +9,9 @@ out the same whatever rows stand beside it.
 from __future__ import annotations
 
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
-from kvtool.core.native.builder import Fields, FunctionBuilder, Value, WorkQueue
-from kvtool.core.native.formats import narrow
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, narrow
 from kvtool.core.native.isa import Isa
-from kvtool.core.native.job import Job
+from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import dot_pairs, fma, totals
 
 OUTPUTS = 4  # rows of W in a tile; they come in multiples of it

@@ -13,8 +13,9 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import StoreSource
+from kvtool.core.model.decode import decode_backend
+from kvtool.core.model.decode.backend import DecodeBackend
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.stepping import Stepper, stepper_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.levels import ProfileCache
 from kvtool.lab.bench.flops import Architecture, flops, fused_work
@@ -40,7 +41,7 @@ class FusedRunner:
         self._selector = selector_for(options, task.contender.mode)
         self._room = task.new_tokens
         self._fused: Fused | None = None
-        self._stepper: Stepper | None = None
+        self._stepper: DecodeBackend | None = None
 
     def first(self, prompt: PeerPrompt) -> int:
         self._fused = self._stepper = None
@@ -54,7 +55,7 @@ class FusedRunner:
     def next(self, token: int) -> int:
         assert self._fused is not None
         if self._stepper is None:
-            self._stepper = stepper_for(self._decoder, self._fused.cache)
+            self._stepper = decode_backend(self._decoder, self._fused.cache)
         return int(self._stepper.step(token).argmax())
 
     def about(self, prompt: PeerPrompt) -> About:

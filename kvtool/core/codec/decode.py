@@ -1,0 +1,373 @@
+"""Transform decoding: streams to a profile's whole numbers, and these to keys and values (inverse of encode.py).
+
+Coefficients are decoded into buffers `[rows, stride]` in main memory, or on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtool.core.codec import transform_kernels
+from kvtool.core.codec.base import DTYPES, NAMES, Encoded
+from kvtool.core.codec.levels import NESTED, check_of
+from kvtool.core.codec.profile import SIDES, Profile
+from kvtool.core.codec.rans import coder
+from kvtool.core.codec.rans.reference import ESCAPE, I16, ZERO, Columns
+from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
+from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
+from kvtool.core.common.arithmetic import product_dtype
+from kvtool.core.errors import DamagedError
+from kvtool.core.kernels.machine import has_triton
+from kvtool.core.native.job import scratch
+
+Parsed = tuple[Record, Encoded]
+BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
+AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
+_FLOAT_FORMS: dict[str, coder.Form] = {"bfloat16": "bfloat16", "float16": "float16"}
+
+
+def decode_layer(
+    profile: Profile, layer: int, level: str, items: Sequence[Parsed], device: torch.device | None = None
+) -> torch.Tensor:
+    """Decode sides `[2, tokens, C]` of several records of one level, profile and dtype, end to end.
+
+    Parameters
+    ----------
+    device : a GPU that decodes by triton; None: the CPU does.
+
+    Raises
+    ------
+    DamagedError : a record does not fit the profile or its shape.
+    """
+    if device is None:
+        return decode_layers(profile, [layer], level, [items])[0]
+    starts, count = _laid_out(items)
+    buffer = DeviceBuffer.of((count, profile.layout.stride), device)
+    fill(profile, layer, items, starts, buffer)
+    out = torch.empty((1, *_shape(profile, count)), dtype=_dtype(items), device=device)
+    records = [record for record, _ in items]
+    by = None if buffer.tensor.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
+    sides_of(profile, [layer], level, buffer.tensor[None], [records], out, by)
+    return out.flatten(3)[0]
+
+
+def decode_layers(
+    profile: Profile, layers: Sequence[int], level: str, items: Sequence[Sequence[Parsed]]
+) -> torch.Tensor:
+    """Decode sides `[layers, 2, tokens, C]` in main memory of records of one level, profile and dtype.
+
+    At each layer the records of the same chunks follow one another. Few calls do it, in which Python serves other
+    threads. Raises DamagedError: a record does not fit the profile or its shape.
+    """
+    starts, count = _laid_out(items[0])
+    if any([record.tokens for record, _ in some] != [record.tokens for record, _ in items[0]] for some in items):
+        raise DamagedError("compressed records of a chunk that differ in length")
+    out = torch.empty((len(layers), *_shape(profile, count)), dtype=_dtype(items[0]))
+    step = max(1, AT_ONCE // max(1, 2 * count * profile.layout.stride))
+    for first in range(0, len(layers), step):
+        part = slice(first, first + step)
+        _decode_slab(profile, layers[part], level, items[part], starts, out[part])
+    return out.flatten(3)
+
+
+def _decode_slab(
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    items: Sequence[Sequence[Parsed]],
+    starts: Sequence[int],
+    out: torch.Tensor,
+) -> None:
+    rows = out.shape[2]
+    shape = (len(layers) * rows, profile.layout.stride)
+    refined = any(record.base for some in items for record, _ in some)
+    by = transform_kernels.reading_by(profile.layout, out.dtype)
+    whole = HostBuffer.of(shape, out.dtype, refined) if by is None else HostBuffer.in_memory(shape, refined)
+    parts = [whole.part(at * rows, (at + 1) * rows) for at in range(len(layers))]
+    if refined:
+        for layer, some, buffer in zip(layers, items, parts, strict=True):
+            fill(profile, layer, some, starts, buffer)
+    else:
+        _fill_alone(profile, layers, level, items, starts, parts)
+    records = [[record for record, _ in some] for some in items]
+    sides_of(profile, layers, level, whole.tensor.view(len(layers), rows, -1), records, out, by)
+
+
+def _laid_out(items: Sequence[Parsed]) -> tuple[list[int], int]:
+    """Return the first rows of records that follow one another, and the number of all rows."""
+    tokens = [record.tokens for record, _ in items]
+    ends = list(accumulate(tokens))
+    return [end - count for end, count in zip(ends, tokens, strict=True)], ends[-1]
+
+
+def _shape(profile: Profile, tokens: int) -> tuple[int, int, int, int]:
+    return SIDES, tokens, profile.layout.groups, profile.layout.size
+
+
+def _dtype(items: Sequence[Parsed]) -> torch.dtype:
+    return DTYPES[items[0][1].dtype]
+
+
+# ---- streams to numbers ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class HostBuffer:
+    """Coefficients in main memory, which the CPU decodes.
+
+    Attributes
+    ----------
+    tensor : `[rows, stride]`, int16 or a float format that holds the same numbers.
+    form : format of the numbers.
+    """
+
+    tensor: torch.Tensor
+    form: coder.Form = "int16"
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], dtype: torch.dtype, refined: bool) -> HostBuffer:
+        """Make a buffer for numbers that torch makes a tensor of this dtype of; only int16 can be refined."""
+        form = _FLOAT_FORMS.get(NAMES[dtype])
+        if form is not None and not refined and transform_kernels.torch_is_faster(dtype):
+            return cls(torch.empty(shape, dtype=dtype), form)
+        return cls(torch.zeros(shape, dtype=torch.int16))
+
+    @classmethod
+    def in_memory(cls, shape: tuple[int, int], refined: bool) -> HostBuffer:
+        """Make a buffer of this thread's memory: a kernel reads only what has been decoded."""
+        held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
+        if refined:
+            held[:] = 0  # a finer level codes more columns than its base
+        return cls(torch.from_numpy(held))
+
+    def part(self, first: int, end: int) -> HostBuffer:
+        """Return some of the rows."""
+        return HostBuffer(self.tensor[first:end], self.form)
+
+    @property
+    def _held(self) -> npt.NDArray[Any]:
+        return self.tensor.view(torch.int16).numpy().view(coder.HELD[self.form])
+
+    def decode(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
+        """Decode each record's stream from its first row on, escapes included. Raises DamagedError.
+
+        By columns that refine, the numbers there become finer.
+        """
+        (coder.refine if columns.refines else coder.decode)(self.job(columns, records, starts))
+
+    def job(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> coder.Decoding:
+        """Return the work of `decode`, to be done together with others'."""
+        marked, marks = None, [len(record.escapes.marked) for record in records]
+        if not columns.refines:
+            marked = in_form(np.concatenate([record.escapes.marked for record in records]), self.form)
+        streams, rows = [record.streams[0] for record in records], [record.tokens for record in records]
+        marks = [] if marked is None else marks
+        return coder.Decoding(streams, columns, starts, rows, self._held, self.form, marked, marks)
+
+    def place(self, escapes: Escapes, start: int, rows: int) -> None:
+        """Put a record's placed escapes into its rows. Raises DamagedError."""
+        if len(escapes.places):
+            escapes.place(self._held[start : start + rows], self.form)
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceBuffer:
+    """Coefficients on a device, int16 `[rows, stride]`; its work is queued on the device's current stream."""
+
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, shape: tuple[int, int], device: torch.device) -> DeviceBuffer:
+        """Make a buffer on a device, all 0."""
+        return cls(torch.zeros(shape, dtype=torch.int16, device=device))
+
+    def decode(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
+        """Decode as `HostBuffer.decode` does."""
+        rows = [record.tokens for record in records]
+        decode_batch_cuda(
+            [
+                CudaDecoding(record.streams[0], columns, count, self.tensor[start : start + count])
+                for record, count, start in zip(records, rows, starts, strict=True)
+            ],
+            self.tensor.device,
+        )
+        if not columns.refines:
+            self._replace(columns, [record.escapes.marked for record in records], rows, starts)
+
+    def _replace(self, columns: Columns, marked: Sequence[I16], rows: Sequence[int], starts: Sequence[int]) -> None:
+        """Replace each decoded ESCAPE by the number that it stands for: streams in order, each row by row."""
+        device = self.tensor.device
+        wanted = torch.from_numpy(columns.numbers).to(device)
+        spans = zip(starts, rows, strict=True)
+        at = torch.cat([torch.arange(start, start + count) for start, count in spans]).to(device)
+        escaped = (self.tensor[at[:, None], wanted] == ESCAPE - ZERO).nonzero()
+        ends = np.fromiter(accumulate(rows), np.int64)
+        of_stream = np.searchsorted(ends, escaped[:, 0].cpu().numpy(), side="right")
+        if np.bincount(of_stream, minlength=len(rows)).tolist() != [*map(len, marked)]:
+            raise DamagedError("an encoded stream whose escapes are not those that were kept")
+        if len(escaped):
+            values = torch.from_numpy(np.concatenate(marked)).to(device)
+            self.tensor[at[escaped[:, 0]], wanted[escaped[:, 1]]] = values
+
+    def place(self, escapes: Escapes, start: int, rows: int) -> None:
+        """Put a record's placed escapes into its rows. Raises DamagedError."""
+        numbers = self.tensor[start : start + rows].view(-1)
+        if not len(escapes.places):
+            return
+        if int(escapes.places[-1]) >= numbers.numel():
+            raise DamagedError("a compressed record with an escape outside of it")
+        places = torch.from_numpy(escapes.places.astype(np.int64)).to(numbers.device)
+        numbers[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(numbers.device)
+
+
+CoefficientBuffer = HostBuffer | DeviceBuffer
+
+
+def decodes_there(device: str) -> bool:
+    """Return whether records can be decoded on this device: CUDA, and triton is installed."""
+    return device.startswith("cuda") and has_triton()
+
+
+def _fill_alone(
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    items: Sequence[Sequence[Parsed]],
+    starts: Sequence[int],
+    parts: Sequence[HostBuffer],
+) -> None:
+    """Decode records that refine no other: all layers in one call."""
+    jobs = []
+    for layer, some, buffer in zip(layers, items, parts, strict=True):
+        records = [record for record, _ in some]
+        jobs.append(buffer.job(_fitting(profile, profile.coded(level, layer).alone, records), records, starts))
+    coder.decode(*jobs)
+    for some, buffer in zip(items, parts, strict=True):
+        for (record, _), start in zip(some, starts, strict=True):
+            buffer.place(record.escapes, start, record.tokens)
+
+
+def fill(
+    profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], buffer: CoefficientBuffer
+) -> None:
+    """Decode records of one level from their first rows on, coarser levels first; raises DamagedError.
+
+    Only coded columns are written.
+    """
+    if not items:
+        return
+    columns = profile.coded(NESTED[items[0][0].level - 1], layer)
+    alone = [number for number, (record, _) in enumerate(items) if not record.base]
+    refined = [number for number, (record, _) in enumerate(items) if record.base]
+    bases = [_base_of(*items[number]) for number in refined]
+    fill(profile, layer, bases, [starts[number] for number in refined], buffer)
+    for some, own in ((alone, columns.alone), (refined, columns.fine)):
+        if some:
+            records = [items[number][0] for number in some]
+            buffer.decode(_fitting(profile, own, records), records, [starts[number] for number in some])
+    for (record, _), start in zip(items, starts, strict=True):
+        buffer.place(record.escapes, start, record.tokens)
+
+
+def _fitting(profile: Profile, columns: Columns | None, records: Sequence[Record]) -> Columns:
+    """Return the columns, if all records are theirs; raises DamagedError."""
+    fits = columns is not None and all(
+        record.columns == len(columns)
+        and record.predictors == BOTH
+        and record.profile == profile.digest
+        and record.level == records[0].level
+        and not (columns.refines and len(record.escapes.marked))
+        for record in records
+    )
+    if columns is None or not fits:
+        raise DamagedError("a compressed record that does not fit its profile")
+    return columns
+
+
+def _base_of(record: Record, item: Encoded) -> Parsed:
+    if item.base is None:
+        raise DamagedError("a compressed record without the level that it refines")
+    base = Record.parse(item.base.payload)
+    other = record.base_check and record.base_check != check_of([item.base.payload])
+    if other or (base.level, base.tokens) != (record.base, record.tokens):
+        raise DamagedError("a compressed record that refines another one than is stored")
+    return base, item.base
+
+
+# ---- numbers to sides --------------------------------------------------------------------------------------------
+
+
+def sides_of(
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    numbers: torch.Tensor,
+    records: Sequence[Sequence[Record]],
+    out: torch.Tensor,
+    by: transform_kernels.Multiplier | None,
+) -> None:
+    """Make sides `[layers, 2, tokens, groups, size]` of numbers `[layers, tokens, stride]` of one level.
+
+    Parameters
+    ----------
+    numbers : int16, or of the dtype of `out`.
+    records : at each layer, the records whose numbers follow one another.
+    by : the kernel that multiplies; None: torch does.
+    """
+    if by is not None and out.numel():
+        weights = [transform_kernels.Weights.backward(profile, layer, level, out.dtype, by.tile) for layer in layers]
+        widths = [profile.coded(level, layer).widths for layer in layers]
+        transform_kernels.sides_of(profile.layout, by, weights, widths, numbers.numpy(), out)
+    else:
+        for layer, own, sides in zip(layers, numbers, out, strict=True):
+            _sides_by_torch(profile, layer, level, own, sides)
+    for layer, some, sides in zip(layers, records, out, strict=True):
+        if any(len(record.escapes.places) for record in some):
+            _add_outside(profile, layer, level, some, sides)
+
+
+def _sides_by_torch(profile: Profile, layer: int, level: str, numbers: torch.Tensor, out: torch.Tensor) -> None:
+    """Multiply in the format that is fast here, with weights rounded to the output's.
+
+    On a GPU, where the products cost least, in float32: a number far from all others would show the weights' rounding.
+    """
+    layout, kept = profile.layout, torch.float32 if out.is_cuda else out.dtype
+    dtype = torch.float32 if out.is_cuda else DTYPES[product_dtype(NAMES[out.dtype], out.device.type)]
+    back, means = (part.to(dtype) for part in profile.backward(layer, level, kept, out.device))
+    wide = numbers.to(kept).to(dtype)
+    widths = profile.coded(level, layer).widths
+    for side in range(SIDES):
+        for group in range(layout.groups):
+            start, width = layout.start(side, group), widths[side * layout.groups + group]
+            taken = wide[:, start : start + width]
+            out[side, :, group] = torch.addmm(means[side, group], taken, back[side, group, :width])
+
+
+def _add_outside(profile: Profile, layer: int, level: str, records: Sequence[Record], out: torch.Tensor) -> None:
+    """Add to sides `[2, tokens, groups, size]` of some records, end to end, the escapes in columns that are not coded.
+
+    Few, so each is a row of the basis. They are large and cancel each other: summed up in float32.
+    """
+    layout, widths = profile.layout, np.asarray(profile.coded(level, layer).widths)
+    back, _ = profile.backward(layer, level, torch.float32, out.device)
+    first = 0
+    for record in records:
+        rows, columns = np.divmod(record.escapes.places.astype(np.int64), layout.stride)
+        group, within = np.divmod(columns, layout.padded)
+        outside = within >= widths[group]
+        for number in np.unique(group[outside]):
+            here = outside & (group == number)
+            side, part = divmod(int(number), layout.groups)
+            times = torch.from_numpy(record.escapes.placed[here].astype(np.float32))[:, None].to(out.device)
+            rows_here, which = (torch.from_numpy(some).to(out.device) for some in (rows[here], within[here]))
+            wide = out[side, first : first + record.tokens, part].float()
+            wide.index_add_(0, rows_here, back[side, part, which] * times)
+            out[side, first : first + record.tokens, part] = wide.to(out.dtype)
+        first += record.tokens

@@ -1,1 +1,0 @@
-"""Symbols ⇄ words: interleaved rANS over shared tables of frequencies."""

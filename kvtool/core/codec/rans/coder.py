@@ -1,0 +1,488 @@
+"""rANS coders in machine code: choice of the instruction set, encoder and decoder (the bytes: reference.py).
+
+Kernels are compiled from LLVM IR in the process, once, without a C compiler. Kernels check nothing: every array and
+length is checked here, before a kernel sees it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+
+from kvtool.core.codec.rans import decode_ir, encode_ir, reference
+from kvtool.core.codec.rans.reference import (
+    ESCAPE,
+    LANES,
+    LEAST_STATE,
+    MOST_CONTEXT,
+    U8,
+    U16,
+    U32,
+    ZERO,
+    Columns,
+    Stream,
+    TableSet,
+)
+from kvtool.core.common.switches import ENTROPY_CODER, asked
+from kvtool.core.errors import DamagedError, UsageError
+from kvtool.core.native.isa import ISAS, Isa, best_isa, runnable
+from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.job import Jobs, address, scratch
+
+Form = Literal["int16", "bfloat16", "float16"]
+HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
+    "int16": np.dtype(np.int16),
+    "bfloat16": np.dtype(np.uint16),
+    "float16": np.dtype(np.float16),
+}
+VARIABLE = ENTROPY_CODER
+NUMPY = "numpy"
+ENCODE, ENCODE_CONTEXTS = "encode", "encode with contexts"
+SYMBOLS, FINER, WIDER, STRAY = "symbols", "finer", "wider", "stray"
+KINDS: dict[str, Callable[[Isa], str]] = {
+    **{kind: partial(decode_ir.decode_module, form=kind) for kind in decode_ir.KINDS},
+    ENCODE: partial(encode_ir.encode_module, contexts=False),
+    ENCODE_CONTEXTS: partial(encode_ir.encode_module, contexts=True),
+    SYMBOLS: encode_ir.symbols_module,
+    FINER: encode_ir.finer_module,
+    WIDER: encode_ir.wider_module,
+    STRAY: encode_ir.stray_module,
+}
+_SLACK = 16  # words an encoder may write after the last: those of a register
+_AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
+_NOTHING = np.zeros(1, np.uint16)
+_compiling = threading.Lock()
+_entries: WeakKeyDictionary[TableSet, tuple[U32, int]] = WeakKeyDictionary()
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+class Kind(Protocol):
+    """A kernel that is none of KINDS. Equal ones are compiled once."""
+
+    def text(self, isa: Isa) -> str:
+        """Return LLVM IR, a function `run(jobs, number of jobs)`."""
+        ...
+
+    def __hash__(self) -> int: ...
+
+
+def available() -> tuple[str, ...]:
+    """List the back-ends that this machine can run, best first; `numpy` is always among them."""
+    return (*runnable(), NUMPY)
+
+
+def chosen() -> str:
+    """Choose the back-end: the one that KVTOOL_ENTROPY_CODER names, else the best there is.
+
+    Raises
+    ------
+    UsageError : the variable names a back-end that does not exist, or that this machine cannot run.
+    """
+    name = asked(VARIABLE)
+    if not name:
+        return best_isa() or NUMPY
+    if name not in available():
+        raise UsageError(f"{VARIABLE}={name}: no such entropy coder here", f"one of {', '.join(available())}, or unset")
+    return name
+
+
+def isa() -> Isa | None:
+    """Return the chosen back-end's instruction set; None: without machine code. Raises as `chosen`."""
+    return ISAS.get(chosen())
+
+
+def compile_ahead(dtype: str) -> None:
+    """Compile the decoders to numbers of this format, before anybody waits for them."""
+    for form in decode_ir.FORMS:
+        if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
+            kernel(form)
+
+
+def kernel(kind: str | Kind) -> Function | None:
+    """Return `function(jobs, number of jobs)` for one of KINDS, compiled at its first use; None: numpy serves.
+
+    Raises
+    ------
+    UsageError : see `chosen`; or the back-end it names cannot be compiled.
+    """
+    name = chosen()
+    if name == NUMPY:
+        return None
+    with _compiling:
+        try:
+            return _kernel(name, kind)
+        except RuntimeError as error:
+            if asked(VARIABLE):
+                raise UsageError(f"{VARIABLE}={name}: it cannot be compiled: {error}", "unset it") from error
+            _warn_slow(str(error))
+            return None
+
+
+@cache
+def _kernel(name: str, kind: str | Kind) -> Function:
+    """Compile; callers hold the lock, so no kernel is compiled twice."""
+    return compiled(_text(ISAS[name], kind), ISAS[name], "run")[0]
+
+
+def _text(isa: Isa, kind: str | Kind) -> str:
+    return KINDS[kind](isa) if isinstance(kind, str) else kind.text(isa)
+
+
+@cache
+def _warn_slow(reason: str) -> None:
+    """Say once that decoding takes ten times as long, and why."""
+    warnings.warn(f"the entropy coder runs in numpy: {reason}", RuntimeWarning, stacklevel=2)
+
+
+# ---- encoding ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """Symbols to encode.
+
+    Attributes
+    ----------
+    symbols : `[rows, columns]`.
+    contexts : uint8 `[rows, columns]`, at most 2, added to the column's table id; where the columns refine.
+    """
+
+    symbols: U8
+    columns: Columns
+    contexts: U8 | None = None
+
+
+def encode(*encodings: Encoding) -> list[Stream]:
+    """Encode in one call, each as a stream of its own in one piece of memory: the bytes of `reference.encode`.
+
+    Raises
+    ------
+    ValueError : a table gives a symbol no frequency, an array has the wrong shape, or only some have contexts.
+    """
+    for one in encodings:
+        _check_encoding(one.symbols, one.columns, one.contexts)
+    contexts = bool(encodings) and encodings[0].contexts is not None
+    if any((one.contexts is not None) != contexts for one in encodings):
+        raise ValueError("all have contexts, or none has")
+    function = kernel(ENCODE_CONTEXTS if contexts else ENCODE)
+    if function is None:
+        return [_encode_in_numpy(one) for one in encodings]
+    made = iter(_encode(function, [one for one in encodings if one.symbols.size]))
+    return [next(made) if one.symbols.size else _encode_in_numpy(one) for one in encodings]
+
+
+def _check_encoding(symbols: U8, columns: Columns, contexts: U8 | None) -> None:
+    wanted = (len(symbols), columns.ids.shape[0])
+    if symbols.shape != wanted or symbols.dtype != np.uint8 or not symbols.flags.c_contiguous:
+        raise ValueError("symbols are uint8 [rows, columns]")
+    if contexts is None:
+        return
+    if contexts.shape != wanted or contexts.dtype != np.uint8 or not contexts.flags.c_contiguous:
+        raise ValueError("contexts are uint8, one a symbol")
+    if not columns.refines or (contexts.size and int(contexts.max()) > MOST_CONTEXT):
+        raise ValueError("contexts up to 2, of columns that refine")
+
+
+def _encode_in_numpy(one: Encoding) -> Stream:
+    made = reference.encode(one.symbols, one.columns.ids, one.columns.tables, one.contexts)
+    return _in_one_piece(made.words, made.states)
+
+
+def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
+    if not encodings:
+        return []
+    sizes = [one.symbols.size for one in encodings]  # symbols and contexts are bytes
+    ends = list(accumulate(size + _SLACK for size in sizes))
+    words = scratch("words", ends[-1], np.uint16)
+    starts = [end - size - _SLACK for end, size in zip(ends, sizes, strict=True)]
+    states = np.full((len(encodings), LANES), LEAST_STATE, np.uint32)
+    counts = np.zeros((len(encodings), 2), np.int64)
+    held = [(one.columns.for_encoder, *_encoder_entries(one.columns.tables)) for one in encodings]
+    at = address(counts) + np.arange(len(encodings)) * counts.strides[0]
+    jobs = Jobs(encode_ir.ENCODE, len(encodings))
+    jobs.set(
+        symbols=[address(one.symbols) + size for one, size in zip(encodings, sizes, strict=True)],
+        contexts=[
+            0 if one.contexts is None else address(one.contexts) + size
+            for one, size in zip(encodings, sizes, strict=True)
+        ],
+        bases=[of.first_entries for of, _, _ in held],
+        entries=[place for _, _, place in held],
+        states=address(states) + np.arange(len(encodings)) * states.strides[0],
+        words=address(words) + np.array(starts) * words.itemsize,
+        rows=[len(one.symbols) for one in encodings],
+        groups=[one.columns.groups for one in encodings],
+        written=at,
+        missing=at + counts.itemsize,
+    )
+    jobs.run(function)
+    if (counts[:, 1] & (1 << 31)).any():
+        raise ValueError("a symbol that its table does not have")
+    return [
+        _in_one_piece(words[start : start + count][::-1], own)
+        for start, count, own in zip(starts, counts[:, 0].tolist(), states[:, ::-1].copy(), strict=True)
+    ]
+
+
+def _in_one_piece(words: U16, states: U32) -> Stream:
+    size = len(words)
+    whole = np.empty(size + 2 * len(states), np.uint16)
+    whole[:size] = words
+    whole[size:] = states.view(np.uint16)
+    return Stream(whole[:size], whole[size:].view(np.uint32), address(whole))
+
+
+def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
+    """Return an encoder's lookup and its address, uint32 `[tables * 256]`: frequency | cumulative << 12, or MISSING."""
+    entries = _entries.get(tables)
+    if entries is None:
+        frequencies = tables.frequencies.astype(np.uint32)
+        present = frequencies | tables.cumulative.astype(np.uint32) << np.uint32(encode_ir.CUMULATIVE_AT)
+        looked_up = np.where(frequencies == 0, np.uint32(encode_ir.MISSING), present).reshape(-1)
+        entries = _entries[tables] = looked_up, address(looked_up)
+    return entries
+
+
+# ---- decoding ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """Streams with the same columns, to decode into rows of one array.
+
+    Parameters
+    ----------
+    streams : their words and states may be views of a read-only buffer; see `Stream.address`.
+    starts, rows : first row in `out` of each stream, and its number of rows; they do not overlap.
+    out : `[rows, stride]`, rows of contiguous numbers; int16, or uint16 that holds bfloat16 bits, or float16.
+    form : format of `out`.
+    marked : numbers that the escapes stand for, stream after stream, each row by row, in the format of `out`.
+        None: escapes stay the number 127.
+    marks : number of these of each stream.
+    """
+
+    streams: Sequence[Stream]
+    columns: Columns
+    starts: Sequence[int]
+    rows: Sequence[int]
+    out: npt.NDArray[Any]
+    form: Form = "int16"
+    marked: npt.NDArray[Any] | None = None
+    marks: Sequence[int] = ()
+
+
+def decode(*jobs: Decoding) -> None:
+    """Decode the streams of jobs of one form in one call, on one core; other threads run meanwhile.
+
+    A number is its symbol - 128.
+
+    Raises
+    ------
+    DamagedError : no encoder made a stream; `out` may hold anything.
+    ValueError : arrays have the wrong shape or type, places lie outside `out`, or forms differ.
+    UsageError : see `chosen`.
+    """
+    if len({job.form for job in jobs}) > 1:
+        raise ValueError("jobs of one form are decoded together")
+    if jobs:
+        _decode(jobs[0].form, jobs)
+
+
+def refine(job: Decoding) -> None:
+    """Refine coarser numbers q, which `out` (int16) holds at the places: q becomes 3q + r, or 3q - r where q < 0.
+
+    The context of a symbol is min(|q|, 2); r is symbol - 128. What does not fit int16 wraps.
+
+    Raises
+    ------
+    As decode; ValueError also for columns that do not refine.
+    """
+    if job.form != "int16" or not job.columns.refines or job.marked is not None:
+        raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
+    _decode(decode_ir.REFINE, [job])
+
+
+def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
+    for job in jobs:
+        _check_decoding(job)
+    function = kernel(kind)
+    if function is None:
+        for job in jobs:
+            _decode_in_numpy(kind, job)
+        return
+    work = [(job, _with_rows(job)) for job in jobs]
+    if not any(some for _, some in work):
+        return
+    read, escapes = run(function, work)
+    first = 0
+    for job, some in work:
+        end = first + len(some)
+        if read[first:end] != [len(job.streams[number].words) for number in some]:
+            raise DamagedError("an encoded stream that does not end where it should")
+        if job.marked is not None:
+            for number, count in zip(some, escapes[first:end], strict=True):
+                _check_escapes(job, number, count)
+        first = end
+
+
+def _check_decoding(job: Decoding) -> None:
+    """Check everything that a kernel relies upon to stay inside its arrays."""
+    for stream in job.streams:
+        if not stream.address:
+            _check_stream(stream)
+    out, held, count = job.out, HELD.get(job.form), len(job.streams)
+    if out.ndim != 2 or out.dtype != held or not out.flags.behaved or (out.size and out.strides[1] != out.itemsize):
+        raise ValueError(f"output is {job.form}, [rows, stride], rows contiguous, aligned, and can be written")
+    if job.columns.reach > out.shape[1]:
+        raise ValueError("a place outside of the output")
+    if len(job.starts) != count or len(job.rows) != count or min((*job.starts, *job.rows), default=0) < 0:
+        raise ValueError("each stream has its rows in the output")
+    if any(start + rows > len(out) for start, rows in zip(job.starts, job.rows, strict=True)):
+        raise ValueError("rows outside of the output")
+    if job.marked is not None and not _are_marks(job, job.marked):
+        raise ValueError("marked values are a vector of what the output holds")
+
+
+def _check_stream(stream: Stream) -> None:
+    words, states = stream.words, stream.states
+    if words.dtype != np.uint16 or words.ndim != 1 or states.dtype != np.uint32 or states.ndim != 1:
+        raise ValueError("a stream is words of uint16 and states of uint32")
+    if len(states) != LANES:
+        raise DamagedError("a stream without its 64 lanes")
+    if not (words.flags.c_contiguous and states.flags.c_contiguous):
+        raise ValueError("a stream's words and states are contiguous")
+
+
+def _are_marks(job: Decoding, marked: npt.NDArray[Any]) -> bool:
+    fits = marked.dtype == HELD[job.form] and marked.ndim == 1 and marked.flags.c_contiguous
+    return (
+        fits and len(job.marks) == len(job.streams) and min(job.marks, default=0) >= 0 and sum(job.marks) == len(marked)
+    )
+
+
+def _with_rows(job: Decoding) -> list[int]:
+    """Return the streams that a kernel is to run, as its loops run once at least. The others are checked here."""
+    some = [number for number, rows in enumerate(job.rows) if rows] if len(job.columns) else []
+    if len(some) < len(job.streams):
+        for number in set(range(len(job.streams))).difference(some):
+            stream = job.streams[number]
+            reference.check_end(stream.states, 0, len(stream.words))
+            _check_escapes(job, number, 0)
+    return some
+
+
+def _check_escapes(job: Decoding, number: int, count: int) -> None:
+    if job.marked is not None and count != job.marks[number]:
+        raise DamagedError("an encoded stream whose escapes are not those that were kept")
+
+
+def run(function: Function, work: Sequence[tuple[Decoding, Sequence[int]]]) -> tuple[list[int], list[int]]:
+    """Run some streams of checked jobs, in one call.
+
+    Returns
+    -------
+    For each stream, one job after another, the number of words it asked for, negative where its states do not end
+    right; and the number of escapes that were replaced.
+    """
+    results = np.empty((2, sum(len(some) for _, some in work)), np.int64)
+    kept: list[npt.NDArray[Any]] = []
+    rows: list[tuple[int, ...]] = []
+    for job, some in work:
+        rows += _fields(job, some, address(results) + results.itemsize * len(rows), results.strides[0], kept)
+    # One array of all: each call into numpy takes as long as a thousand symbols.
+    fields = np.array(rows, np.int64)
+    function(address(fields), len(fields))
+    read, escapes = results.tolist()
+    return read, escapes
+
+
+def _fields(
+    job: Decoding, some: Sequence[int], at: int, further: int, kept: list[npt.NDArray[Any]]
+) -> Iterator[tuple[int, ...]]:
+    """Yield for each stream the fields of decode_ir.DECODE, in their order.
+
+    Parameters
+    ----------
+    at, further : address of the first stream's count of words, and bytes from it to the count of its escapes.
+    kept : collects what must outlive the call.
+    """
+    out, columns = job.out, job.columns
+    first, stride, groups = address(out), out.strides[0], columns.groups
+    shared = columns.first_slots, columns.tables.slots, columns.places
+    kept += shared
+    bases, slots, places = map(address, shared)
+    marks, replace = _marks(job), 0 if job.marked is None else -1
+    for place, number in enumerate(some):
+        stream = job.streams[number]
+        words, states = _addresses(stream, kept)
+        yield (
+            words,
+            len(stream.words),
+            states,
+            bases,
+            slots,
+            places,
+            first + stride * job.starts[number],
+            stride,
+            job.rows[number],
+            groups,
+            *marks[number],
+            replace,
+            at + further + 8 * place,
+            at + 8 * place,
+        )
+
+
+def _marks(job: Decoding) -> list[tuple[int, int]]:
+    """Return for each stream the address of its first marked value and the number of its last, which may be read."""
+    if job.marked is None or not len(job.marked):
+        return [(address(_NOTHING), 0)] * len(job.streams)
+    first, size, last = address(job.marked), job.marked.itemsize, len(job.marked) - 1
+    befores = (end - count for end, count in zip(accumulate(job.marks), job.marks, strict=True))
+    return [
+        (first + size * min(before, last), max(0, count - 1)) for before, count in zip(befores, job.marks, strict=True)
+    ]
+
+
+def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
+    """Return the addresses of words and states. After the words a kernel may read the states, or else zeros."""
+    if stream.address:
+        return stream.address, stream.address + 2 * len(stream.words)
+    kept.append(np.concatenate([stream.words, _AFTER]))
+    return address(kept[-1]), address(stream.states)
+
+
+def _decode_in_numpy(kind: str, job: Decoding) -> None:
+    """Decode by the reference where there is no kernel."""
+    wanted = job.columns.numbers
+    ends = list(accumulate(job.marks))
+    for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
+        out = job.out[start : start + rows]
+        coarse = out[:, wanted].astype(np.int32) if kind == decode_ir.REFINE else None
+        contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
+        symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
+        numbers = symbols.astype(np.int32) - ZERO
+        if coarse is not None:
+            numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
+        # bfloat16 holds numbers of 8 bits: the upper halves of their float32
+        values = numbers.astype(HELD[job.form]) if job.form != "bfloat16" else _upper_halves(numbers)
+        if job.marked is not None:
+            escapes = symbols == ESCAPE
+            _check_escapes(job, number, int(escapes.sum()))
+            values[escapes] = job.marked[ends[number] - job.marks[number] : ends[number]]
+        out[:, wanted] = values
+
+
+def _upper_halves(numbers: npt.NDArray[np.int32]) -> U16:
+    return (numbers.astype(np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)

@@ -1,0 +1,280 @@
+"""rANS encoders in LLVM IR: one module for each instruction set, with contexts and without (reference.py).
+
+And the kernels that make symbols of numbers, the same for every instruction set: LLVM splits the vectors. An encoder
+goes from the last step to the first and from lane 63 to 0, and gives its words in the order it makes them. So inside,
+lane `i` is the stream's lane `63 - i`, and `bases`, `words` and `states` are the caller's backwards.
+"""
+
+from __future__ import annotations
+
+from kvtool.core.codec.rans.reference import (
+    ALPHABET,
+    BLOCK,
+    ESCAPE,
+    LANES,
+    MOST_CONTEXT,
+    PROBABILITY_BITS,
+    SLOTS,
+    ZERO,
+)
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module
+from kvtool.core.native.isa import AVX512, SCALAR, Isa
+from kvtool.core.native.job import JOBS, Job
+from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
+
+ENCODE = Job(
+    symbols="i8*",  # [rows, columns]: its end
+    contexts="i8*",  # [rows, columns]: its end; any address where there are none
+    bases="i32*",  # [columns]: first entry of the column's table, last column first
+    entries="i32*",  # [tables * 256]: frequency | cumulative << 12 | MISSING
+    states="i32*",  # [64]
+    words="i16*",  # room for rows * columns + 16
+    rows="i64",  # at least 1
+    groups="i64",  # columns / 64, at least 1
+    written="i64*",  # words
+    missing="i32*",  # negative where a symbol had no frequency
+)
+_SOURCE = {
+    "numbers": "i16*",  # [rows, stride]
+    "stride": "i64",  # bytes from row to row of `numbers`
+    "places": "i32*",  # [columns / 32]
+    "rows": "i64",  # at least 1
+    "blocks": "i64",  # columns / 32, at least 1
+}
+SYMBOLS = Job(
+    **_SOURCE,
+    low="i16*",  # [columns]: least number of the column's table
+    many="i16*",  # [columns]: how many it has from there on
+    symbols="i8*",  # [rows, columns]
+    escapes="i64*",  # how many symbols are escapes
+    marked="i16*",  # the numbers that these stand for, row by row; room for one a symbol
+)
+FINER = Job(
+    **_SOURCE,
+    coarse="i16*",  # [rows, stride]: numbers of the coarser level
+    symbols="i8*",  # [rows, columns]
+    contexts="i8*",  # [rows, columns]
+)
+WIDER = Job(
+    numbers="i16*",  # [32 * blocks], from -32767 to 32766
+    out="i16*",  # the coarser level's
+    blocks="i64",  # at least 1
+)
+STRAY = Job(
+    **_SOURCE,  # places are those of the blocks that are not coded
+    some="i64*",  # not 0 where a number in one of these blocks is not 0
+)
+CUMULATIVE_AT = 12
+MISSING = 1 << 31 | 1  # with a frequency, so that no kernel divides by 0
+
+_UNROLLED = 4
+_OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
+
+
+def encode_module(isa: Isa, contexts: bool) -> str:
+    """The kernel that encodes with or without contexts."""
+    k = FunctionBuilder("run", isa, JOBS)
+    if isa is SCALAR:
+        _in_memory(k, contexts)
+        return module(k)
+    _in_registers(k, contexts)
+    return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
+
+
+def _in_registers(k: FunctionBuilder, contexts: bool) -> None:
+    """64 states in registers."""
+    width = k.width
+    with ENCODE.each(k) as job:
+        starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
+        rows = k.loop(job.rows, job.words, k.constant("i64"), k.zeros(width, "i32"), *starts)
+        steps = k.loop(job.groups, *rows.values)
+        words, end, missing, *states = steps.values
+
+        end = end - LANES
+        bases = job.bases.at(steps.index << 6)
+        entries = []
+        for lane in range(0, LANES, width):
+            at = end + (LANES - width - lane)
+            index = bases.load(lane, width) + _backwards(job.symbols, at, width)
+            if contexts:
+                index = index + _backwards(job.contexts, at, width) * ALPHABET
+            entries.append(_look_up(job.entries, index))
+        for place, entry in enumerate(entries):
+            missing = missing | entry
+            words, states[place] = _put(words, entry, states[place])
+
+        words, _, missing, *states = rows.close(*steps.close(words, end, missing, *states))
+        _finish(job, words, any_bits(missing))
+        for lane, state in zip(range(0, LANES, width), states, strict=True):
+            job.states.store(state, lane)
+
+
+def _in_memory(k: FunctionBuilder, contexts: bool) -> None:
+    """States in memory, one symbol after another, for any CPU."""
+    with ENCODE.each(k) as job:
+        rows = k.loop(job.rows, job.words, k.constant("i64"), k.constant("i32"))
+        steps = k.loop(job.groups, *rows.values)
+        bases = job.bases.at(steps.index << 6)
+        lanes = k.loop(LANES // _UNROLLED, *steps.values)
+        words, end, missing = lanes.values
+        start = lanes.index * _UNROLLED
+        for unrolled in range(_UNROLLED):
+            lane, end = start + unrolled, end - 1
+            index = bases.load(lane) + job.symbols.load(end).to("i32")
+            if contexts:
+                index = index + job.contexts.load(end).to("i32") * ALPHABET
+            entry = job.entries.load(index.to("i64"))
+            missing = missing | entry
+            words, state = _put_one(words, entry, job.states.load(lane))
+            job.states.store(state, lane)
+        words, _, missing = rows.close(*steps.close(*lanes.close(words, end, missing)))
+        _finish(job, words, missing)
+
+
+def _backwards(pointer: Value, index: Value, width: int) -> Value:
+    """Bytes from an index on, the last first, as i32."""
+    return pointer.load(index, width).shuffle([*reversed(range(width))]).to("i32")
+
+
+def _look_up(table: Value, indices: Value) -> Value:
+    """One number a lane, `table[indices]`, one by one: no slower than a gather, and much faster on some CPUs."""
+    found = indices.k.poison(indices.type)
+    for lane in range(indices.lanes):
+        found = found.with_lane(lane, table.load(indices.lane(lane).to("i64")))
+    return found
+
+
+def _parts(entry: Value) -> tuple[Value, Value]:
+    """Frequency and cumulative frequency."""
+    return entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
+
+
+def _is_full(state: Value, frequency: Value) -> Value:
+    """Compare state >= frequency << 21, which would not fit for a frequency of 2048."""
+    return (state >> (32 - PROBABILITY_BITS)) >= frequency
+
+
+def _put(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
+    """Encode one symbol a lane: full states give a word first. Returns the next place for words, and the states."""
+    frequency, cumulative = _parts(entry)
+    full = _is_full(state, frequency)
+    bits = bits_of(full)
+    words.store(_compressed(state, full, bits))
+    state = full.select(state >> 16, state)
+    return words.at(count_bits(bits)), next_state(state, frequency, cumulative)
+
+
+def _put_one(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
+    """Encode one symbol: as `_put`, without lanes."""
+    frequency, cumulative = _parts(entry)
+    full = _is_full(state, frequency)
+    words.store(state.to("i16"))
+    state = full.select(state >> 16, state)
+    # quotient * 2048 + (state - quotient * frequency)
+    return words.at(full.to("i64")), state + (state // frequency) * (SLOTS - frequency) + cumulative
+
+
+def next_state(state: Value, frequency: Value, cumulative: Value) -> Value:
+    """(state // frequency << 11) + state % frequency + cumulative, for 32 * frequency <= state < frequency << 21.
+
+    The quotient is below 2^21, so rounding the state and then the ratio to float32 moves it by hardly more than
+    2^21 * (2^-24 + 2^-24) = 1/4. Half is taken off: cutting the fraction gives the quotient or one less, and the
+    remainder tells which.
+    """
+    quotient = (state.to("float") / frequency.to("float") - 0.5).to("i32")
+    rest = state - quotient * frequency
+    # One more in the quotient: 2048 more for it, a frequency less in the remainder.
+    correction = (rest >= frequency).select(SLOTS - frequency, 0)
+    return ((quotient << PROBABILITY_BITS) + rest) + (correction + cumulative)
+
+
+def _compressed(state: Value, mask: Value, bits: Value) -> Value:
+    """The low halves of the mask's lanes, first lane first; behind them anything, which the next words overwrite."""
+    if mask.k.isa is not AVX512:
+        return permuted("compress", bits, state).to("i16")
+    low = state.to("i16")
+    return mask.k.call("llvm.x86.avx512.mask.compress.v16i16", low.type, low, low.like(0), mask)
+
+
+def _compressions() -> list[list[int]]:
+    """For every mask of eight lanes: its lanes, then zeros."""
+    lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
+    return [row + [0] * (8 - len(row)) for row in lanes]
+
+
+def _finish(job: Fields, words: Value, missing: Value) -> None:
+    job.written.store((words.to("i64") - job.words.to("i64")) >> 1)
+    job.missing.store(missing)
+
+
+# ---- numbers to symbols ------------------------------------------------------------------------------------------
+
+
+def symbols_module(isa: Isa) -> str:
+    """The kernel that makes symbols of numbers, 32 at a time."""
+    k = FunctionBuilder("run", isa, JOBS)
+    with SYMBOLS.each(k) as job:
+        rows = k.loop(job.rows, job.numbers, job.symbols, k.constant("i64"))
+        row, *carried = rows.values
+        blocks = k.loop(job.blocks, *carried)
+        symbols, escapes = blocks.values
+
+        begin, column = row.at(_column(job, blocks.index)), blocks.index << 5
+        numbers = begin.load(0, BLOCK)
+        low, many = (pointer.load(column, BLOCK) for pointer in (job.low, job.many))
+        escape = (numbers - low) >= many  # both ends at once: without a sign, whatever lies below the least is huge
+        symbols.store(escape.select(numbers.to("i8").like(ESCAPE - 256), numbers.to("i8") + (ZERO - 256)))
+        escapes = each_bit(bits_of(escape), escapes, lambda lane, number: job.marked.store(begin.load(lane), number))
+
+        symbols, escapes = blocks.close(symbols.at(BLOCK), escapes)
+        _, _, escapes = rows.close(row.skip(job.stride), symbols, escapes)
+        job.escapes.store(escapes)
+    return module(k)
+
+
+def _column(job: Fields, block: Value) -> Value:
+    """The column at which a block begins."""
+    return job.places.load(block).to("i64")
+
+
+def finer_module(isa: Isa) -> str:
+    """The kernel that makes symbols and contexts of what leads from coarser numbers to finer ones (integers.py)."""
+    k = FunctionBuilder("run", isa, JOBS)
+    with FINER.each(k) as job:
+        rows = k.loop(job.rows, k.constant("i64"), k.constant("i64"))
+        row, at = rows.values
+        blocks = k.loop(job.blocks, at)
+        (at,) = blocks.values
+        place = _column(job, blocks.index)
+        fine, coarse = (pointer.skip(row).load(place, BLOCK) for pointer in (job.numbers, job.coarse))
+        negative = coarse.compare("slt", 0)
+        rest, size = (negative.select(-value, value) for value in (fine - coarse * 3, coarse))
+        context = (size > MOST_CONTEXT).select(size.like(MOST_CONTEXT), size)
+        job.symbols.store(rest.to("i8") + (ZERO - 256), at)
+        job.contexts.store(context.to("i8"), at)
+        (at,) = blocks.close(at + BLOCK)
+        rows.close(row + job.stride, at)
+    return module(k)
+
+
+def wider_module(isa: Isa) -> str:
+    """The kernel that makes a level's numbers of those of the next finer one: floor((number + 1) / 3)."""
+    k = FunctionBuilder("run", isa, JOBS)
+    with WIDER.each(k) as job, k.loop(job.blocks) as block:
+        third = (job.numbers.load(block << 5, BLOCK) + (_OFFSET + 1)) // 3
+        job.out.store(third - _OFFSET // 3, block << 5)
+    return module(k)
+
+
+def stray_module(isa: Isa) -> str:
+    """The kernel that looks for numbers other than 0 where none are coded."""
+    k = FunctionBuilder("run", isa, JOBS)
+    with STRAY.each(k) as job:
+        rows = k.loop(job.rows, job.numbers, k.zeros(BLOCK, "i16"))
+        row, some = rows.values
+        blocks = k.loop(job.blocks, some)
+        (some,) = blocks.values
+        (some,) = blocks.close(some | row.load(_column(job, blocks.index), BLOCK))
+        _, some = rows.close(row.skip(job.stride), some)
+        job.some.store(bits_of(some.ne(0)))
+    return module(k)

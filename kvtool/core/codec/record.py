@@ -1,0 +1,245 @@
+"""Lossy records (`1` to `4`, `cachegen-…`): their bytes, and the checks before an unchecked kernel reads them.
+
+Little-endian, no padding:
+
+=========  ===========  =====================================================================
+offset     type         field
+=========  ===========  =====================================================================
+0          4s           ``kvg`` and the format version
+4          B, B         predictor of K, of V (:class:`Predictor`)
+6          B, B         level, and the level it refines (0: none)
+8          I            tokens
+12         I            columns of the first stream (a multiple of 64)
+16         4I           words of the streams; 0 for streams that a record does not have
+32         4I           placed escapes, marked escapes, check of the base, bytes of side information
+48         f, f         step of K, of V (untransformed predictors)
+56         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
+64         16s          digest of the profile, or zeros
+80         u16[words]   a stream's words, then u32[64], its states: for each stream
+…          bytes        side information of the untransformed predictors (cachegen.py)
+…          u32[], i16[] placed escapes: places in the numbers `[rows, stride]`, ascending; and the numbers
+…          i16[]        the numbers that marked escapes stand for, stream by stream, row by row
+=========  ===========  =====================================================================
+
+Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for each
+side whose predictor is ANCHOR, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
+to a column that is not coded.
+
+The check is `check_of` (levels.py) the very record that is refined: another record of its level, made elsewhere, rounds
+otherwise. 0: older records do not state it.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtool.core.codec.base import DTYPES, Payload
+from kvtool.core.codec.levels import NESTED, NO_PROFILE
+from kvtool.core.codec.rans.coder import HELD, Form
+from kvtool.core.codec.rans.reference import LANES, Stream
+from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
+
+FORMAT = 2
+
+_MAGIC = b"kvg" + bytes([FORMAT])
+_HEADER = struct.Struct("<4s4B10I4f16s")
+_MOST_STREAMS = 4
+_STATES_BYTES = 4 * LANES
+_U8, _U16, _U32, _I16 = (np.dtype(name) for name in ("u1", "<u2", "<u4", "<i2"))
+_NOTHING = {dtype: np.empty(0, dtype) for dtype in (_U8, _U16, _U32, _I16)}
+
+
+class Predictor(enum.IntEnum):
+    """The prediction that is subtracted before a side is quantised. The numbers are on disk: never reuse one."""
+
+    MEAN = 0  # each channel's mean over the chunk
+    ANCHOR = 1  # the first token of each group of ten, in 8 bits (CacheGen, section 5.1)
+    TRANSFORM = 2  # the profile's mean, then its transform
+
+
+_PREDICTORS = {(int(key), int(value)): (key, value) for key in Predictor for value in Predictor}
+
+
+def streams_of(predictors: tuple[Predictor, Predictor]) -> int:
+    """Count a record's streams. Raises DamagedError: only one side is transformed."""
+    transformed = predictors.count(Predictor.TRANSFORM)
+    if transformed == 1:
+        raise DamagedError("a compressed record with one side transformed")
+    return 1 if transformed else 2 + predictors.count(Predictor.ANCHOR)
+
+
+@dataclass(slots=True)  # see Stream
+class Escapes:
+    """Numbers that their column's table has no symbol for.
+
+    Attributes
+    ----------
+    places, placed : in columns that are not coded: flat places in the numbers `[rows, stride]`, uint32; and the
+        numbers, int16.
+    marked : in columns that are coded, int16: one for each symbol ESCAPE, stream by stream, row by row.
+    """
+
+    places: npt.NDArray[np.uint32]
+    placed: npt.NDArray[np.int16]
+    marked: npt.NDArray[np.int16]
+
+    def pack(self) -> list[Payload]:
+        """Return the parts of a record."""
+        return [
+            part.astype(dtype).tobytes()
+            for part, dtype in ((self.places, _U32), (self.placed, _I16), (self.marked, _I16))
+            if len(part)
+        ]
+
+    def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
+        """Put the placed ones into decoded numbers `[rows, stride]` of a form. Raises DamagedError: outside of them."""
+        if not len(self.places):
+            return
+        if int(self.places[-1]) >= numbers.size:
+            raise DamagedError("a compressed record with an escape outside of it")
+        numbers.reshape(-1)[self.places] = in_form(self.placed, form)
+
+
+def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:
+    """Convert whole numbers to the nearest ones of a decoder's form."""
+    if form == "int16":
+        return numbers
+    values = torch.from_numpy(numbers.astype(np.int16)).to(DTYPES[form])
+    return values.view(torch.int16).numpy().view(HELD[form])
+
+
+@dataclass(slots=True)  # see Stream
+class Record:
+    """A record's parts.
+
+    Attributes
+    ----------
+    base : number of the level that it refines; 0: none.
+    base_check : `check_of` the record that it refines; 0: not stated.
+    columns : number of columns of the first stream.
+    """
+
+    predictors: tuple[Predictor, Predictor]
+    level: int
+    base: int
+    tokens: int
+    columns: int
+    streams: tuple[Stream, ...]
+    escapes: Escapes
+    steps: tuple[float, float] = (0.0, 0.0)
+    errors: tuple[float, float] = (0.0, 0.0)
+    profile: bytes = NO_PROFILE
+    side: bytes = b""
+    base_check: int = 0
+
+    def pack(self) -> list[Payload]:
+        """Return the record as parts, to be joined."""
+        words = [len(stream.words) for stream in self.streams]
+        header = _HEADER.pack(
+            _MAGIC,
+            *self.predictors,
+            self.level,
+            self.base,
+            self.tokens,
+            self.columns,
+            *words,
+            *[0] * (_MOST_STREAMS - len(words)),
+            len(self.escapes.places),
+            len(self.escapes.marked),
+            self.base_check,
+            len(self.side),
+            *self.steps,
+            *self.errors,
+            self.profile,
+        )
+        streams = [
+            part.astype(dtype, copy=False).tobytes()
+            for stream in self.streams
+            for part, dtype in ((stream.words, _U16), (stream.states, _U32))
+        ]
+        return [header, *streams, self.side, *self.escapes.pack()]
+
+    @classmethod
+    def parse(cls, payload: Payload) -> Record:
+        """View the parts of a record. Raises DamagedError: a length or place that no encoder writes."""
+        fields = _header(payload)
+        predictors, (level, base, tokens, columns) = _PREDICTORS.get(fields[1:3]), fields[3:7]
+        words, (placed, marked, check, side), numbers = fields[7:11], fields[11:15], fields[15:19]
+        if predictors is None or columns % LANES:
+            raise DamagedError("a compressed record with an unknown predictor or layout")
+        if min(numbers) < 0 or not sum(numbers) < math.inf:  # a sum with NaN is NaN
+            raise DamagedError("a compressed record whose step or error is no number")
+        count = streams_of(predictors)
+        size = _HEADER.size + 2 * sum(words) + _STATES_BYTES * count + side + 6 * placed + 2 * marked
+        if size != len(payload) or any(words[count:]) or (check and not base):
+            what = "that ends too early" if size > len(payload) else "with bytes that belong to nothing"
+            raise DamagedError(f"a compressed record {what}")
+        cut = _Cut(payload, _HEADER.size)
+        return cls(
+            predictors=predictors,
+            level=level,
+            base=base,
+            tokens=tokens,
+            columns=columns,
+            streams=tuple([cut.stream(number) for number in words[:count]]),
+            side=cut.take(_U8, side).tobytes(),
+            escapes=_escapes(cut, placed, marked),
+            steps=numbers[:2],
+            errors=numbers[2:],
+            profile=fields[19],
+            base_check=check,
+        )
+
+
+def base_of(payload: Payload) -> int:
+    """Read the number of the level that a record refines; 0: none. Raises DamagedError."""
+    base: int = _header(payload)[4]
+    return base
+
+
+def _header(payload: Payload) -> tuple[Any, ...]:
+    """Read the fields of a header whose format and levels are known."""
+    if len(payload) < _HEADER.size:
+        raise DamagedError("a compressed record without its header")
+    fields = _HEADER.unpack_from(payload)
+    level, base = fields[3:5]
+    if fields[0] != _MAGIC:
+        raise DamagedError(f"a compressed record of another format than {FORMAT}")
+    if not 1 <= level <= len(NESTED) or base not in (0, level + 1) or base > len(NESTED):
+        raise DamagedError("a compressed record of no known level")
+    return fields
+
+
+def _escapes(cut: _Cut, placed: int, marked: int) -> Escapes:
+    escapes = Escapes(cut.take(_U32, placed), cut.take(_I16, placed), cut.take(_I16, marked))
+    if not bool((escapes.places[1:] > escapes.places[:-1]).all()):
+        raise DamagedError("a compressed record whose escapes are out of order")
+    return escapes
+
+
+class _Cut:
+    """A reader that takes one part after another off a payload that is long enough for all."""
+
+    def __init__(self, payload: Payload, at: int) -> None:
+        self._payload, self._at = payload, at
+        self._begin = address(np.frombuffer(payload, np.uint8))
+
+    def stream(self, words: int) -> Stream:
+        begin = self._begin + self._at
+        return Stream(self.take(_U16, words), self.take(_U32, LANES), begin)
+
+    def take(self, dtype: np.dtype[Any], count: int) -> npt.NDArray[Any]:
+        if not count:
+            return _NOTHING[dtype]
+        at = self._at
+        self._at += count * dtype.itemsize
+        return np.frombuffer(self._payload, dtype, count, at)

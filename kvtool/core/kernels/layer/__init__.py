@@ -1,0 +1,1 @@
+"""Kernels of a decoder layer: what is computed of each row between its matrix products and attention."""

@@ -1,0 +1,231 @@
+"""RMSNorm, rotary positions and gated activation on a CPU, row by row in machine code, rounded as the model rounds.
+
+A model that computes in bfloat16 rounds after every operation of torch's. So does this code: its numbers are the
+model's own but for the order of a norm's sum and the last place of an exponential.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from kvtool.core.native import builder, simd
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, rounded
+from kvtool.core.native.isa import ISAS, Isa
+from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.job import Job, WorkQueue
+from kvtool.core.native.simd import each, rotate
+from kvtool.core.native.threads import launch
+
+ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_ONE_THREAD = 2**16  # numbers; fewer are done before a second thread has started
+_SHARES = 4  # of each thread: a thread that is kept waiting leaves its rest to the others
+_compiling = threading.Lock()
+
+# `next` is the first row that no thread has taken yet, `share` how many rows a thread takes at a time.
+_QUEUE = {"next": "i64", "share": "i64", "rows": "i64"}
+JOBS = {
+    # sum = x + more, if more is given; y = sum / √(mean(sum²) + ε), rounded, · weight
+    "norm": Job(
+        **_QUEUE,
+        **{"x": "ptr", "more": "ptr", "sum": "ptr", "weight": "float*", "y": "ptr", "count": "i64", "epsilon": "float"},
+    ),
+    # y = act(y) · x
+    "gate": Job(**_QUEUE, x="ptr", y="ptr", count="i64"),
+    # heads of queries and of keys, `[rows, heads, head_dim]`, rotated by halves in place
+    "rope": Job(
+        **_QUEUE,
+        **dict.fromkeys(("queries", "keys", "cos", "sin"), "ptr"),
+        **dict.fromkeys(("heads", "kv_heads", "head_dim", "half"), "i64"),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The places where a model that computes in bfloat16 rounds.
+
+    Attributes
+    ----------
+    norm_first : before a norm multiplies by its weight (Llama); else the product only (Gemma, OLMo 2).
+    rope_in_float32 : cos, sin and their products are float32, a rotated number is rounded once (OLMo 2).
+    """
+
+    norm_first: bool = True
+    rope_in_float32: bool = False
+
+
+AS_LLAMA = Rounding()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernels:
+    """The compiled functions for one number format and activation.
+
+    Attributes
+    ----------
+    angles : dtype of cos and sin.
+    """
+
+    functions: dict[str, Function]
+    dtype: torch.dtype
+    angles: torch.dtype
+
+    def norm(
+        self, x: torch.Tensor, weight: torch.Tensor, epsilon: float, more: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add `more` to x, if it is given, and normalise by the root of the mean square.
+
+        Parameters
+        ----------
+        x, more : `[..., count]`, contiguous.
+        weight : float32 `[count]`.
+
+        Returns
+        -------
+        The sum, which is x itself without more, and the normed sum.
+        """
+        count = weight.numel()
+        rows = self._rows(x, count)
+        if weight.dtype != torch.float32 or not weight.is_contiguous():
+            raise ValueError("a norm's weight is float32 numbers in a row")
+        if more is not None and (more.shape != x.shape or self._rows(more, count) != rows):
+            raise ValueError(f"{tuple(more.shape)} cannot be added to {tuple(x.shape)}")
+        sum_ = x if more is None else torch.empty_like(x)
+        y = torch.empty_like(x)
+        added = 0 if more is None else more.data_ptr()
+        places = {"x": x.data_ptr(), "more": added, "sum": sum_.data_ptr(), "weight": weight.data_ptr()}
+        self._run("norm", rows, count, **places, y=y.data_ptr(), count=count, epsilon=epsilon)
+        return sum_, y
+
+    def gate(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Set y to act(y) · x, both contiguous; return y."""
+        count = y.shape[-1]
+        rows = self._rows(y, count)
+        if x.shape != y.shape or self._rows(x, count) != rows:
+            raise ValueError(f"no gate for {tuple(y.shape)} and {tuple(x.shape)}")
+        self._run("gate", rows, count, x=x.data_ptr(), y=y.data_ptr(), count=count)
+        return y
+
+    def apply_rope(self, queries: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Rotate heads by halves, in place.
+
+        Parameters
+        ----------
+        queries, keys : `[rows, heads, head_dim]`, contiguous.
+        cos, sin : `[rows, rotary_dim]`, contiguous, in `angles`; the rest of a head stays.
+        """
+        rows, heads, head_dim = queries.shape
+        whole = heads * head_dim
+        fit = self._rows(queries, whole) == self._rows(keys, keys[0].numel()) == rows == len(cos)
+        alike = keys.shape[2] == head_dim and cos.shape == sin.shape
+        if not (fit and alike and cos.shape[1] <= head_dim and cos.shape[1] % 2 == 0):
+            raise ValueError(f"{tuple(queries.shape)} and {tuple(keys.shape)} are not rotated by {tuple(cos.shape)}")
+        if not all(side.dtype == self.angles and side.is_contiguous() and side.is_cpu for side in (cos, sin)):
+            raise ValueError(f"cos and sin are {self.angles} here, in a row")
+        tensors = {"queries": queries, "keys": keys, "cos": cos, "sin": sin}
+        sizes = {"heads": heads, "kv_heads": keys.shape[1], "head_dim": head_dim, "half": cos.shape[1] // 2}
+        self._run("rope", rows, whole, **{name: tensor.data_ptr() for name, tensor in tensors.items()}, **sizes)
+
+    def _rows(self, tensor: torch.Tensor, count: int) -> int:
+        """Count the rows of so many numbers: machine code knows no bounds."""
+        if tensor.dtype != self.dtype or not tensor.is_contiguous() or not tensor.is_cpu:
+            raise ValueError(f"{tensor.dtype} {tuple(tensor.shape)} is no row of {self.dtype} after the other")
+        rows, rest = divmod(tensor.numel(), count)
+        if rest or not rows:
+            raise ValueError(f"{tuple(tensor.shape)} has no rows of {count}")
+        return rows
+
+    def _run(self, name: str, rows: int, numbers: int, **values: int | float) -> None:
+        threads = torch.get_num_threads() if rows * numbers > _ONE_THREAD else 1
+        share = -(-rows // (_SHARES * threads)) if threads > 1 else rows
+        job = JOBS[name].pack(next=0, share=share, rows=rows, **values)
+        launch(self.functions[name], ctypes.addressof(job), threads)
+
+
+def layer_kernels(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> LayerKernels:
+    """Return the kernels of a format and activation, compiled at their first use.
+
+    Raises
+    ------
+    RuntimeError : they cannot be compiled here.
+    """
+    with _compiling:
+        return _compiled(isa, dtype, activation, rounding if dtype == torch.bfloat16 else AS_LLAMA)
+
+
+@cache
+def _compiled(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding) -> LayerKernels:
+    functions = compiled(layer_module(ISAS[isa], ELEMENTS[dtype], activation, rounding), ISAS[isa], *JOBS)
+    angles = torch.float32 if rounding.rope_in_float32 else dtype
+    return LayerKernels(dict(zip(JOBS, functions, strict=True)), dtype, angles)
+
+
+def layer_module(isa: Isa, element: str, activation: str, rounding: Rounding = AS_LLAMA) -> str:
+    """Write LLVM IR of all functions `void NAME(ptr job)`: any number of threads may run one with the same job.
+
+    Parameters
+    ----------
+    element : "float32" or "bfloat16": what the model computes in.
+    activation : one of `ACTIVATIONS`.
+    """
+    functions = {name: FunctionBuilder(name, isa, "i64* job") for name in JOBS}
+    with _each_row(functions["norm"]) as (job, row):
+        sides = (job[name].of(element).at(row * job.count) for name in ("x", "more", "sum", "y"))
+        _norm(job, rounding.norm_first, *sides)
+    with _each_row(functions["gate"]) as (job, row):
+        x, y = (side.of(element).at(row * job.count) for side in (job.x, job.y))
+        simd.gate(y, x, job.count, activation)
+    with _each_row(functions["rope"]) as (job, row):
+        _rotate(job, element, "float32" if rounding.rope_in_float32 else element, row)
+    return builder.module(*functions.values())
+
+
+@contextlib.contextmanager
+def _each_row(k: FunctionBuilder) -> Iterator[tuple[Fields, Value]]:
+    """Take rows from the queue until none is left."""
+    job = JOBS[k.name].load(k, k.args.job)
+    with WorkQueue(k, k.args.job, job.share, job.rows) as queue, k.loop(queue.last - queue.first) as index:
+        yield job, queue.first + index
+
+
+def _norm(job: Fields, rounds_first: bool, x: Value, more: Value, sum_: Value, y: Value) -> None:
+    k = x.k
+    some = k.when(job.more.ne(0), x)
+
+    def add(lanes: int, index: Value) -> None:
+        sum_.store(x.load(index, lanes) + more.load(index, lanes), index)
+
+    each(k, job.count, add)
+    (source,) = some.close(sum_)
+    simd.rms_norm(source, job.weight, y, job.count, job.epsilon, rounds_first)
+
+
+def _rotate(job: Fields, element: str, angles: str, row: Value) -> None:
+    """Rotate the heads of a row in place."""
+    k, width = row.k, job.half * 2
+    table = [side.of(angles).at(row * width) for side in (job.cos, job.sin)]
+    for side, heads in ((job.queries, job.heads), (job.keys, job.kv_heads)):
+        with k.loop(heads) as index:
+            _rotate_head(side.of(element).at((row * heads + index) * job.head_dim), table, job.half)
+
+
+def _rotate_head(head: Value, table: Sequence[Value], half: Value) -> None:
+    """Rotate one head, each product rounded as the table is stored."""
+
+    def work(lanes: int, index: Value) -> None:
+        places = index, index + half
+        low, high = (head.load(place, lanes) for place in places)
+        cos, sin = (side.load(index, lanes) for side in table)
+        for value, place in zip(
+            rotate(low, high, cos, sin, lambda product: rounded(product, table[0].target)), places, strict=True
+        ):
+            head.store(value, place)
+
+    each(head.k, half, work)

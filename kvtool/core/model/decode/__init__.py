@@ -1,0 +1,55 @@
+"""Autoregressive decoding, a token at a time: the fastest backend that serves a model here.
+
+A step reads every weight once for a single row. So it is bound by memory where a prefill is bound by arithmetic, and
+other code is the fast one for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
+from kvtool.core.model.decode.cuda_graph import CudaGraphBackend
+from kvtool.core.model.decode.native import NativeBackend, engine_of
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+
+
+def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
+    """Make the fastest backend that a model has on its device."""
+    if decoder.hooked:
+        return TorchBackend(decoder, cache, "someone listens to the model's layers")
+    if cache.dropped and any(kind.window for kind in decoder.kinds):
+        return TorchBackend(decoder, cache, "windows over rows that do not stand in their places")
+    if decoder.keeps_states:
+        return TorchBackend(decoder, cache, "the model keeps states")
+    if decoder.device.startswith("cuda"):
+        return CudaGraphBackend(decoder, cache)
+    engine = engine_of(decoder)
+    if isinstance(engine, str):
+        return TorchBackend(decoder, cache, engine)
+    return NativeBackend(decoder, engine, cache)
+
+
+def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
+    """Append a token to each of several caches, no two of them the same; return the logits after each as `step` does.
+
+    Caches of one model in machine code go through it together, which reads its weights once for all of them; others go
+    one by one. The logits of a cache do not depend on the others, not in one bit.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for group in _groups(backends):
+        logits = NativeBackend.step_together([*group.values()], [tokens[at] for at in group])
+        found |= dict(zip(group, logits, strict=True))
+    return [found[at] if at in found else one.step(tokens[at]) for at, one in enumerate(backends)]
+
+
+def _groups(backends: Sequence[DecodeBackend]) -> list[dict[int, NativeBackend]]:
+    """Group those that can go together, by their places; a single one, or one not trusted yet, is in no group."""
+    by_model: dict[int, dict[int, NativeBackend]] = {}
+    for at, one in enumerate(backends):
+        if isinstance(one, NativeBackend) and one.engine.self_check_error == "":
+            by_model.setdefault(id(one.engine), {})[at] = one
+    return [group for group in by_model.values() if len(group) > 1]

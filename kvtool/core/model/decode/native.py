@@ -1,0 +1,246 @@
+"""Decoding on a CPU in machine code: a token of one sequence, or of each of several, in one call on torch's threads."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from functools import cache
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from kvtool.core.common.switches import STEPPER, asked
+from kvtool.core.kernels.decode_ir import Code, module, multiply_name, products
+from kvtool.core.kernels.decode_program import CONTEXT
+from kvtool.core.kernels.linear.qtensor import QuantizedTensor
+from kvtool.core.model.decode.backend import TorchBackend
+from kvtool.core.model.decode.program import CosSinCache, Step, code_of
+from kvtool.core.model.decode.weights import decoding_weights
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, check_trial
+from kvtool.core.native.isa import ISAS, best_isa
+from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.threads import Barrier, all_of, launch
+
+_CACHES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+# What a bench tells apart.
+PARTS = {
+    "products": ("product",),
+    "attention": ("queries", "keys", "attend", "combine"),
+    "rest": ("norm", "axpby", "gate"),
+}
+_MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
+# Sequences that a row of weights is multiplied with at a time: their sums stay in registers. Measured, one core of an
+# AMD EPYC, weights in its cache: 1.6 to 3 times as many products a second as with one; with more no more, or fewer.
+_MOST_AT_ONCE = {"avx512": 4, "avx2": 3, "neon": 3, "scalar": 3}
+MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
+
+
+class Engine:
+    """A model's code, and the programs that it runs: one for each number of sequences that go on together.
+
+    Parameters
+    ----------
+    isa : one of `runnable()`.
+
+    Raises
+    ------
+    UnsupportedArchitecture : the model computes something that a program does not have.
+    """
+
+    def __init__(self, decoder: Decoder, isa: str) -> None:
+        self.isa = isa
+        self.lock = threading.Lock()
+        self.self_check_error: str | None = None  # None: not compared yet; "": as the model's own
+        self._weights = decoding_weights(decoder)
+        self._spec = decoder.spec
+        _check_sizes(self._spec)
+        self._windows = [kind.window for kind in decoder.kinds]
+        self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
+        codes = _compiled(isa, code_of(self._spec, self._weights, _CACHES[decoder.dtype]))
+        self._codes = codes
+        self._steps = {1: self._new_step(1)}
+        self._angles = CosSinCache()
+        self._barrier, self._taken = Barrier(), np.zeros(1, np.int64)
+
+    def _new_step(self, sequences: int) -> Step:
+        height, codes = _height(self.isa, sequences), dict(self._codes)
+        if height > 1:
+            codes |= {multiply_name(kind, height): _products(self.isa, kind, height) for kind in self.kinds}
+        return Step(self._spec, self._weights, codes, height, self._most_threads, sequences)
+
+    def step(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[PromptCache]) -> torch.Tensor:
+        """Append a token to each of some caches, at most `MOST_TOGETHER`; float32 `[caches, vocabulary]`."""
+        embedded = decoder.base.embed_tokens(torch.tensor(tokens))
+        count = len(tokens)
+        step = self._steps.get(count) or self._steps.setdefault(count, self._new_step(count))
+        positions = [one.buffers[0].length + one.dropped for one in caches]
+        for one in caches:
+            one.set_length(one.buffers[0].length + 1)
+        step.bind(caches, self._windows)
+        angles = [self._angles.at(decoder.rotary, position) for position in positions]
+        step.place(angles, [kind.rotation for kind in decoder.kinds])
+        step.buffers.embedded.copy_(embedded).mul_(self._spec.embedding)
+        self._run(step.program)
+        return step.buffers.found.clone()
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of the model's matrices, by their layouts."""
+        return tuple(sorted({matrix.kind for matrix in self._matrices}))
+
+    @property
+    def weights_bytes(self) -> int:
+        """Bytes of weights that a step reads, however many sequences it takes."""
+        return sum(matrix.nbytes for matrix in self._matrices)
+
+    @property
+    def _matrices(self) -> list[QuantizedTensor]:
+        return list({id(linear.matrix): linear.matrix for linear in self._weights.values()}.values())
+
+    def run_parts(self, kinds: Collection[str], sequences: int = 1) -> None:
+        """Run only the operations of some kinds of the last step: their sums mean nothing."""
+        step = self._steps[sequences]
+        self._run(step.program[sorted(place for kind in kinds for place in step.uses[kind])])
+
+    def _run(self, program: np.ndarray) -> None:
+        with all_of(min(torch.get_num_threads(), self._most_threads)) as threads:
+            self._taken[0] = 0
+            values = {"operations": program.ctypes.data, "count": len(program), "threads": threads}
+            job = CONTEXT.pack(**values, taken=self._taken.ctypes.data, barrier=self._barrier.address)
+            launch(self._codes["run_program"], ctypes.addressof(job), threads)
+
+
+@cache
+def _compiled(isa: str, code: Code) -> dict[str, Function]:
+    """Every function by its name; models that differ in sizes only share them."""
+    addresses = compiled(module(ISAS[isa], code), ISAS[isa], *code.names)
+    return dict(zip(code.names, addresses, strict=True))
+
+
+@cache
+def _products(isa: str, kind: str, height: int) -> Function:
+    """The product of several sequences."""
+    return compiled(products(ISAS[isa], kind, height), ISAS[isa], multiply_name(kind, height))[0]
+
+
+def _height(isa: str, sequences: int) -> int:
+    """How many sequences are multiplied at a time: all, or as evenly as registers allow."""
+    most = _MOST_AT_ONCE[isa]
+    return -(-sequences // -(-sequences // most))
+
+
+def _check_sizes(spec: ModelSpec) -> None:
+    """Refuse what the code's fixed memory is not made for."""
+    group = spec.heads // spec.kv_heads
+    if spec.heads != group * spec.kv_heads or group * spec.head_dim > _MOST_SCORES:
+        raise UnsupportedArchitecture(f"{spec.heads} heads over {spec.kv_heads} of {spec.head_dim} numbers")
+
+
+class NativeBackend:
+    """Steps in machine code over one cache; by the model's own forward if the first step came out otherwise."""
+
+    def __init__(self, decoder: Decoder, engine: Engine, cache: PromptCache) -> None:
+        self._decoder, self.engine, self._cache = decoder, engine, cache
+        self._torch = TorchBackend(decoder, cache)
+
+    @property
+    def name(self) -> str:
+        """ "native", or "torch" after a first step that came out otherwise."""
+        return "torch" if self.engine.self_check_error else "native"
+
+    @property
+    def why(self) -> str:
+        """The reason, where it is "torch"."""
+        return self.engine.self_check_error or ""
+
+    @torch.inference_mode()
+    def step(self, token: int) -> torch.Tensor:
+        """Append one token; float32 `[vocabulary]`."""
+        with self.engine.lock:
+            if self.engine.self_check_error is None:
+                return self._compared(token)
+            if self.engine.self_check_error:
+                return self._torch.step(token)
+            return self.engine.step(self._decoder, [token], [self._cache])[0]
+
+    def _compared(self, token: int) -> torch.Tensor:
+        """Compute the process's first step with a model both ways, of which the model's own is right."""
+        start = self._cache.buffers[0].length
+        expected = self._torch.step(token)
+        self._cache.set_length(start)
+        found = self.engine.step(self._decoder, [token], [self._cache])[0]
+        try:
+            check_trial(found, expected, self._decoder.dtype, len(self._decoder.layers))
+        except UnsupportedArchitecture as error:
+            self.engine.self_check_error = f"the first step in machine code came out otherwise: {error}"
+            self._cache.set_length(start)
+            return self._torch.step(token)
+        self.engine.self_check_error = ""
+        return found
+
+    @staticmethod
+    @torch.inference_mode()
+    def step_together(backends: Sequence[NativeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
+        """Append a token to each of several caches of one self-checked engine: bit by bit as each separately."""
+        engine, decoder = backends[0].engine, backends[0]._decoder
+        rounds = -(-len(tokens) // MOST_TOGETHER)
+        logits: list[torch.Tensor] = []
+        for number in range(rounds):  # as even as can be
+            part = slice(len(tokens) * number // rounds, len(tokens) * (number + 1) // rounds)
+            with engine.lock:
+                logits += engine.step(decoder, tokens[part], [one._cache for one in backends[part]])
+        return logits
+
+
+_engines: WeakKeyDictionary[Decoder, Future[Engine | str]] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def prepare_engine(decoder: Decoder) -> None:
+    """Begin to make a model's engine in a thread of its own: 0.1 s of one core, most of it LLVM's."""
+    if decoder.keeps_states:
+        return
+    future, is_new = _future(decoder)
+    if is_new:  # no daemon: a process that ends waits for LLVM to be done
+        threading.Thread(target=_make, args=(decoder, future), name="kvtool-decode").start()
+
+
+def engine_of(decoder: Decoder) -> Engine | str:
+    """Return a model's engine, or the reason why it has none."""
+    future, is_new = _future(decoder)
+    if is_new:
+        _make(decoder, future)
+    return future.result()
+
+
+def _future(decoder: Decoder) -> tuple[Future[Engine | str], bool]:
+    with _lock:
+        future = _engines.get(decoder)
+        if future is not None:
+            return future, False
+        return _engines.setdefault(decoder, Future()), True
+
+
+def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
+    try:
+        future.set_result(_made(decoder))
+    except BaseException as error:  # raised where it is waited for
+        future.set_exception(error)
+
+
+def _made(decoder: Decoder) -> Engine | str:
+    wanted, isa = asked(STEPPER), best_isa()
+    if wanted == "torch":
+        return f"{STEPPER} asks for it"
+    if isa is None:
+        return "there is no machine code here"
+    try:
+        return Engine(decoder, isa)
+    except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
+        return str(error)

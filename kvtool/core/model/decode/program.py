@@ -1,0 +1,364 @@
+"""Decode program of a model: its operations, the memory that they work on, and the caches of the step.
+
+Addresses of keys, values and attention's memory change with the caches: `Step.bind` writes them before each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtool.core.kernels.decode_ir import Code, Heads, multiply_name
+from kvtool.core.kernels.decode_program import BLOCK, HEADROOM, Operation, encode, word
+from kvtool.core.model.decode.weights import Weights
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.rope import Rotary
+from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection
+from kvtool.core.native.jit import Function
+
+I64 = npt.NDArray[np.int64]
+_LINE = 16  # floats of a cache line: what different threads write lies in lines of their own
+_POSITIONS = 64  # whose cos and sin are computed together
+_MOST_TABLES = 64  # of so many positions each
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Some float32 numbers at an address.
+
+    Attributes
+    ----------
+    stride : bytes to those of the next thread, 0 if all share them.
+    pitch : numbers to those of the next sequence, 0 if all share them.
+    """
+
+    address: int
+    stride: int = 0
+    pitch: int = 0
+
+    def __add__(self, numbers: int) -> Place:
+        return replace(self, address=self.address + 4 * numbers)
+
+    def of(self, sequence: int) -> Place:
+        """Return those of one of the sequences."""
+        return self + sequence * self.pitch
+
+
+class Buffers:
+    """The memory of tokens, one of each sequence, on their way through a model, for at most `threads` threads.
+
+    Attributes
+    ----------
+    embedded : float32 `[sequences, hidden]`: where a step begins. `found`: `[sequences, vocabulary]`, where it ends.
+    hidden : the residual stream. `normed`: what a norm made of it, each thread's own.
+    heads : queries, keys and values as they come out of their products. `head_norms`: normed, each thread's own.
+    queries : rotated and scaled. `attended`: what attention gives.
+    gate, up : of the MLP. `output`: of attention or MLP.
+    """
+
+    def __init__(self, spec: ModelSpec, threads: int, sequences: int) -> None:
+        self._tensors: list[torch.Tensor] = []
+        self._threads, self.sequences = threads, sequences
+        queries = spec.heads * spec.head_dim
+        inner = max(layer.gated_mlp().gate.rows for layer in spec.layers)
+        self.hidden = self._shared(spec.hidden)
+        self.embedded = self._tensors[-1][:, : spec.hidden]
+        self.logits = self._shared(spec.head.rows)
+        self.found = self._tensors[-1][:, : spec.head.rows]
+        self.normed = self._own(spec.hidden)
+        self.heads = self._shared(queries + 2 * spec.kv_heads * spec.head_dim)
+        self.head_norms = self._own(queries + spec.kv_heads * spec.head_dim)
+        self.queries = self._shared(queries)
+        self.attended = self._shared(queries)
+        self.gate = self._shared(inner)
+        self.up = self._shared(inner)
+        self.output = self._shared(spec.hidden)
+
+    def _shared(self, count: int) -> Place:
+        pitch = -(-count // _LINE) * _LINE
+        self._tensors.append(torch.zeros(self.sequences, pitch, dtype=torch.float32))
+        return Place(self._tensors[-1].data_ptr(), 0, pitch)
+
+    def _own(self, count: int) -> Place:
+        pitch = -(-count // _LINE) * _LINE
+        self._tensors.append(torch.zeros(self._threads, self.sequences, pitch, dtype=torch.float32))
+        return Place(self._tensors[-1].data_ptr(), 4 * self.sequences * pitch, pitch)
+
+
+def code_of(spec: ModelSpec, weights: Weights, cache: str) -> Code:
+    """Return what a model's code is made for; `cache`: "float32" or "bfloat16"."""
+    rotaries = frozenset(layer.rotary for layer in spec.layers)
+    normed = any(layer.normed_by_head for layer in spec.layers)
+    heads = Heads(spec.head_dim, spec.heads // spec.kv_heads, normed, cache)
+    return Code(heads, frozenset(linear.matrix.kind for linear in weights.values()), rotaries, spec.activation)
+
+
+def build_program(spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> list[Operation]:
+    """Build the program from the embeddings in `hidden` to `logits`.
+
+    Keys, values and the memory of attention change with the caches: their addresses are 0 here.
+
+    Parameters
+    ----------
+    height : how many sequences a row of weights is multiplied with at a time.
+    """
+    layout = _Layout(spec, weights, buffers, height)
+    for layer in spec.layers:
+        layout.attention(layer)
+        layout.mlp(layer)
+    layout.logits()
+    return layout.program
+
+
+class _Layout:
+    """A program that grows at its end."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, buffers: Buffers, height: int) -> None:
+        self._spec, self._weights, self._buffers, self._height = spec, weights, buffers, height
+        self.program: list[Operation] = []
+
+    def attention(self, layer: LayerSpec) -> None:
+        """Append norm, queries, keys and values, attention, output."""
+        buffers = self._buffers
+        entry, out = self._entry(layer.before[0]), buffers.heads
+        for projection in (layer.query, layer.key, layer.value):
+            self._product(projection, entry, out)
+            out += projection.rows
+        self._wait()
+        self._place_heads(layer)
+        self._wait()
+        self._attend()
+        self._product(layer.out, buffers.attended, buffers.output)
+        self._add(layer, layer.after[0])
+
+    def mlp(self, layer: LayerSpec) -> None:
+        """Append norm, gate and up, down."""
+        buffers, mlp = self._buffers, layer.gated_mlp()
+        entry = self._entry(layer.before[1])
+        self._product(mlp.gate, entry, buffers.gate)
+        self._product(mlp.up, entry, buffers.up)
+        for one in self._sequences:
+            x, y = buffers.up.of(one), buffers.gate.of(one)
+            self._append("gate", {"x": x.address, "y": y.address, "count": mlp.gate.rows})
+        self._wait()
+        self._product(mlp.down, buffers.gate, buffers.output)
+        self._add(layer, layer.after[1])
+
+    def logits(self) -> None:
+        """Append the last norm and the LM head."""
+        spec, buffers = self._spec, self._buffers
+        self._norm(spec.norm, buffers.hidden, buffers.normed)
+        self._product(spec.head, buffers.normed, buffers.logits)
+        if spec.logits != 1.0:
+            self._axpby(buffers.logits, buffers.logits, spec.head.rows, spec.logits, 0.0)
+
+    def _entry(self, norm: NormSpec | None) -> Place:
+        """Return the input of attention or an MLP, normed if it has a norm before it."""
+        if norm is None:
+            return self._buffers.hidden
+        self._norm(norm, self._buffers.hidden, self._buffers.normed)
+        return self._buffers.normed
+
+    @property
+    def _sequences(self) -> range:
+        return range(self._buffers.sequences)
+
+    def _place_heads(self, layer: LayerSpec) -> None:
+        """Append norm and rotation of queries and keys; keys and values go into the caches."""
+        buffers, norms = self._buffers, layer.head_norms
+        queries, keys = buffers.heads, buffers.heads + layer.query.rows
+        values = keys + layer.key.rows
+        if norms is not None and not layer.normed_by_head:
+            own = buffers.head_norms
+            self._norm(norms[0], queries, own)
+            self._norm(norms[1], keys, own + layer.query.rows)
+            queries, keys = own, own + layer.query.rows
+        for one in self._sequences:
+            self._heads(layer, queries.of(one), keys.of(one), values.of(one), buffers.queries.of(one))
+
+    def _heads(self, layer: LayerSpec, queries: Place, keys: Place, values: Place, out: Place) -> None:
+        """Append those of one sequence."""
+        spec, norms = self._spec, layer.head_norms
+        weights = [norm.weight.data_ptr() if layer.normed_by_head else 0 for norm in norms or ()] or [0, 0]
+        epsilon = norms[0].epsilon if norms is not None else 0.0
+        query = {
+            **{"x": queries.address, "x_stride": queries.stride, "weight": weights[0], "epsilon": epsilon},
+            **{"y": out.address, "heads": spec.heads, "scale": layer.scale, **_ANGLES},
+        }
+        key = {
+            **{"x": keys.address, "x_stride": keys.stride, "weight": weights[1], "epsilon": epsilon},
+            **{"values": values.address, "heads": spec.kv_heads, "row": 0, **_CACHE, **_ANGLES},
+        }
+        self._append("queries", query, f"queries_{layer.rotary}")
+        self._append("keys", key, f"keys_{layer.rotary}")
+
+    def _attend(self) -> None:
+        spec, buffers = self._spec, self._buffers
+        for one in self._sequences:
+            x = buffers.queries.of(one)
+            self._append("attend", {"x": x.address, "heads": spec.kv_heads, **_PARTS, **_CACHE})
+        self._wait()
+        for one in self._sequences:
+            y = buffers.attended.of(one)
+            self._append("combine", {"y": y.address, "heads": spec.heads, **_PARTS})
+        self._wait()
+
+    def _norm(self, norm: NormSpec, inputs: Place, outputs: Place) -> None:
+        for one in self._sequences:
+            x, y = inputs.of(one), outputs.of(one)
+            values = {
+                **{"x": x.address, "x_stride": x.stride, "y": y.address, "y_stride": y.stride},
+                **{"weight": norm.weight.data_ptr(), "count": norm.weight.numel(), "epsilon": norm.epsilon},
+            }
+            self._append("norm", values)
+
+    def _product(self, projection: Projection, x: Place, y: Place) -> None:
+        """Append products into the numbers from `y` on, and their bias."""
+        linear = self._weights[projection]
+        matrix = linear.matrix
+        out = y + -linear.first  # the code counts from the matrix's first row
+        values = {
+            **{name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "group_mins")},
+            **{"x": x.address, "x_stride": x.stride, "y": out.address},
+            **{"first": linear.first, "rows": linear.rows, "columns": matrix.columns},
+            **{"inputs": self._buffers.sequences, "x_pitch": x.pitch, "y_pitch": y.pitch},
+        }
+        self._append("product", values, multiply_name(matrix.kind, self._height))
+        if linear.bias is not None:
+            self._axpby(Place(linear.bias.data_ptr()), y, linear.rows, 1.0, 1.0)
+
+    def _axpby(self, inputs: Place, outputs: Place, count: int, a: float, b: float) -> None:
+        for one in self._sequences:
+            x, y = inputs.of(one), outputs.of(one)
+            values = {"x": x.address, "x_stride": x.stride, "y": y.address, "count": count, "a": a, "b": b}
+            self._append("axpby", values)
+
+    def _add(self, layer: LayerSpec, norm: NormSpec | None) -> None:
+        """Add the output of attention or an MLP to the residual stream."""
+        buffers, source = self._buffers, self._buffers.output
+        if norm is not None:
+            self._wait()
+            source = buffers.normed
+            self._norm(norm, buffers.output, source)
+        self._axpby(source, buffers.hidden, self._spec.hidden, 1.0, layer.residual)
+        self._wait()
+
+    def _append(self, kind: str, values: Mapping[str, int | float], code: str = "") -> None:
+        self.program.append(Operation(code or kind, kind, values))
+
+    def _wait(self) -> None:
+        """Let all threads wait for each other after the last operation."""
+        self.program[-1] = replace(self.program[-1], barrier=True)
+
+
+_PARTS: Mapping[str, int] = {"parts": 0, "blocks": 0, "seen": 0}
+_ANGLES: Mapping[str, int] = {"cos": 0, "sin": 0}
+_CACHE: Mapping[str, int] = {"key_cache": 0, "value_cache": 0, "capacity": 0}
+
+
+class Step:
+    """Computes a token of each of `sequences` sequences.
+
+    Parameters
+    ----------
+    functions : each compiled function by its name.
+    height : how many sequences a row of weights is multiplied with at a time.
+    threads : there are at most.
+
+    Attributes
+    ----------
+    program : int64 `[operations, words]`; `uses`: where in it the operations of each kind stand, layer by layer, and
+        sequence by sequence within a layer.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        functions: Mapping[str, Function],
+        height: int,
+        threads: int,
+        sequences: int,
+    ) -> None:
+        self.buffers = Buffers(spec, threads, sequences)
+        operations = build_program(spec, weights, self.buffers, height)
+        self.program = encode(operations, functions)
+        kinds = sorted({one.kind for one in operations})
+        self.uses = {kind: [i for i, one in enumerate(operations) if one.kind == kind] for kind in kinds}
+        self._spec = spec
+        self._parts = torch.empty(0, dtype=torch.float32)
+
+    def bind(self, caches: Sequence[PromptCache], windows: Sequence[int | None]) -> None:
+        """Write where keys and values lie and which of them are seen, and where attention keeps its sums.
+
+        Parameters
+        ----------
+        caches : of each sequence, the token's row among those that are filled.
+        windows : how many of the last keys each layer sees; None: all.
+        """
+        lengths = np.array([cache.buffers[0].length for cache in caches])
+        capacities = np.array([cache.buffers[0].keys.shape[2] for cache in caches])
+        seen = np.array([np.minimum(lengths, window or lengths) for window in windows])
+        keys, values = (_addresses(caches, side) for side in ("keys", "values"))
+        row = self._spec.head_dim * caches[0].buffers[0].keys.itemsize  # a window begins so many rows further on
+        for kind, before in (("keys", np.zeros_like(seen)), ("attend", (lengths - seen) * row)):
+            self._write(kind, "key_cache", keys + before)
+            self._write(kind, "value_cache", values + before)
+            self._write(kind, "capacity", capacities)
+        self._write("keys", "row", lengths - 1)
+        blocks = -(-capacities // BLOCK)
+        parts = self._memory(self._spec.heads * blocks * (HEADROOM + self._spec.head_dim))
+        for kind in ("attend", "combine"):
+            self._write(kind, "seen", seen)
+            self._write(kind, "parts", parts)
+            self._write(kind, "blocks", blocks)
+
+    def place(self, angles: Sequence[Mapping[str | None, tuple[int, int]]], rotations: Sequence[str | None]) -> None:
+        """Write where cos and sin of each sequence's position are, for the rotation that each layer has."""
+        for number, side in enumerate(("cos", "sin")):
+            addresses = np.array([[of[rotation][number] for of in angles] for rotation in rotations])
+            for operation in ("queries", "keys"):
+                self._write(operation, side, addresses)
+
+    def _memory(self, sizes: I64) -> I64:
+        """Return addresses of memory of so many numbers for each sequence."""
+        if self._parts.numel() < sizes.sum():
+            self._parts = torch.empty(int(sizes.sum()), dtype=torch.float32)
+        return self._parts.data_ptr() + 4 * (np.cumsum(sizes) - sizes)
+
+    def _write(self, kind: str, field: str, values: npt.NDArray[Any]) -> None:
+        """Write a field of all operations of a kind: values `[layers, sequences]`, or `[sequences]` for all layers."""
+        shape = len(self._spec.layers), values.shape[-1]
+        self.program[self.uses[kind], word(kind, field)] = np.broadcast_to(values, shape).ravel()
+
+
+def _addresses(caches: Sequence[PromptCache], side: str) -> I64:
+    """Return those of keys or values, `[layers, sequences]`."""
+    return np.array([[getattr(buffer, side).data_ptr() for buffer in cache.buffers] for cache in caches]).T
+
+
+class CosSinCache:
+    """Cos and sin of positions, computed some at a time and kept for the next steps."""
+
+    def __init__(self) -> None:
+        self._tables: dict[int, dict[str, torch.Tensor]] = {}
+
+    def at(self, rotary: Rotary, position: int) -> dict[str | None, tuple[int, int]]:
+        """Return a position's cos and sin by rotation, as addresses for one step; 0 where nothing is rotated."""
+        start = position // _POSITIONS * _POSITIONS
+        table = self._tables.pop(start, None)
+        if table is None:
+            angles = rotary.table(torch.arange(start, start + _POSITIONS)).by_name
+            table = {name: torch.stack([one.cos[0], one.sin[0]]).contiguous() for name, one in angles.items()}
+        self._tables[start] = table  # last: those that were not used for longest go first
+        while len(self._tables) > _MOST_TABLES:
+            del self._tables[next(iter(self._tables))]
+        found: dict[str | None, tuple[int, int]] = {None: (0, 0)}
+        for name, (cos, sin) in table.items():
+            found[name] = cos[position - start].data_ptr(), sin[position - start].data_ptr()
+        return found

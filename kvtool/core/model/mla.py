@@ -1,0 +1,163 @@
+"""Attention over latents (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): what is kept of a token serves all heads.
+
+A token's cache is one latent, of which every head makes its key and its value, and one key that carries the position.
+A model's own forward makes the keys and values of all tokens anew for each of its passes. Here queries are brought to
+the latents instead (the section's closing remark): q · (K c) = (Kᵀ q) · c, and what is attended, a mean of latents,
+goes through V afterwards. So it is attention over a single head whose key is latent and rotary key side by side, and
+whose value is the latent.
+
+Where many rows see many keys, heads of their own take fewer operations, and are made for the one pass.
+
+A module is known by its parts: it expands latents itself (`expand_kv`), by one product (`kv_b_proj`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.intercept import KV, CacheProxy, Swapped, own_class, swap, swapped_by
+from kvtool.core.model.modules import cache_name
+
+_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
+
+
+class Latents:
+    """The sizes and weights by which one attention module attends over a cache that holds latents.
+
+    Parameters
+    ----------
+    attention : the module.
+    implementation : name of the attention under which latents are attended; under another all is as it was.
+
+    Raises
+    ------
+    ModelError : its product has a bias, or a size is not told.
+    """
+
+    def __init__(self, attention: Any, implementation: str) -> None:
+        self.attention, self._implementation = attention, implementation
+        sizes = [getattr(attention, name, None) for name in _SIZES]
+        if not all(isinstance(size, int) for size in sizes) or getattr(attention.kv_b_proj, "bias", None) is not None:
+            needed = f"that would need one product without a bias, and {', '.join(_SIZES)} told by the module"
+            raise ModelError(
+                f"{type(attention).__name__} expands its latents in a way that is not known here; {needed}",
+                "this family is not known to kvtool; use another model",
+            )
+        self.rank, self.plain, self.rotary, self.value, self.heads = (int(size) for size in sizes if size is not None)
+
+    @property
+    def serves(self) -> bool:
+        """Whether latents are attended now."""
+        return bool(self.attention.config._attn_implementation == self._implementation)
+
+    def should_expand(self, rows: int, keys: int, pairs: int) -> bool:
+        """Whether fewer multiplications are taken by keys and values of every head, made of all latents, than by
+        queries brought to these: so it is where many rows see many keys.
+
+        Measured on one core of an AMD EPYC (`samples/latents.py`), a layer of DeepSeek-V2-Lite in float32 over 4,096
+        keys, ms: 32 rows 236 and 24, all rows 649 and 1,655.
+
+        Parameters
+        ----------
+        pairs : of a row and a key that it sees.
+        """
+        both = self.rank * (self.plain + self.value)  # of a key's expansion, or a row's ways there and back
+        narrow, wide = self.plain + self.rotary + self.value, 2 * self.rank + self.rotary
+        return keys * both + pairs * narrow < rows * both + pairs * wide
+
+    def heads_of(self, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make keys and values of every head, `[1, heads, keys, …]`, as the module does, of latents and rotary keys."""
+        latents, keys = joint.split([self.rank, self.rotary], -1)
+        own: Any = own_class(self.attention)
+        made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(self.attention, latents, keys)
+        return made
+
+    def absorbed(self, query: torch.Tensor) -> torch.Tensor:
+        """Bring queries `[1, heads, rows, plain + rotary]` to the single head: `[1, heads, rows, rank + rotary]`."""
+        plain, turned = query.split([self.plain, self.rotary], -1)
+        return torch.cat([torch.matmul(plain, self._weights[0]), turned], -1)
+
+    def unfolded(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Make each head's values `[1, heads, rows, value]` of mixed latents `[1, heads, rows, rank]`."""
+        return torch.matmul(mixed, self._weights[1])
+
+    @property
+    def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of keys `[heads, plain, rank]` and of values `[heads, rank, value]`."""
+        product = self.attention.kv_b_proj
+        if type(product) is torch.nn.Linear and "forward" not in vars(product):
+            return self._cut(product.weight)
+        return self._unpacked
+
+    @cached_property
+    def _unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The weights of a product that keeps them in a layout of its own: what it makes of the unit vectors."""
+        product = self.attention.kv_b_proj
+        like = self.attention.kv_a_layernorm.weight
+        with torch.inference_mode(False), torch.no_grad():
+            units = torch.eye(self.rank, dtype=like.dtype, device=like.device)
+            return self._cut(product(units).T.contiguous())
+
+    def _cut(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = weight.view(self.heads, self.plain + self.value, self.rank).split([self.plain, self.value], 1)
+        return keys, values.transpose(1, 2)
+
+
+class _LatentModule(Swapped):
+    """An attention module that attends to latents, where they serve."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute what the module does."""
+        name = cache_name(self)
+        if self._swapped_by.serves and kwargs.get(name) is not None:
+            kwargs[name] = _latents_first(kwargs[name])
+        return super().forward(*args, **kwargs)
+
+    def expand_kv(self, latents: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return key and value of the single head.
+
+        Parameters
+        ----------
+        latents : `[1, 1, keys, rank]`.
+        keys : rotary keys `[1, 1, keys, rotary]`, or with the latents before them already.
+        """
+        if not self._swapped_by.serves:
+            own: Any = super()
+            made: tuple[torch.Tensor, torch.Tensor] = own.expand_kv(latents, keys)
+            return made
+        return joined(latents, keys), latents
+
+
+def _latents_first(cache: Any) -> CacheProxy:
+    """A cache as the module writes to it: latents first, where ours has the rotary keys as keys."""
+
+    def update(latents: torch.Tensor, keys: torch.Tensor, layer: int) -> KV:
+        keys, values = cache.update(keys, latents, layer)
+        return values, keys
+
+    return CacheProxy(update)
+
+
+def joined(latents: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Latents `[…, rank]` and rotary keys side by side, unless they are already."""
+    width = latents.shape[-1]
+    is_joined = keys.shape[-1] > width and keys.data_ptr() == latents.data_ptr()
+    return keys if is_joined else torch.cat([latents, keys], -1)
+
+
+def attend_latents(attentions: Sequence[Any], implementation: str) -> None:
+    """Let those modules that expand latents attend to the latents themselves, wherever `implementation` attends."""
+    for attention in attentions:
+        if hasattr(attention, "expand_kv") and hasattr(attention, "kv_b_proj") and latents_of(attention) is None:
+            swap(attention, _LatentModule, Latents(attention, implementation))
+
+
+def latents_of(attention: Any) -> Latents | None:
+    """Return what a module attends to latents by; None: it keeps no latents."""
+    made = swapped_by(attention)
+    return made if isinstance(made, Latents) else None

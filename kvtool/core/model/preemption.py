@@ -1,0 +1,87 @@
+"""Preemption of a forward pass between its layers, for work that is short of others: a token of an answer, for example.
+
+From one layer to the next a pass keeps its rows in tensors and a cache of its own. Hooks on the model's modules are
+called by every pass of that model: `for_this_pass` restricts a hook to the pass that it is for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch  # shared stores use this module, and are pushed and opened without it
+
+_pending: ContextVar[Callable[[], None] | None] = ContextVar("pending", default=None)
+_depth: ContextVar[int] = ContextVar("depth", default=0)
+
+
+@contextmanager
+def between_layers(work: Callable[[], None]) -> Iterator[None]:
+    """Call `work` before each layer of all passes inside, in their thread; an error that it raises ends the pass.
+
+    It may run the model over other caches: the layers of those passes are not interrupted.
+    """
+    token = _pending.set(work)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Keep passes inside from being interrupted between their layers: they are timed."""
+    token = _pending.set(None)
+    try:
+        yield
+    finally:
+        _pending.reset(token)
+
+
+@contextmanager
+def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let a pass inside stop before each of these layers, and run what is pending."""
+    if _pending.get() is None:
+        yield
+        return
+
+    def stop(module: Any, args: tuple[Any, ...]) -> None:
+        run_pending()
+
+    handles = [layer.register_forward_pre_hook(for_this_pass(stop)) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def for_this_pass(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a hook that sees the pass it is registered for, and none that runs between its layers."""
+    pass_ = _this_pass()
+
+    def seen(*given: Any) -> Any:
+        return hook(*given) if _this_pass() == pass_ else None
+
+    return seen
+
+
+def run_pending() -> None:
+    """Run the work that is to be done between layers, if there is any; a pass that waits can call this, too."""
+    work = _pending.get()
+    if work is None:
+        return
+    nothing, deeper = _pending.set(None), _depth.set(_depth.get() + 1)
+    try:
+        work()
+    finally:
+        _depth.reset(deeper)
+        _pending.reset(nothing)
+
+
+def _this_pass() -> tuple[int, int]:
+    return threading.get_ident(), _depth.get()

@@ -1,0 +1,155 @@
+"""Decoder stack: a loaded model's layers, with what each layer's attention is and how its keys are moved.
+
+What differs between model families is read off the modules themselves. No model code is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+
+from kvtool.core.checkpoint.load import Loaded
+from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_states
+from kvtool.core.common.turns import Turns
+from kvtool.core.errors import DamagedError, ModelError, UsageError
+from kvtool.core.kernels.attention import dispatch
+from kvtool.core.model import attention
+from kvtool.core.model.kinds import KVShape, kinds_of
+from kvtool.core.model.mla import attend_latents
+from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.rope import Rotary
+from kvtool.core.model.states import StateCache
+
+
+class DecoderStack:
+    """The decoder layers of a loaded model, whose attention is computed by kvtool from here on.
+
+    Attributes
+    ----------
+    base : the model without its LM head. `layers`: its decoder layers; `kinds`: what the attention of each is.
+    dtype, kv_dtype : what it computes in; what keys and values are stored in, the same unless a CPU is slow in that.
+    shapes : of the keys and values of each layer that keeps some: the first layers of a model whose last ones attend to
+        what those keep, or all.
+    context : the longest prompt, in tokens, that the model takes.
+    turns : for threads that take turns in running it.
+    """
+
+    def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
+        attention.register()
+        self.loaded = loaded
+        self.turns = Turns()
+        self.model: Any = loaded.model
+        self.model.set_attn_implementation(attention.IMPLEMENTATION)
+        self.model.generation_config = _special_ids_only(self.model.generation_config)
+        self.config = self.model.config
+        self.base: Any = base_of(self.model)
+        self.layers: list[torch.nn.Module] = layers_of(self.base)
+        self.keeps_states = keeps_states(self.config)
+        self.dtype: torch.dtype = self.model.dtype
+        self.kv_dtype: torch.dtype = kv_dtype or self.dtype
+        self.device: str = loaded.device
+        self.context = context_limit(self.config)
+        dispatch.prepare(self.dtype, self.device)
+        attentions = attentions_of(self.layers, in_some=self.keeps_states)
+        modules = list(attentions.values())
+        attend_latents(modules, attention.IMPLEMENTATION)
+        still(modules)
+        self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)
+        self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
+        self._attending = tuple(attentions)
+        self._rotary: Rotary | None = None
+        with suppress(ModelError) if self.keeps_states else nullcontext():  # that one can do without
+            self._rotary = Rotary(self.base, modules, self.kinds, samples, self.dtype, self.device)
+
+    @property
+    def rotary(self) -> Rotary:
+        """What moves its keys.
+
+        Raises
+        ------
+        ModelError : it keeps states, and its keys cannot be moved.
+        """
+        if self._rotary is None:
+            needed = "that would need keys that are rotated by their positions alone"
+            raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
+        return self._rotary
+
+    @property
+    def hooked(self) -> bool:
+        """Whether anyone listens to the model's modules just now: only its own forward would tell them."""
+        listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
+        return next(listened, None) is not None
+
+    def new_cache(self, capacity: int) -> PromptCache:
+        """An empty prompt cache with room for `capacity` tokens."""
+        if self.keeps_states:
+            shapes = dict(zip(self._attending, self.shapes, strict=True))
+            return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
+        return PromptCache(self.shapes, capacity, self.dtype, self.device)
+
+    def kv_bytes(self, tokens: int) -> int:
+        """Bytes of the raw keys and values of `tokens` tokens over all layers."""
+        return sum(shape.numbers for shape in self.shapes) * self.kv_dtype.itemsize * tokens
+
+    @property
+    def channels(self) -> int:
+        """Numbers of a token's keys, or of its values, in the layer that keeps most."""
+        return max(shape.channels for shape in self.shapes)
+
+    @property
+    def plain_shape(self) -> KVShape | None:
+        """The shape of all layers, where they have one and keys are as wide as values: what fast paths are made for."""
+        own = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
+        return own if own is not None and own.is_plain else None
+
+    @property
+    def stored_layers(self) -> int:
+        """How many layers have records of a chunk."""
+        return len(self.layers) if self.keeps_states else len(self.shapes)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """How many positions a row sees at each layer that keeps keys and values; None: all before it."""
+        return tuple(kind.window for kind in self.kinds if kind.source is None)
+
+    @property
+    def shares(self) -> bool:
+        """Whether some layers keep nothing, and attend to what others keep."""
+        return len(self.shapes) < len(self.kinds)
+
+    def ids_there(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Token ids on the device, int64 `[tokens]`.
+
+        Raises
+        ------
+        DamagedError : one is none of the model's: they may come from a store, and a GPU would not outlive it.
+        """
+        known = self.model.get_input_embeddings().num_embeddings
+        if tokens and not 0 <= min(tokens) <= max(tokens) < known:
+            wrong = next(token for token in tokens if not 0 <= token < known)
+            raise DamagedError(
+                f"token {wrong} is none of the model's {known:,}",
+                "`kvtool store verify`; where that finds nothing, the model's tokenizer is another's",
+            )
+        return torch.tensor(list(tokens)).to(self.device, non_blocking=True)
+
+    def check_length(self, tokens: int, hint: str) -> None:
+        """Refuse a prompt that the model cannot hold."""
+        if tokens > self.context:
+            raise UsageError(f"the prompt has {tokens} tokens, the model takes {self.context}", hint)
+
+
+def _special_ids_only(config: Any) -> Any:
+    """Make a generation config that keeps the special ids only.
+
+    A checkpoint's habits would hold from the second answer token on and not for the first: Qwen2.5's repetition penalty
+    of 1.1, for example, works against words copied from the passages.
+    """
+    from transformers.generation.configuration_utils import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(config, name, None) for name in names})

@@ -1,0 +1,335 @@
+"""Every back-end gives the reference's bytes and numbers, in the place and the form that were asked for."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtool.core.codec.encode import symbols_of
+from kvtool.core.codec.rans import coder, reference
+from kvtool.core.codec.rans.coder import Decoding, decode, refine
+from kvtool.core.codec.rans.reference import Columns, Stream, in_order
+from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
+from tests.codec.rans.streams import (
+    TABLES,
+    TERNARY,
+    bfloat16_bits,
+    encoded,
+    int16_job,
+    sample,
+    stream_of,
+    symbols_for,
+    table_set,
+)
+
+# Of `golden_sample`, by format version 1.
+GOLDEN_WORDS = "80006007480630051804f802e001c800b00790067805"
+GOLDEN_STATES = (
+    "004004010000010000000100600001000303010000080800e02603010000010000000100600001000303010000080800c80d020100000100"
+    "00000100600001000303010000080800b0f4000100000100000001006000010003030100000c080098db0701000001000000010060000100"
+    "030301000014080078ba0601000001000000010060000100030301000014080060a105010000010000000100600001000303010000140800"
+    "4888040100000100000001006000010003030100000808003077030100000100000001006000010003030100000808001056020100000100"
+    "00000100600001000303010000080800f83c0101000001000000010060000100"
+)
+SIZES = [(rows, columns) for rows in (0, 1, 2, 17, 256) for columns in (64, 128, 320)]
+
+
+def same(ours: Stream, theirs: Stream) -> bool:
+    return np.array_equal(ours.words, theirs.words) and np.array_equal(ours.states, theirs.states)
+
+
+def test_machine_code_is_what_is_tested() -> None:
+    assert coder.available()[-2:] == ("scalar", "numpy")
+
+
+@pytest.mark.parametrize(("rows", "columns"), SIZES)
+def test_bytes_and_symbols_of_the_reference(back_end: str, rows: int, columns: int) -> None:
+    symbols, ids = sample(rows, columns, seed=rows + columns)
+    stream = encoded(symbols, in_order(ids, TABLES))
+    assert same(stream, stream_of(symbols, ids))
+    assert stream.words.dtype == np.uint16
+    assert stream.states.dtype == np.uint32
+    job = int16_job(stream, ids, rows)
+    decode(job)
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+@pytest.mark.parametrize("table", range(len(TABLES)))
+def test_one_table_for_all_columns(back_end: str, table: int) -> None:
+    random = np.random.default_rng(table)
+    ids = np.full(64, table, np.uint16)
+    symbols = symbols_for(TABLES, np.full((40, 64), table), random)
+    stream = encoded(symbols, in_order(ids, TABLES))
+    assert same(stream, stream_of(symbols, ids))
+    job = int16_job(stream, ids, 40)
+    decode(job)
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+def golden_sample() -> tuple[Any, Any]:
+    """3 rows of 64 columns, without a random number or a logarithm."""
+    ids = np.arange(64, dtype=np.uint16) % 6
+    slots = (np.arange(3 * 64) * 977 % 2048).reshape(3, 64)
+    return (TABLES.slots[ids.astype(np.int64) * 2048 + slots] & 255).astype(np.uint8), ids
+
+
+def test_golden(back_end: str) -> None:
+    """The format does not change: neither what is written nor how it is read."""
+    symbols, ids = golden_sample()
+    golden = Stream(
+        np.frombuffer(bytes.fromhex(GOLDEN_WORDS), np.uint16), np.frombuffer(bytes.fromhex(GOLDEN_STATES), np.uint32)
+    )
+    assert same(encoded(symbols, in_order(ids, TABLES)), golden)
+    job = int16_job(golden, ids, 3)
+    decode(job)
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(0, 9),
+    groups=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+    contexts=st.booleans(),
+)
+def test_encoding_any_symbols(back_end: str, rows: int, groups: int, seed: int, contexts: bool) -> None:
+    random, tables = np.random.default_rng(seed), table_set(seed)
+    ids = random.integers(0, len(tables) - 2, 64 * groups).astype(np.uint16)
+    above = random.integers(0, 3, (rows, len(ids))).astype(np.uint8)
+    symbols = symbols_for(tables, ids.astype(np.int64) + above * contexts, random)
+    chosen = above if contexts else None
+    stream = encoded(symbols, in_order(ids, tables, refines=contexts), chosen)
+    assert same(stream, reference.encode(symbols, ids, tables, chosen))
+    assert np.array_equal(reference.decode(stream, rows, ids, tables, chosen), symbols)
+
+
+@pytest.mark.parametrize("form", ["int16", "bfloat16", "float16"])
+def test_blocks_go_to_their_places(back_end: str, form: Any) -> None:
+    """In any order, at any column, into rows of a larger array; what lies between keeps its content."""
+    symbols, ids = sample(17, 128, seed=5)
+    places = np.array([101, 3, 133, 50], np.int32)
+    dtype = {"int16": np.int16, "bfloat16": np.uint16, "float16": np.float16}[form]
+    whole = np.full((3, 17, 2, 170), 77, dtype)
+    out = whole[1, :, 1]
+    stream, columns = stream_of(symbols, ids), Columns(ids, TABLES, places)
+    decode(Decoding([stream], columns, [0], [17], out, form))
+    numbers = symbols.astype(np.int16) - 128
+    values = {"int16": numbers, "float16": numbers.astype(np.float16), "bfloat16": bfloat16_bits(np.float32(numbers))}
+    expected = np.full_like(whole, 77)
+    for block, place in enumerate(places):
+        expected[1, :, 1, place : place + 32] = values[form][:, block * 32 : block * 32 + 32]
+    assert np.array_equal(whole, expected)
+
+
+def held(form: str, numbers: Any) -> Any:
+    """Whole numbers as an output holds them."""
+    if form == "bfloat16":
+        return bfloat16_bits(np.float32(numbers))
+    return numbers.astype(np.float16 if form == "float16" else np.int16)
+
+
+@pytest.mark.parametrize("form", ["int16", "bfloat16", "float16"])
+def test_escapes_are_replaced_in_the_streams_order(back_end: str, form: Any) -> None:
+    """Some rows full of them, most without; blocks go elsewhere than the order of the stream."""
+    random = np.random.default_rng(6)
+    ids = np.resize(np.array([0, 5], np.uint16), 128)  # all symbols, or 0 and 255
+    symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (11, 128)), random)
+    symbols[2:7, ids == 5] = 0
+    symbols[2:7][symbols[2:7] == 255] = 254
+    symbols[4, 64:] = 255
+    numbers = symbols.astype(np.int32) - 128
+    marks = random.integers(-32768, 32768, int((symbols == 255).sum()))
+    numbers[symbols == 255] = marks
+    places = np.array([101, 3, 133, 50], np.int32)
+    out = np.zeros((22, 170), held(form, numbers).dtype)
+    stream, columns = stream_of(symbols, ids), Columns(ids, TABLES, places)
+    rows, count = [11, 11], [len(marks)] * 2
+    twice = held(form, np.tile(marks, 2))
+    decode(Decoding([stream] * 2, columns, [11, 0], rows, out, form, marked=twice, marks=count))
+    for first in (0, 11):
+        for block, place in enumerate(places):
+            wanted = held(form, numbers[:, block * 32 : block * 32 + 32])
+            assert np.array_equal(out[first : first + 11, place : place + 32], wanted)
+    for wrong in ([count[0] - 1, count[0] + 1], [count[0] + 1, count[0] - 1], [0, 2 * count[0]], [2 * count[0], 0]):
+        with pytest.raises(DamagedError):
+            decode(Decoding([stream] * 2, columns, [0, 11], rows, out, form, marked=twice, marks=wrong))
+
+
+def test_no_escapes_where_none_are_marked(back_end: str) -> None:
+    symbols, ids = sample(9, 64, tables=TERNARY)
+    job = int16_job(stream_of(symbols, ids, TERNARY), ids, 9, TERNARY)
+    decode(replace(job, marked=np.empty(0, np.int16), marks=[0]))
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+    nothing = int16_job(Stream(np.empty(0, np.uint16), np.full(64, 1 << 16, np.uint32)), ids, 0, TERNARY)
+    decode(replace(nothing, marked=np.empty(0, np.int16), marks=[0]))
+    for rows in (job, nothing):
+        with pytest.raises(DamagedError):
+            decode(replace(rows, marked=np.zeros(1, np.int16), marks=[1]))
+
+
+def test_streams_of_many_sizes_from_one_read_only_buffer(back_end: str) -> None:
+    """Where they lie, or copied where nobody knows what is behind; into rows in another order, some left alone."""
+    parts, found = bytearray(b"odd"), []
+    ids = np.resize(np.arange(len(TABLES), dtype=np.uint16), 128)
+    for index in range(40):
+        symbols = symbols_for(
+            TABLES, np.broadcast_to(ids.astype(np.int64), (index % 5, 128)), np.random.default_rng(index)
+        )
+        stream = stream_of(symbols, ids)
+        found.append((len(parts), len(stream.words), symbols))
+        parts += stream.words.tobytes() + stream.states.tobytes()
+    payload = np.frombuffer(bytes(parts), np.uint8)
+    streams = []
+    for index, (at, count, _) in enumerate(found):
+        words = np.frombuffer(payload, np.uint16, count, at)
+        states = np.frombuffer(payload, np.uint32, 64, at + 2 * count)
+        streams.append(Stream(words, states, address(payload) + at if index % 2 else 0))
+    rows = [len(symbols) for *_, symbols in found]
+    starts = [sum(rows[index + 1 :]) + len(rows) - index for index in range(len(rows))]
+    out = np.full((sum(rows) + len(rows) + 1, 128), 999, np.int16)
+    decode(Decoding(streams, in_order(ids, TABLES), starts, rows, out))
+    expected = np.full_like(out, 999)
+    for start, (*_, symbols) in zip(starts, found, strict=True):
+        expected[start : start + len(symbols)] = symbols.astype(np.int16) - 128
+    assert np.array_equal(out, expected)
+
+
+def test_nothing_to_do(back_end: str) -> None:
+    ids, out = np.zeros(64, np.uint16), np.empty((0, 64), np.int16)
+    decode(Decoding([], in_order(ids, TABLES), [], [], out))
+    refine(Decoding([], in_order(ids, TABLES, refines=True), [], [], out))
+
+
+@pytest.mark.parametrize("columns", [64, 320])
+def test_refining(back_end: str, columns: int) -> None:
+    """Contexts come from what is there, and so does the sign; numbers of hostile streams wrap."""
+    random = np.random.default_rng(columns)
+    coarse = random.integers(-4, 5, (17, columns)).astype(np.int16)
+    coarse[3] = np.resize([32767, -32768, 10923, -10923, 10922, -10922, 0], columns)
+    ids = random.integers(0, len(TERNARY) - 2, columns).astype(np.uint16)
+    contexts = np.minimum(np.abs(coarse.astype(np.int32)), 2).astype(np.uint8)
+    symbols = symbols_for(TERNARY, ids.astype(np.int64) + contexts, random)
+    places = np.arange(columns - 27, 0, -32).astype(np.int32)
+    fine = Columns(ids, TERNARY, places, refines=True)
+    stream = encoded(symbols, fine, contexts)
+    assert same(stream, reference.encode(symbols, ids, TERNARY, contexts))
+    out = np.full((17, columns + 20), -5, np.int16)
+    order = (places[:, None] + np.arange(32)).reshape(-1)
+    out[:, order] = coarse
+    refine(Decoding([stream], fine, [0], [17], out))
+    change = np.where(coarse < 0, 128 - symbols.astype(np.int32), symbols.astype(np.int32) - 128)
+    expected = np.full_like(out, -5)
+    expected[:, order] = (3 * coarse.astype(np.int32) + change).astype(np.int16)
+    assert np.array_equal(out, expected)
+
+
+def test_refining_by_any_number(back_end: str) -> None:
+    """Tables that hold more than -1, 0 and 1 are nobody's, but must not do harm."""
+    random = np.random.default_rng(2)
+    ids = random.integers(0, len(TABLES) - 2, 64).astype(np.uint16)
+    symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
+    job = int16_job(stream_of(symbols, ids), ids, 5, refines=True)
+    job.out[:] = 0
+    refine(job)
+    assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
+
+
+def test_two_threads(back_end: str) -> None:
+    """Each with its own batch, from the first compilation on."""
+    coder._kernel.cache_clear()
+    wrong: list[int] = []
+    start = threading.Barrier(2)
+
+    def work(seed: int) -> None:
+        symbols, ids = sample(64, 128, seed)
+        stream = stream_of(symbols, ids)
+        start.wait()
+        for _ in range(3 if back_end == "numpy" else 30):
+            jobs = [int16_job(stream, ids, 64) for _ in range(4)]
+            for job in jobs:
+                decode(job)
+            again = encoded(symbols, in_order(ids, TABLES))
+            if not same(again, stream) or any((job.out != symbols.astype(np.int16) - 128).any() for job in jobs):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_symbols_without_frequency_are_refused(back_end: str) -> None:
+    symbols, ids = sample(4, 64, seed=1)
+    for row, column in ((0, 0), (3, 63), (2, 17)):
+        wrong = symbols.copy()
+        ids_ = ids.copy()
+        ids_[column], wrong[:, column], wrong[row, column] = 1, 128, 129  # table 1 has symbol 128 only
+        with pytest.raises(ValueError, match="does not have"):
+            encoded(wrong, in_order(ids_, TABLES))
+
+
+def test_an_encoder_refuses_wrong_arrays(back_end: str) -> None:
+    symbols, ids = sample(4, 64)
+    contexts = np.zeros((4, 64), np.uint8)
+    plain = in_order(ids, TABLES)
+    fine = in_order(ids % 3, TABLES, refines=True)
+    bad: list[tuple[Any, Any, Any]] = [
+        (symbols[:, :32], plain, None),
+        (symbols.astype(np.int16), plain, None),
+        (np.asfortranarray(symbols), plain, None),
+        (symbols.reshape(-1), plain, None),
+        (symbols, fine, contexts[:3]),
+        (symbols, fine, contexts.astype(np.int8)),
+        (symbols, fine, np.asfortranarray(contexts)),
+        (symbols, fine, contexts + np.uint8(3)),
+        (symbols, plain, contexts),
+    ]
+    for wrong, columns, above in bad:
+        with pytest.raises(ValueError):
+            encoded(wrong, columns, above)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9])
+@pytest.mark.parametrize("behind", [False, True])
+def test_symbols_of_numbers(back_end: str, rows: int, behind: bool) -> None:
+    """At the columns' places; an escape where the table lacks the number, at both ends of int16 too."""
+    random = np.random.default_rng(rows)
+    ids = random.integers(0, len(TABLES), 128).astype(np.uint16)
+    places = np.array([101, 3, 133, 50], np.int32)
+    columns = Columns(ids, TABLES, places)
+    numbers = random.integers(-6, 7, (rows, 170)).astype(np.int16)
+    if rows:
+        numbers[rows // 2] = np.resize(np.array([-32768, 32767, -129, -128, 126, 127, 128, 255, -256], np.int16), 170)
+    given_ = np.asfortranarray(numbers) if behind else np.ascontiguousarray(np.pad(numbers, ((0, 0), (0, 9))))[:, :170]
+    ((symbols, escapes),) = symbols_of(given_[None], [columns])
+    taken = np.concatenate([numbers[:, place : place + 32] for place in places], 1).astype(np.int64) + 128
+    known = (taken >= 0) & (taken < 255)
+    # What a table has, it has without gaps: between its least and its largest number nothing is an escape.
+    low = np.array([np.flatnonzero(TABLES.frequencies[one, :255]).min(initial=999) for one in ids])
+    high = np.array([np.flatnonzero(TABLES.frequencies[one, :255]).max(initial=-1) for one in ids])
+    known &= (taken >= low) & (taken <= high)
+    assert np.array_equal(symbols, np.where(known, taken, 255).astype(np.uint8))
+    assert escapes.tolist() == (taken[~known] - 128).tolist()
+
+
+def test_numbers_that_are_none_are_refused(back_end: str) -> None:
+    columns = in_order(np.zeros(64, np.uint16), TABLES)
+    for wrong in (np.zeros((2, 64), np.int32), np.zeros((2, 63), np.int16), np.zeros(64, np.int16)):
+        with pytest.raises(ValueError):
+            symbols_of(wrong[None], [columns])
+
+
+def test_an_encoder_leaves_its_stream_in_one_piece(back_end: str) -> None:
+    """So a decoder reads it where it is."""
+    symbols, ids = sample(5, 64)
+    made = encoded(symbols, in_order(ids, TABLES))
+    assert made.states.ctypes.data == made.words.ctypes.data + made.words.nbytes

@@ -1,0 +1,227 @@
+"""Damaged streams: refused or read as the reference reads them, and never beyond the arrays that were given."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import mmap
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvtool.core.codec.rans import coder, reference
+from kvtool.core.codec.rans.coder import HELD, Decoding, decode, refine
+from kvtool.core.codec.rans.reference import LANES, U16, Columns, Stream, in_order
+from kvtool.core.errors import DamagedError
+from kvtool.core.native.job import address
+from tests.codec.rans.streams import TABLES, TERNARY, int16_job, sample, stream_of
+
+MUTATIONS = 3000
+MARGIN, CANARY = 96, 4321
+
+
+def mutated(stream: Stream, dice: random.Random) -> Stream:
+    """One to three changes of words, states, or length."""
+    words, states = stream.words.copy(), stream.states.copy()
+    for _ in range(dice.randint(1, 3)):
+        match dice.randrange(6):
+            case 0 if len(words):
+                words[dice.randrange(len(words))] ^= 1 << dice.randrange(16)
+            case 1 if len(words):
+                words[dice.randrange(len(words))] = dice.randrange(1 << 16)
+            case 2:
+                states[dice.randrange(LANES)] ^= np.uint32(1 << dice.randrange(32))
+            case 3:
+                states[dice.randrange(LANES)] = dice.choice([0, 1, 2047, 65535, 65536, 2**32 - 1])
+            case 4:
+                words = words[: dice.randrange(len(words) + 1)]
+            case _:
+                more = np.array([dice.randrange(1 << 16) for _ in range(dice.randint(1, 80))], np.uint16)
+                words = np.concatenate([words, more])
+    return Stream(words, states)
+
+
+def test_mutations(back_end: str) -> None:
+    dice = random.Random(1)
+    samples = [(rows, *sample(rows, columns, rows)) for rows, columns in ((1, 64), (3, 64), (2, 128))]
+    streams = [(rows, ids, stream_of(symbols, ids)) for rows, symbols, ids in samples]
+    refused = 0
+    for _ in range(MUTATIONS):
+        rows, ids, whole = dice.choice(streams)
+        stream = mutated(whole, dice)
+        canvas = np.full((rows + 2, len(ids) + 2 * MARGIN), CANARY, np.int16)
+        out = canvas[1:-1, MARGIN:-MARGIN]
+        try:
+            expected = reference.decode(stream, rows, ids, TABLES)
+        except DamagedError:
+            refused += 1
+            with pytest.raises(DamagedError):
+                decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
+        else:
+            decode(Decoding([stream], in_order(ids, TABLES), [0], [rows], out))
+            assert np.array_equal(out, expected.astype(np.int16) - 128)
+        out[:] = CANARY
+        assert (canvas == CANARY).all()
+    assert 0.9 * MUTATIONS < refused < MUTATIONS  # a few mutations undo one another
+
+
+def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
+    """Streams of as many rows each, one below another."""
+    starts = [rows * number for number in range(len(streams))]
+    out = np.zeros((rows * len(streams), len(ids)), np.int16)
+    return Decoding(streams, in_order(ids, TABLES), starts, [rows] * len(streams), out)
+
+
+def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
+    """What a truncated stream lacks lies right behind it, where a kernel may read."""
+    symbols, ids = sample(8, 64, seed=3)
+    stream = stream_of(symbols, ids)
+    for cut in (1, 2, 40):
+        short = Stream(stream.words[:-cut], stream.states)
+        behind = Stream(stream.words[len(stream.words) - cut :], stream.states)
+        with pytest.raises(DamagedError):
+            decode(together([short, behind], ids, 8))
+
+
+def test_one_bad_stream_among_many(back_end: str) -> None:
+    symbols, ids = sample(8, 64, seed=4)
+    stream = stream_of(symbols, ids)
+    for bad in (
+        Stream(stream.words[:-1], stream.states),
+        Stream(np.append(stream.words, np.uint16(0)), stream.states),
+        Stream(stream.words, stream.states[::-1].copy()),
+    ):
+        for place in range(3):
+            streams = [bad if index == place else stream for index in range(3)]
+            with pytest.raises(DamagedError):
+                decode(together(streams, ids, 8))
+
+
+def test_a_stream_without_rows(back_end: str) -> None:
+    ids = np.zeros(64, np.uint16)
+    nothing, states = np.empty(0, np.uint16), np.full(LANES, 1 << 16, np.uint32)
+    decode(int16_job(Stream(nothing, states), ids, 0))
+    off = states.copy()
+    off[63] += 1
+    for bad in (Stream(np.zeros(1, np.uint16), states), Stream(nothing, off)):
+        with pytest.raises(DamagedError):
+            decode(int16_job(bad, ids, 0))
+
+
+def test_wrong_sizes_and_ids(back_end: str) -> None:
+    symbols, ids = sample(2, 64)
+    stream = stream_of(symbols, ids)
+    good = int16_job(stream, ids, 2)
+    for states in (stream.states[:63], np.append(stream.states, np.uint32(1))):
+        with pytest.raises(DamagedError):
+            decode(dataclasses.replace(good, streams=[Stream(stream.words, states)]))
+    wide = np.full(64, len(TABLES), np.uint16)
+    with pytest.raises(DamagedError):
+        in_order(ids[:32], TABLES)
+    with pytest.raises(DamagedError, match="names no table"):
+        in_order(wide, TABLES)
+    in_order(wide - np.uint16(2), TABLES)
+    with pytest.raises(DamagedError, match="names no table"):
+        in_order(wide - np.uint16(2), TABLES, refines=True)
+
+
+def test_a_callers_mistakes(back_end: str) -> None:
+    symbols, ids = sample(2, 64)
+    good = int16_job(stream_of(symbols, ids), ids, 2)
+    fixed = good.out.copy()
+    fixed.flags.writeable = False
+    bits = good.out.view(np.uint16)
+    words, states = good.streams[0].words, good.streams[0].states
+    bad: list[dict[str, Any]] = [
+        {"columns": Columns(ids, TABLES, np.array([0, 33], np.int32))},
+        {"columns": Columns(ids, TABLES, np.array([0, 2**31 - 1], np.int32))},
+        {"rows": [3]},
+        {"rows": [1, 1]},
+        {"rows": [-1]},
+        {"starts": [1]},
+        {"starts": [-1]},
+        {"starts": []},
+        {"streams": []},
+        {"out": good.out.astype(np.int32)},
+        {"out": bits},
+        {"out": np.zeros((2, 20), np.int16)},
+        {"out": np.zeros((64, 2), np.int16).T},
+        {"out": np.zeros(128, np.int16)},
+        {"out": fixed},
+        {"form": "bfloat16"},
+        {"marked": np.zeros(1, np.uint16), "marks": [1]},
+        {"marked": np.zeros((1, 1), np.int16), "marks": [1]},
+        {"marked": np.zeros(4, np.int16)[::2], "marks": [2]},
+        {"marked": np.zeros(1, np.int16)},
+        {"marked": np.zeros(1, np.int16), "marks": [2]},
+        {"marked": np.zeros(1, np.int16), "marks": [2, -1]},
+        {"form": "bfloat16", "out": bits, "marked": np.zeros(1, np.int16), "marks": [1]},
+        {"form": "float32", "out": np.zeros((2, 64), np.float32)},
+        {"streams": [Stream(words.astype(np.int64), states)]},  # type: ignore[arg-type]
+        {"streams": [Stream(words, states.astype(np.int64))]},  # type: ignore[arg-type]
+        {"streams": [Stream(words[::-1], states)]},
+        {"streams": [Stream(words, states[::-1])]},
+        {"streams": [Stream(words[None], states)]},
+        {"streams": [Stream(words, states[None])]},
+    ]
+    for change in bad:
+        with pytest.raises(ValueError):
+            decode(dataclasses.replace(good, **change))
+    fine = dataclasses.replace(good, columns=in_order(ids % 3, TABLES, refines=True))
+    marked = dataclasses.replace(fine, marked=np.empty(0, np.int16), marks=[0])
+    for wrong in (good, marked, dataclasses.replace(fine, form="bfloat16", out=bits)):
+        with pytest.raises(ValueError):
+            refine(wrong)
+
+
+def test_mistakes_of_columns() -> None:
+    ids, places = np.zeros(64, np.uint16), np.array([0, 32], np.int32)
+    bad: list[tuple[Any, Any]] = [
+        (ids, np.array([-1, 32], np.int32)),
+        (ids, places[:1]),
+        (ids, places.astype(np.int64)),
+        (ids, places[:, None]),
+        (ids, places[::-1]),
+        (ids.astype(np.int32), places),
+        (ids[:, None], places),
+    ]
+    for wrong in bad:
+        with pytest.raises(ValueError):
+            Columns(wrong[0], TABLES, wrong[1])
+
+
+def test_jobs_of_two_forms_are_not_one_call() -> None:
+    jobs = [
+        Decoding([], in_order(np.zeros(64, np.uint16), TABLES), [], [], np.empty((1, 64), HELD[form]), form)
+        for form in ("int16", "float16")
+    ]
+    with pytest.raises(ValueError, match="one form"):
+        decode(*jobs)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mprotect by ctypes")
+@pytest.mark.parametrize("kind", ["int16", "refine"])
+@pytest.mark.parametrize("name", [name for name in coder.available() if name != coder.NUMPY])
+def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind those lies a page that ends the process when it is read. All lanes ask for words in the same steps."""
+    kernel = coder._kernel(name, kind)
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 0) == 0
+    ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
+    # No copy with more behind them.
+    monkeypatch.setattr(coder, "_addresses", lambda stream, kept: (address(stream.words), address(stream.states)))
+    for count in (0, 1, 7, 40, 64, 200):
+        words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)
+        job = int16_job(Stream(words, np.full(LANES, 2**32 - 1, np.uint32)), ids, 300, tables)
+        (read,), _ = coder.run(kernel, [(job, [0])])
+        assert ~read > count + 64
+    libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 3)

@@ -1,0 +1,193 @@
+"""The Triton kernel against the reference: in triton's interpreter, and compiled for the GPUs it is meant for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import re
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from kvtool.core.codec.rans import triton as coder
+from kvtool.core.codec.rans.reference import Columns, Stream, TableSet, decode, encode, quantised
+from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
+from kvtool.core.errors import DamagedError, KvtoolError
+from tests.codec.processes import needs_triton, triton_process
+
+GAP = -77
+CPU = torch.device("cpu")
+
+
+def decoded(jobs: list[CudaDecoding]) -> list[torch.Tensor]:
+    """What the jobs leave in their outputs; runs in the interpreter's process."""
+    decode_batch_cuda(jobs, CPU)
+    return [job.out for job in jobs]
+
+
+def compiled(capability: int, refine: bool, ballot: bool) -> tuple[str, str, int]:
+    """TTGIR, PTX and size of the machine code for a GPU that need not be here; runs in a process that compiles."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = coder._kernel()
+    constants = coder.constants(refine, ballot)
+    signature = {"descriptors": "*i64", "ends": "*i32"} | dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, {(kernel.arg_names.index(name),): at for name, at in constants.items()})
+    options = {"num_warps": 1}
+    built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return built.asm["ttgir"], built.asm["ptx"], len(built.asm["cubin"])
+
+
+def _tables(rng: np.random.Generator, count: int, symbols: range) -> TableSet:
+    rows = np.zeros((count, 256))
+    rows[:, symbols.start : symbols.stop] = rng.random((count, len(symbols))) ** 2 + 0.01
+    return TableSet(np.stack([quantised(row) for row in rows]))
+
+
+def _job(rng: np.random.Generator, rows: int, columns: int, refine: bool = False) -> tuple[CudaDecoding, torch.Tensor]:
+    """A job with gaps in its output, and what the reference makes of it."""
+    tables = _tables(rng, 9, range(127, 130) if refine else range(40, 230))
+    ids = rng.integers(0, 7, columns).astype(np.uint16)
+    coarse = rng.integers(-4, 5, (rows, columns))
+    contexts = np.minimum(np.abs(coarse), 2).astype(np.uint8) if refine else None
+    which = ids[None, :] + (0 if contexts is None else contexts)
+    weights = np.cumsum(tables.frequencies[which].astype(np.float64), -1) / 2048
+    symbols = np.asarray((rng.random((rows, columns, 1)) >= weights).sum(-1), np.uint8)
+    stream = encode(symbols, ids, tables, contexts)
+    numbers = decode(stream, rows, ids, tables, contexts).astype(np.int64) - 128
+    groups = columns // 32
+    places = (rng.permutation(groups + 2)[:groups] * 40 + 3).astype(np.int32)
+    at = (places[:, None] + np.arange(32)).reshape(-1)
+    out = torch.full((rows, (groups + 2) * 40 + 8), GAP, dtype=torch.int16)
+    expected = out.clone()
+    if refine:
+        out[:, at] = torch.from_numpy(coarse).to(torch.int16)
+        numbers = 3 * coarse + np.where(coarse < 0, -numbers, numbers)
+    expected[:, at] = torch.from_numpy(numbers).to(torch.int16)
+    return CudaDecoding(stream, Columns(ids, tables, places, refine), rows, out), expected
+
+
+@needs_triton
+@pytest.mark.parametrize(("rows", "columns"), [(5, 64), (3, 128), (1, 192)])
+def test_what_the_reference_decodes(interpreter: ProcessPoolExecutor, rows: int, columns: int) -> None:
+    job, expected = _job(np.random.default_rng(rows), rows, columns)
+    (out,) = interpreter.submit(decoded, [job]).result()
+    assert torch.equal(out, expected)
+
+
+@needs_triton
+@pytest.mark.parametrize("refine", [False, True])
+def test_a_batch_of_streams_of_different_sizes(interpreter: ProcessPoolExecutor, refine: bool) -> None:
+    rng = np.random.default_rng(1)
+    shapes = [(10, 128), (18, 64), (0, 64), (1, 0), (2, 64)]
+    jobs, expected = zip(*[_job(rng, *shape, refine=refine) for shape in shapes], strict=True)
+    assert min(len(job.stream.words) for job in jobs[:2]) > 3  # a lane's state alone holds its first 16 bits
+    outs = interpreter.submit(decoded, list(jobs)).result()
+    for out, right in zip(outs, expected, strict=True):
+        assert torch.equal(out, right)
+
+
+@needs_triton
+def test_table_sets_may_be_mixed_and_an_output_shared(interpreter: ProcessPoolExecutor) -> None:
+    rng = np.random.default_rng(2)
+    (whole, whole_expected), (second, second_expected) = _job(rng, 3, 64), _job(rng, 3, 64)
+    width = whole.out.shape[1]
+    shared = torch.full((3, 2 * width), GAP, dtype=torch.int16)
+    beside = dataclasses.replace(whole.columns, places=whole.columns.places + np.int32(width))
+    other = dataclasses.replace(whole, out=shared, columns=beside)  # decoded beside the first, into the same matrix
+    whole = dataclasses.replace(whole, out=shared[:, :width])
+    outs = interpreter.submit(decoded, [whole, second, other]).result()
+    assert torch.equal(outs[0], whole_expected)
+    assert torch.equal(outs[2][:, width:], whole_expected)
+    assert torch.equal(outs[1], second_expected)
+
+
+def _hostile(stream: Stream, how: str) -> Stream:
+    words, states = stream.words.copy(), stream.states.copy()
+    if how == "no words":
+        words = words[:0]
+    elif how == "a word short":
+        words = words[:-1]
+    elif how == "a word too many":
+        words = np.append(words, np.uint16(7))
+    elif how == "a flipped state":
+        states[63] ^= np.uint32(1 << 20)
+    elif how == "states of nothing":
+        states[:] = 0
+    else:
+        words[len(words) // 2] ^= np.uint16(1)
+    return Stream(words, states)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("how", "refine"),
+    [
+        ("no words", False),
+        ("a word short", False),
+        ("a word too many", False),
+        ("a flipped state", False),
+        ("states of nothing", False),
+        ("a flipped word", False),
+        ("a word short", True),
+        ("a flipped state", True),
+    ],
+)
+def test_a_hostile_stream_is_refused(interpreter: ProcessPoolExecutor, how: str, refine: bool) -> None:
+    rng = np.random.default_rng(3)
+    (good, _), (bad, _) = _job(rng, 1, 64, refine=refine), _job(rng, 20 if refine else 4, 64, refine=refine)
+    assert len(bad.stream.words) > 3
+    bad = dataclasses.replace(bad, stream=_hostile(bad.stream, how))
+    with pytest.raises(DamagedError):
+        interpreter.submit(decoded, [good, bad]).result()
+
+
+def test_a_job_that_does_not_fit_is_refused_before_anything_runs() -> None:
+    job, _ = _job(np.random.default_rng(4), 2, 64)
+    misfits: list[CudaDecoding] = [
+        dataclasses.replace(job, out=job.out.float()),
+        dataclasses.replace(job, out=job.out.half()),
+        dataclasses.replace(job, out=job.out[:1]),
+        dataclasses.replace(job, out=job.out.T.contiguous().T),
+        dataclasses.replace(job, out=job.out[None]),
+        dataclasses.replace(job, columns=dataclasses.replace(job.columns, places=job.columns.places + np.int32(140))),
+        dataclasses.replace(job, stream=Stream(job.stream.words, job.stream.states[:63])),
+        dataclasses.replace(job, stream=Stream(job.stream.words.astype(np.int64), job.stream.states)),  # type: ignore[arg-type]
+    ]
+    for misfit in misfits:
+        with pytest.raises(ValueError):
+            decode_batch_cuda([misfit], CPU)
+    refining, _ = _job(np.random.default_rng(4), 2, 64, refine=True)
+    with pytest.raises(ValueError, match="none does"):
+        decode_batch_cuda([job, refining], CPU)
+
+
+def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    coder._kernel.cache_clear()
+    job, _ = _job(np.random.default_rng(5), 1, 64)
+    with pytest.raises(KvtoolError, match="triton") as error:
+        decode_batch_cuda([job], CPU)
+    assert "install" in error.value.hint
+
+
+@needs_triton
+def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
+    if importlib.util.find_spec("triton.backends.nvidia") is None:
+        pytest.skip("this triton has no PTX backend")
+    with triton_process(tmp_path, "0") as process:
+        for capability in (80, 90):
+            for refine, ballot in ((False, True), (True, True), (False, False)):
+                ttgir, ptx, size = process.submit(compiled, capability, refine, ballot).result()
+                assert f".target sm_{capability}" in ptx
+                assert size > 0
+                assert ("vote.sync.ballot" in ptx) == ballot
+                # A lane a thread: what the ballots count on.
+                layouts = set(re.findall(r"#ttg\.blocked<\{(.*?)\}>", ttgir))
+                assert layouts == {"sizePerThread = [1], threadsPerWarp = [32], warpsPerCTA = [1], order = [0]"}

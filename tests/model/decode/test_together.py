@@ -1,0 +1,135 @@
+"""Steps of several sequences at once give each what it gets alone, bit by bit: logits, keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode import native as native_steps
+from kvtool.core.model.decode.backend import DecodeBackend
+from kvtool.core.model.decode.native import Engine, NativeBackend
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.native.isa import runnable
+from tests.families import NATIVE
+from tests.fusion.making import case, new_case, tokens
+
+pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
+LENGTHS = (140, 1, 127, 300, 36)
+
+
+def caches(decoder: Decoder, count: int) -> list[PromptCache]:
+    """Of prompts of different lengths; the second has no room for more."""
+    lengths = [LENGTHS[number % len(LENGTHS)] + number // len(LENGTHS) for number in range(count)]
+    return [decoder.prefill(tokens(length, 7), reserve=9 * (at != 1))[1] for at, length in enumerate(lengths)]
+
+
+def backends(decoder: Decoder, count: int, isa: str | None = None) -> list[NativeBackend]:
+    engine = Engine(decoder, isa or runnable()[0])
+    engine.self_check_error = ""
+    return [NativeBackend(decoder, engine, cache) for cache in caches(decoder, count)]
+
+
+def given(step: int, count: int) -> list[int]:
+    return list(tokens(count, 100 + step))
+
+
+def same(one: Sequence[NativeBackend], other: Sequence[NativeBackend]) -> bool:
+    """Whether two lots of caches hold the same rows."""
+    sides = [[side for each in lot for layer in each._cache.buffers for side in layer.view()] for lot in (one, other)]
+    return all(torch.equal(*pair) for pair in zip(*sides, strict=True))
+
+
+def check(decoder: Decoder, counts: Sequence[int], isa: str | None = None) -> None:
+    """Steps of so many of the sequences, first ones first, against each alone."""
+    alone, together = (backends(decoder, max(counts), isa) for _ in range(2))
+    for step, count in enumerate(counts):
+        ids = given(step, count)
+        expected = [one.step(token) for one, token in zip(alone[:count], ids, strict=True)]
+        found = step_together(together[:count], ids)
+        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True)), count
+    assert same(alone, together)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NATIVE)
+def test_every_family(name: str, dtype: str) -> None:
+    check(case(name, dtype).decoder, (5, 2, 5))
+
+
+@pytest.mark.parametrize("isa", runnable())
+@pytest.mark.parametrize("name", ["llama", "olmo2", "gemma3"])
+def test_every_instruction_set_and_number(name: str, isa: str) -> None:
+    check(case(name).decoder, (1, 2, 3, 4, 6, 7), isa)
+
+
+def test_more_than_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_steps, "MOST_TOGETHER", 4)
+    check(case("qwen3").decoder, (9, 10))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_number_of_threads_changes_no_bit(count: int, threads: None) -> None:
+    decoder, ids = case("qwen3").decoder, given(0, 6)
+    torch.set_num_threads(1)
+    alone = backends(decoder, 6)
+    expected = step_together(alone, ids)
+    torch.set_num_threads(count)
+    others = backends(decoder, 6)
+    assert all(torch.equal(*pair) for pair in zip(expected, step_together(others, ids), strict=True))
+    assert same(alone, others)
+
+
+def test_positions_that_are_not_places() -> None:
+    """A prompt of which rows were left out goes on behind its last position."""
+    decoder = case("llama").decoder
+    lots = [backends(decoder, 3) for _ in range(2)]
+    for lot in lots:
+        lot[2]._cache.turned_to = [*range(120), *range(200, 207)]
+    alone = [one.step(token) for one, token in zip(lots[0], (5, 6, 7), strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(alone, step_together(lots[1], (5, 6, 7)), strict=True))
+    assert lots[1][2]._cache.turned_to == [*range(120), *range(200, 208)]
+
+
+def test_those_without_machine_code_go_beside_the_others() -> None:
+    """And all go one by one until the model's first step is trusted."""
+    decoder = new_case("mistral-window").decoder
+
+    def lot() -> list[DecodeBackend]:
+        held = caches(decoder, 3)
+        held[0].turned_to = [*range(139), 150]  # a window over rows that do not stand in their places
+        return [decode_backend(decoder, cache) for cache in held]
+
+    together, alone = lot(), lot()
+    assert [one.name for one in together] == ["torch", "native", "native"]
+    for step in range(3):
+        found = step_together(together, given(step, 3))
+        expected = [one.step(token) for one, token in zip(alone, given(step, 3), strict=True)]
+        assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_two_models_do_not_mix() -> None:
+    decoders = [case("llama").decoder, case("qwen3").decoder]
+    lots = [[backends(decoder, 2) for decoder in decoders] for _ in range(2)]
+    together, alone = ([one for pair in zip(*lot, strict=True) for one in pair] for lot in lots)
+    found = step_together(together, given(0, 4))
+    expected = [one.step(token) for one, token in zip(alone, given(0, 4), strict=True)]
+    assert all(torch.equal(*pair) for pair in zip(expected, found, strict=True))
+
+
+def test_logits_stay_the_callers() -> None:
+    lot = backends(case("llama").decoder, 3)
+    first = step_together(lot, given(0, 3))
+    kept = [row.clone() for row in first]
+    step_together(lot, given(1, 3))
+    assert all(torch.equal(*pair) for pair in zip(first, kept, strict=True))
+
+
+def test_a_token_that_there_is_not_is_refused_for_all() -> None:
+    lot = backends(case("llama").decoder, 2)
+    with pytest.raises(IndexError):
+        step_together(lot, [4, 100_000])
+    assert [one._cache.buffers[0].length for one in lot] == [140, 1]

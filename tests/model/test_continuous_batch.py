@@ -1,0 +1,176 @@
+"""Answers written side by side say what each says alone, whoever comes and goes beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from kvtool.core.errors import KvtoolError
+from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
+from kvtool.core.model.text_stream import TextStream
+from kvtool.core.model.tokens import encode
+from tests.fusion.making import NAMES, Case, case, tokenizer, tokens
+
+LENGTHS = (30, 3, 150, 77)  # tokens of the prompts
+
+
+def sampling(number: int, **more: object) -> Sampling:
+    """Every other one samples, each with a seed of its own."""
+    return Sampling(10 + 3 * number, temperature=1.0 * (number % 2), seed=number, **more)  # type: ignore[arg-type]
+
+
+def begun(case_: Case, number: int, on_text: object = None, **more: object) -> AnswerSequence:
+    logits, cache = case_.decoder.prefill(tokens(LENGTHS[number], number))
+    wanted = sampling(number, **more)
+    return AnswerSequence(case_.decoder, cache, [first_token(logits, wanted)], wanted, on_text)  # type: ignore[arg-type]
+
+
+def alone(case_: Case, number: int, **more: object) -> Generated:
+    logits, cache = case_.decoder.prefill(tokens(LENGTHS[number], number))
+    wanted = sampling(number, **more)
+    return generate(case_.decoder, cache, first_token(logits, wanted), wanted)
+
+
+def said(answer: Generated) -> tuple[object, ...]:
+    return answer.ids, answer.text, answer.end, answer.stop, answer.steps
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_says_what_it_says_alone(name: str) -> None:
+    """The third joins late, and those that are done leave."""
+    shared, batch, found = case(name), ContinuousBatch(), {}
+    sequences = [begun(shared, number) for number in range(3)]
+    batch.add(sequences[0])
+    batch.add(sequences[1])
+    for number in range(40):
+        if number == 4:
+            batch.add(sequences[2])
+        found |= {sequences.index(sequence): sequence.end() for sequence in batch.step()}
+    assert not batch.sequences
+    assert {number: said(answer) for number, answer in found.items()} == {
+        number: said(alone(shared, number)) for number in range(3)
+    }
+
+
+def test_who_leaves_is_not_missed() -> None:
+    shared, batch = case("llama"), ContinuousBatch()
+    sequences = [begun(shared, number) for number in range(4)]
+    for sequence in sequences:
+        batch.add(sequence)
+    batch.step()
+    batch.remove(sequences[1])
+    rest = [sequences[0], *sequences[2:]]
+    done: list[AnswerSequence] = []
+    while batch.sequences:
+        done += batch.step()
+    assert sorted(map(rest.index, done)) == [0, 1, 2]
+    assert [said(sequence.end()) for sequence in rest] == [said(alone(shared, number)) for number in (0, 2, 3)]
+    assert len(sequences[1].end().ids) == 2
+
+
+def test_a_listener_that_fails_ends_its_own_answer_only() -> None:
+    shared, batch = case("llama"), ContinuousBatch()
+    heard: list[str] = []
+
+    def leave(piece: str) -> None:
+        heard.append(piece)
+        if len(heard) == 3:
+            raise BrokenPipeError("nobody listens")
+
+    sequences = [begun(shared, 0), begun(shared, 2, leave)]
+    for sequence in sequences:
+        batch.add(sequence)
+    done: list[AnswerSequence] = []
+    while batch.sequences:
+        done += batch.step()
+    assert done == [sequences[1], sequences[0]]
+    assert len(heard) == 3
+    with pytest.raises(BrokenPipeError):
+        sequences[1].end()
+    assert said(sequences[0].end()) == said(alone(shared, 0))
+
+
+def test_a_step_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared, batch = case("mixtral"), ContinuousBatch()
+    sequences = [begun(shared, 0), begun(shared, 1)]
+    for sequence in sequences:
+        batch.add(sequence)
+    batch.step()
+
+    def full(*_: object) -> torch.Tensor:
+        raise KvtoolError("out of memory")
+
+    monkeypatch.setattr(shared.decoder, "extend", full)
+    assert batch.step() == sequences
+    for sequence in sequences:
+        with pytest.raises(KvtoolError, match="memory"):
+            sequence.end()
+
+
+def test_an_answer_of_one_token_is_done_at_once() -> None:
+    shared = case("llama")
+    logits, cache = shared.decoder.prefill(tokens(9, 1))
+    wanted, batch = Sampling(1), ContinuousBatch()
+    sequence = AnswerSequence(shared.decoder, cache, [first_token(logits, wanted)], wanted)
+    batch.add(sequence)
+    assert batch.step() == [sequence]
+    assert batch.step() == []
+    assert (len(sequence.end().ids), cache.buffers[0].length) == (1, 9)
+
+
+# ---- texts that end an answer ----
+
+
+def streamed(text: str, stops: Sequence[str]) -> tuple[TextStream, list[str]]:
+    pieces: list[str] = []
+    stream = TextStream(tokenizer(), set(), pieces.append, stops)
+    for token in encode(tokenizer(), text):
+        if stream.ended:
+            break
+        stream.add(token)
+    stream.end()
+    return stream, pieces
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "left"),
+    [
+        ("one two three four", ("three",), "one two "),
+        ("one two three four", ("four", "o t"), "one tw"),
+        ("one two three four", ("none of these",), "one two three four"),
+        ("aaab aab", ("aab",), "a"),
+        ("words\n\nmore", ("\n\n",), "words"),
+        ("첫 방앗간은 1874년에", ("187",), "첫 방앗간은 "),
+        ("ends in thr", ("three",), "ends in thr"),
+        ("three", ("three",), ""),
+        ("all of it", ("", "it"), "all of "),
+    ],
+)
+def test_what_begins_with_a_stop_is_never_shown(text: str, stops: tuple[str, ...], left: str) -> None:
+    stream, pieces = streamed(text, stops)
+    assert stream.text == "".join(pieces) == left
+    assert (stream.stopped_by is None) == (left == text)
+    assert text.startswith(left + (stream.stopped_by or ""))
+
+
+def test_an_answer_ends_with_its_own_stop() -> None:
+    shared = case("llama")
+    whole = alone(shared, 2)
+    stop = whole.text[3:5]
+    one, other = begun(shared, 2, stop=(stop,)), begun(shared, 2)
+    batch = ContinuousBatch()
+    batch.add(one)
+    batch.add(other)
+    while batch.sequences:
+        batch.step()
+    cut = one.end()
+    assert (cut.text, cut.stop, cut.end) == (whole.text[: whole.text.index(stop)], stop, None)
+    assert said(other.end()) == said(whole)
+
+
+def test_sampling_leaves_the_global_randomness_alone() -> None:
+    before = torch.get_rng_state()
+    begun(case("llama"), 1)
+    assert torch.equal(before, torch.get_rng_state())

@@ -1,0 +1,235 @@
+"""Rows computed the quick way are the model's own, and whatever it does not know the model computes itself."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.kernels.linear.onednn import OneDnnBlockedWeight, can_pack, pack_weights
+from kvtool.core.model import decoder as decoder_module
+from kvtool.core.model import layer_cpu
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.intercept import own_class, swapped_by
+from kvtool.core.model.layer_cpu import FusedDecoderLayer, install_fused_layers
+from kvtool.core.model.prefill import LeadIn
+from kvtool.core.model.spec import UnsupportedArchitecture
+from kvtool.core.native.isa import isa_here
+from kvtool.core.native.threads import use_pool
+from tests.fusion.making import NAMES, new_case
+
+pytestmark = pytest.mark.skipif(isa_here() is None, reason="there is no machine code for this CPU")
+IDS = list(range(5, 45))
+# Families of `NAMES` whose rows the model's own layers compute, and why.
+UNFUSED = {
+    **dict.fromkeys(("gemma2", "gpt-oss"), "capped scores or sinks"),
+    **dict.fromkeys(("minicpm3", "youtu", "deepseek-v2", "deepseek-v3", "glm4-moe-lite"), "latents"),
+    **{"gemma4": "different shapes", "gemma4-shared": "attend to what others keep"},
+    **{"cohere2": "norms in other places", "glm": "not rotated in halves", "stablelm": "has dropout"},
+}
+# Root mean square difference by that of the numbers. In bfloat16 most are the same bits; a norm's sum in another order
+# moves a last place, and the layers behind it are no further apart than by that.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of all rows, some of which were computed apart from the others, and all keys and values."""
+    cache = decoder.new_cache(len(IDS))
+    cache.set_length(len(IDS))
+    logits = []
+    for part in (range(30), range(30, len(IDS))):
+        rows = Rows.of(torch.tensor(part), "cpu")
+        logits.append(decoder.compute([IDS[place] for place in part], rows, cache, keep=len(part)))
+    sides = [side.flatten() for buffer in cache.buffers for side in (buffer.keys, buffer.values)]
+    return torch.cat(logits), torch.cat(sides)
+
+
+def counted(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects a number for each layer that is computed the quick way."""
+    quick: list[int] = []
+    compute = FusedDecoderLayer.compute
+
+    def counting(self: FusedDecoderLayer, *given: Any) -> torch.Tensor:
+        quick.append(self.spec.module.self_attn.layer_idx)
+        return compute(self, *given)
+
+    monkeypatch.setattr(FusedDecoderLayer, "compute", counting)
+    return quick
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_models_own_numbers(name: str, dtype: str) -> None:
+    decoder = new_case(name, dtype).decoder
+    decoder.unfused = "as if it had been tried"
+    expected = prefilled(decoder)
+    decoder.unfused = None
+    found = prefilled(decoder)
+    assert decoder.unfused is not None
+    assert UNFUSED[name] in decoder.unfused if name in UNFUSED else not decoder.unfused
+    for ours, own in zip(found, expected, strict=True):
+        ours, own = ours.float(), own.float()
+        assert (ours - own).square().mean().sqrt() <= TOLERANCE[dtype] * own.square().mean().sqrt()
+
+
+def test_a_pass_of_rows_takes_it_at_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("qwen3").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    prefilled(decoder)
+    assert quick == [*range(len(decoder.layers))] * 2
+
+
+def _hooked(decoder: Decoder) -> Callable[[], None]:
+    return decoder.layers[1].self_attn.register_forward_hook(lambda *_: None).remove
+
+
+def _another_mlp(decoder: Decoder) -> Callable[[], None]:
+    mlp: Any = decoder.layers[1].mlp
+    mlp.forward = lambda x: type(mlp).forward(mlp, x)
+    return lambda: vars(mlp).pop("forward")
+
+
+@pytest.mark.parametrize("touch", [_hooked, _another_mlp])
+def test_a_layer_that_someone_has_touched_is_the_models_own(
+    touch: Callable[[Decoder], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = new_case("llama").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    undo = touch(decoder)
+    prefilled(decoder)
+    assert quick == [0, 2, 3] * 2
+    undo()
+    prefilled(decoder)
+    assert quick[6:] == [0, 1, 2, 3] * 2
+
+
+def test_gradients_and_plain_attention_pass_through_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("llama").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    with decoder.plain_attention():
+        decoder.model(input_ids=torch.tensor([IDS])).logits.sum()
+    embedded = decoder.base.embed_tokens(torch.tensor([IDS])).detach().requires_grad_()
+    decoder.model(inputs_embeds=embedded).logits.sum().backward()
+    assert embedded.grad is not None
+    assert not quick
+
+
+def test_a_layer_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its modules are all known; what it makes of them is not."""
+    decoder = new_case("llama").decoder
+    own = type(decoder.layers[0]).forward
+    monkeypatch.setattr(type(decoder.layers[0]), "forward", lambda *given, **more: 1.01 * own(*given, **more))
+    with pytest.raises(UnsupportedArchitecture, match="something else"):
+        install_fused_layers(decoder, decoder.spec)
+    assert not any(map(swapped_by, decoder.layers))
+
+
+def test_what_is_stored_is_the_models_own_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lead-in stands before every chunk of a store: with other numbers a store would be continued by another one."""
+    decoder = new_case("llama", "bfloat16").decoder
+    decoder.unfused = "as if it had been tried"
+    expected = LeadIn(decoder, IDS).layers
+    decoder.unfused = None
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    found = LeadIn(decoder, IDS).layers
+    assert decoder.unfused == ""
+    assert not quick
+    for ours, own in zip(found, expected, strict=True):
+        assert torch.equal(ours[0], own[0])
+        assert torch.equal(ours[1], own[1])
+
+
+@pytest.mark.parametrize("change", ["in place", "replaced"])
+def test_norms_that_were_changed_are_the_models(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    decoder = new_case("llama", "bfloat16").decoder
+    prefilled(decoder)
+    quick = counted(decoder, monkeypatch)
+    weight = decoder.layers[1].input_layernorm.weight
+    if change == "in place":
+        with torch.no_grad():
+            weight.mul_(1.7)
+    else:
+        weight.data = weight.data * 1.7
+    prefilled(decoder)
+    assert set(quick) == {0, 2, 3}
+
+
+def test_who_listens_deep_inside_hears(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = new_case("qwen3", "float32").decoder
+    prefilled(decoder)
+    heard: list[int] = []
+    decoder.layers[1].self_attn.q_norm.register_forward_hook(lambda *ignored: heard.append(1))
+    prefilled(decoder)
+    assert heard
+
+
+@pytest.mark.parametrize("copied_by", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_a_model_computes_by_itself(copied_by: Callable[[Any], Any]) -> None:
+    decoder = new_case("llama", "float32").decoder
+    prefilled(decoder)
+    assert isinstance(swapped_by(decoder.layers[0]), FusedDecoderLayer)
+    copied = copied_by(decoder.model)
+    assert type(copied.model.layers[0]) is own_class(decoder.layers[0])
+    assert swapped_by(copied.model.layers[0]) is None
+    ids = torch.tensor([IDS])
+    with torch.inference_mode(), decoder.plain_attention():
+        copied.set_attn_implementation("sdpa")
+        assert torch.equal(copied(ids).logits, decoder.model(ids).logits)
+
+
+def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Collects the threads that each pass gathers."""
+    asked: list[int] = []
+
+    def counting(threads: int) -> AbstractContextManager[None]:
+        asked.append(threads)
+        return use_pool(threads)
+
+    monkeypatch.setattr(decoder_module, "use_pool", counting)
+    return asked
+
+
+def test_few_rows_have_a_crew_where_all_their_products_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside torch's threads, which wait spinning, it would only be in the way."""
+    decoder = new_case("qwen2", "bfloat16").decoder
+    prefilled(decoder)
+    asked = crews(monkeypatch)
+    expected = prefilled(decoder)
+    assert asked == [1, 1]
+    monkeypatch.setattr(layer_cpu, "_is_in_team", lambda product, count, dtype: count < 30)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        found = prefilled(decoder)
+        assert asked[2:] == [1, 2]
+        LeadIn(decoder, IDS[:20])  # what is stored is computed by torch
+        assert asked[4:] == [1]
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("count", [1, 8, 320, 321])
+def test_a_product_is_our_own_where_it_says_so(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn((64, 64), generator=torch.Generator().manual_seed(0)).bfloat16()
+    linear: Any = torch.nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
+    linear.weight = torch.nn.Parameter(weight, requires_grad=False)
+    if not can_pack(linear.weight):
+        pytest.skip("this CPU has no layout of its own")
+    pack_weights(linear)
+    calls: list[int] = []
+    multiply = OneDnnBlockedWeight.multiply
+    monkeypatch.setattr(OneDnnBlockedWeight, "multiply", lambda self, x: (calls.append(1), multiply(self, x))[1])
+    with torch.inference_mode():
+        linear.rows_product(torch.zeros((count, 64), dtype=torch.bfloat16))
+    assert layer_cpu._is_in_team(linear, count, torch.bfloat16) == bool(calls)

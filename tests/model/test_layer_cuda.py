@@ -1,0 +1,227 @@
+"""The pass of few operations: the model's own logits and cache, in torch and in Triton's interpreter; what it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvtool.core.kernels.heads_triton import HeadNorm
+from kvtool.core.kernels.rope import CosSin
+from kvtool.core.model.attention import Rows
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.kinds import KVShape
+from kvtool.core.model.layer_cuda import FusedForward, in_halves
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
+from kvtool.core.model.spec import UnsupportedArchitecture
+from tests.codec.processes import needs_triton, triton_process
+from tests.families import NATIVE, tiny_model
+from tests.fusion.making import MOE, decoder_of, rms, tokens
+from tests.pretended import pretended
+
+PROMPT = tokens(40, 1)
+SCATTERED = torch.tensor([0, 3, 4, 17, 30, 38, 39])
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with triton_process(tmp_path_factory.mktemp("triton"), "1") as process:
+        yield process
+
+
+def prefilled(decoder: Decoder) -> PromptCache:
+    return decoder.prefill(PROMPT, 5)[1]
+
+
+def both(decoder: Decoder, keep: int) -> list[tuple[torch.Tensor, PromptCache]]:
+    """Rows in the midst of a prompt, fused and by the model's own forward: with other tokens than before."""
+    ids = [(PROMPT[at] + 1) % 500 for at in SCATTERED.tolist()]
+    rows = Rows.of(SCATTERED, "cpu")
+    ours, theirs = prefilled(decoder), prefilled(decoder)
+    return [
+        (FusedForward(decoder, decoder.spec).compute(torch.tensor(ids), rows, ours, keep), ours),
+        (decoder.compute(ids, rows, theirs, keep), theirs),
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*(name for name in NATIVE if name != "gemma3"), "mixtral", "qwen3-moe"])
+def test_what_the_model_computes(name: str, dtype: str) -> None:
+    (found, ours), (wanted, theirs) = both(decoder_of(tiny_model(name, dtype), "cpu"), keep=3)
+    # bfloat16: rounded otherwise; of logits whose standard deviation is 3, experts are now and then others.
+    rounding = 1e-4 if dtype == "float32" else 0.9 if name in MOE else 0.2
+    assert found.shape == wanted.shape == (3, 512)
+    assert rms(found - wanted) <= rounding
+    for one, other in zip(ours.buffers, theirs.buffers, strict=True):
+        assert rms(one.view()[0].float() - other.view()[0].float()) <= rounding
+        assert rms(one.view()[1].float() - other.view()[1].float()) <= rounding
+
+
+@pytest.mark.parametrize("keep", [1, 3, len(SCATTERED)])
+def test_only_wanted_rows_go_through_the_last_layer(keep: int) -> None:
+    (found, _), (wanted, _) = both(decoder_of(tiny_model("qwen3"), "cpu"), keep)
+    assert rms(found - wanted) <= 1e-4
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations that a GPU would be asked for: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += not any(output.alias_info for output in operation._schema.returns)
+        return operation(*args, **(kwargs or {}))
+
+
+def operations(work: object) -> int:
+    with Counting() as counting:
+        work()  # type: ignore[operator]
+    return counting.count
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_few_operations_a_layer(name: str) -> None:
+    """All but attention and the placing of heads: 7 products, 2 norms, 2 sums, the gate."""
+    decoder = decoder_of(tiny_model(name), "cpu")
+    layer = FusedForward(decoder, decoder.spec)._layers[0]
+    hidden = torch.zeros((7, 64))
+
+    def all_but_attention() -> None:
+        layer.heads(hidden)
+        layer.after_attention(torch.zeros((7, layer_width(decoder))), hidden)
+
+    with torch.inference_mode():
+        assert operations(all_but_attention) <= 16
+
+
+def layer_width(decoder: Decoder) -> int:
+    return int(decoder.config.num_attention_heads * decoder.shapes[0].key_dim)
+
+
+def test_a_model_that_computes_something_else_has_none() -> None:
+    with pretended():
+        decoder = decoder_of(tiny_model("llama"), "cuda")
+        assert decoder.fused_forward is not None
+        handle = decoder.layers[0].register_forward_hook(lambda *ignored: None)
+        assert decoder.fused_forward is None  # only the model's own forward would tell whoever listens
+        handle.remove()
+        model = tiny_model("llama")
+        model.model.layers[1].mlp.act_fn = _Broken()
+        assert decoder_of(model, "cuda").fused_forward is not None  # whatever function it is, it is called
+        strange = tiny_model("llama")
+        strange.model.layers[2].add_module("more", torch.nn.Identity())
+        declined = decoder_of(strange, "cuda")
+        assert declined.fused_forward is None
+        assert "has more" in str(declined.unfused)
+
+
+class _Broken(torch.nn.Module):
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows * 0.5
+
+
+def test_one_whose_forward_is_not_what_its_modules_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended():
+        decoder = decoder_of(tiny_model("llama"), "cuda")
+        decoder._fused = None  # as while it is made
+        monkeypatch.setattr(FusedForward, "compute", lambda self, ids, *more: torch.zeros((1, 512), device="cuda"))
+        with pytest.raises(UnsupportedArchitecture, match="something else"):
+            FusedForward.tried(decoder, decoder.spec, decoder.prefill)
+
+
+def test_no_fused_forward_on_a_cpu() -> None:
+    assert decoder_of(tiny_model("llama"), "cpu").fused_forward is None
+
+
+def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = decoder_of(tiny_model("llama"), "cpu")
+    monkeypatch.setattr(decoder.rotary, "rotate", lambda keys, table, layer: keys * 2)
+    with pytest.raises(UnsupportedArchitecture, match="halves"):
+        FusedForward(decoder, decoder.spec)
+
+
+# ---- the kernel ------------------------------------------------------------------------------------------------------
+
+
+def _kernel_and_torch(
+    heads: int, kv_heads: int, dim: int, rotary: int, normed: bool, rows: int, fused: bool
+) -> list[list[torch.Tensor]]:
+    """Queries, keys and values of the kernel, and of torch's operations."""
+    from kvtool.core.kernels.heads_triton import place
+
+    draw = torch.Generator().manual_seed(rows)
+    sizes = [heads * dim, kv_heads * dim, kv_heads * dim]
+    parts = [torch.randn((rows, size), generator=draw) for size in sizes]
+    if fused:  # rows of one matrix's product
+        parts = list(torch.cat(parts, 1).split(sizes, -1))
+    angle = torch.randn((1, rows, rotary // 2), generator=draw)
+    table = CosSin(angle.cos().repeat(1, 1, 2), angle.sin().repeat(1, 1, 2)) if rotary else None
+    weights = torch.randn((2, dim), generator=draw)
+    norms = (HeadNorm(weights[0], 1e-6), HeadNorm(weights[1], 1e-5)) if normed else None
+    at = torch.randperm(rows + 9, generator=draw)[:rows].sort().values
+    buffers = [BufferLayer(KVShape(kv_heads, dim, dim), rows + 9, torch.float32, "cpu") for _ in range(2)]
+    for buffer in buffers:
+        buffer.keys.fill_(7.0)
+        buffer.values.fill_(7.0)
+    ours = place(*parts, norms, table, at, buffers[0].keys, buffers[0].values)
+    query, key, value = (part.reshape(1, rows, -1, dim).transpose(1, 2) for part in parts)
+    if norms is not None:
+        query, key = (
+            torch.nn.functional.rms_norm(side, (dim,), norm.weight, norm.epsilon)
+            for side, norm in zip((query, key), norms, strict=True)
+        )
+    if table is not None:
+        query, key = in_halves(query, table), in_halves(key, table)
+    buffers[1].scatter(at, key, value)
+    return [[ours, buffers[0].keys, buffers[0].values], [query, buffers[1].keys, buffers[1].values]]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "rotary", "normed", "rows", "fused"),
+    [
+        (4, 2, 16, 16, False, 1, False),
+        (9, 3, 64, 64, False, 37, False),
+        (4, 2, 80, 80, True, 20, False),
+        (6, 2, 96, 32, False, 17, True),
+        (2, 1, 128, 0, True, 5, False),
+        (2, 2, 32, 0, False, 33, True),
+    ],
+)
+def test_the_kernel_places_heads(
+    interpreter: ProcessPoolExecutor,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rotary: int,
+    normed: bool,
+    rows: int,
+    fused: bool,
+) -> None:
+    ours, wanted = interpreter.submit(_kernel_and_torch, heads, kv_heads, dim, rotary, normed, rows, fused).result()
+    for one, other in zip(ours, wanted, strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("wrong", ["keys", "at", "table", "buffer"])
+def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
+    from kvtool.core.kernels.heads_triton import place
+
+    parts = {"queries": torch.zeros(3, 64), "keys": torch.zeros(3, 32), "values": torch.zeros(3, 32)}
+    table = CosSin(torch.ones(1, 3, 16), torch.ones(1, 3, 16))
+    at, buffers = torch.arange(3), [torch.zeros(1, 2, 9, 16), torch.zeros(1, 2, 9, 16)]
+    if wrong == "keys":
+        parts["keys"] = torch.zeros(2, 32)
+    if wrong == "at":
+        at = torch.arange(6)[::2]
+    if wrong == "table":
+        table = CosSin(torch.ones(1, 2, 16), torch.ones(1, 2, 16))
+    if wrong == "buffer":
+        buffers[1] = torch.zeros(1, 2, 8, 16)
+    with pytest.raises(ValueError, match=r"rows|place|shape|heads"):
+        place(*parts.values(), None, table, at, *buffers)

@@ -1,0 +1,144 @@
+"""Attention over latents, against the modules' own forward, and what is kept for it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvtool.core.errors import ModelError
+from kvtool.core.model.attention import IMPLEMENTATION
+from kvtool.core.model.kinds import KVShape
+from kvtool.core.model.mla import Latents, joined, latents_of
+from kvtool.core.model.prompt_cache import BufferLayer
+from kvtool.lab.bench.shapes import shape_config
+from tests.families import FAMILIES, tiny_model
+from tests.fusion.making import CHUNKS, PREFIX, QUESTION, case, decoder_of, distance, plain_logits
+
+NAMES = [name for name in FAMILIES if hasattr(FAMILIES[name](), "kv_lora_rank")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_latent_and_a_rotary_key_are_kept(name: str) -> None:
+    decoder = case(name).decoder
+    config = decoder.config
+    shape = KVShape(1, config.qk_rope_head_dim, config.kv_lora_rank, joint=True)
+    assert set(decoder.shapes) == {shape}
+    assert decoder.kv_bytes(1) == 4 * len(decoder.layers) * (config.qk_rope_head_dim + config.kv_lora_rank)
+    assert decoder.plain_shape is None
+
+
+def test_keys_and_values_are_parts_of_what_is_attended() -> None:
+    buffer = BufferLayer(KVShape(1, 4, 6, joint=True), 5, torch.float32, "cpu")
+    buffer.scatter(torch.tensor([1, 4]), torch.full((1, 1, 2, 4), 2.0), torch.full((1, 1, 2, 6), 3.0))
+    buffer.reserve(9)
+    buffer.length = 5
+    keys, values = buffer.view()
+    assert keys.shape == (1, 1, 5, 10)
+    assert values.shape == (1, 1, 5, 6)
+    assert keys[0, 0, 4].tolist() == [3.0] * 6 + [2.0] * 4
+    assert joined(values, keys) is keys
+    written = [1, 4]  # the other rows are whatever the memory held, NaN too, which equals nothing
+    assert torch.equal(joined(values, buffer.keys[:, :, :5])[:, :, written], keys[:, :, written])
+    buffer.keys[:, :, 0], buffer.values[:, :, 0] = 7.0, 8.0
+    assert buffer.view()[0][0, 0, 0].tolist() == [8.0] * 6 + [7.0] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_under_another_attention_the_module_is_as_it_was(name: str) -> None:
+    ids = (*PREFIX, *CHUNKS[0])
+    decoder = decoder_of(tiny_model(name))
+    with decoder.plain_attention(), torch.inference_mode():
+        logits = decoder.model(input_ids=torch.tensor([ids]), use_cache=True).logits[0, -1]
+    assert distance(logits, plain_logits(name, "float32", ids, "sdpa")) <= 1e-5
+
+
+def test_many_rows_take_heads_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the count of multiplications; both ways give the same."""
+    decoder, ids = decoder_of(tiny_model("youtu")), tuple(range(5, 405))
+    expanded: list[int] = []
+    heads_of = Latents.heads_of
+
+    def counted(self: Latents, joint: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        expanded.append(joint.shape[2])
+        return heads_of(self, joint)
+
+    monkeypatch.setattr(Latents, "heads_of", counted)
+    _, cache = decoder.prefill(ids, reserve=len(QUESTION))
+    assert expanded == [len(ids)] * len(decoder.layers)
+    logits = decoder.extend(QUESTION, cache)
+    assert len(expanded) == len(decoder.layers)
+    whole, _ = decoder.prefill((*ids, *QUESTION))
+    monkeypatch.setattr(Latents, "should_expand", lambda *sizes: False)
+    again, _ = decoder.prefill((*ids, *QUESTION))
+    assert distance(logits[-1], whole) <= 1e-4
+    assert distance(again, whole) <= 1e-4
+
+
+def test_where_heads_of_their_own_pay() -> None:
+    """DeepSeek-V2-Lite's widths: a question's rows never, all rows always."""
+    attention = SimpleNamespace(
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_heads=16, kv_b_proj=None
+    )
+    latents = Latents(attention, IMPLEMENTATION)
+    for keys in (100, 700, 4096, 30_000):
+        assert not latents.should_expand(32, keys, 32 * keys)
+        assert latents.should_expand(keys, keys, keys * (keys + 1) // 2)
+    assert latents.should_expand(614, 4096, 614 * 2048)
+
+
+class _InAnotherLayout(torch.nn.Linear):
+    """Stands for a product that keeps no plain weight."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(rows, self.hidden)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_in_another_layout(dtype: str) -> None:
+    """A packed product is asked for its weights: the same to the bit."""
+    model = tiny_model("youtu", dtype)
+    plain, _ = decoder_of(copy.deepcopy(model)).prefill((*PREFIX, *CHUNKS[1]))
+    for layer in model.model.layers:
+        product = layer.self_attn.kv_b_proj
+        other = _InAnotherLayout(product.in_features, product.out_features, bias=False)
+        other.hidden, other.weight = product.weight.detach(), None
+        layer.self_attn.kv_b_proj = other
+    packed, _ = decoder_of(model).prefill((*PREFIX, *CHUNKS[1]))
+    assert torch.equal(plain, packed)
+
+
+def test_a_second_decoder_and_a_copy_of_the_model() -> None:
+    model = tiny_model("minicpm3")
+    first = decoder_of(model)
+    logits, _ = first.prefill(QUESTION)
+    mine = latents_of(first.layers[0].self_attn)
+    assert mine is latents_of(decoder_of(model).layers[0].self_attn)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        again = decoder_of(other)
+        theirs = latents_of(again.layers[0].self_attn)
+        assert theirs is not None
+        assert theirs is not mine
+        assert theirs.attention is again.layers[0].self_attn
+        assert torch.equal(again.prefill(QUESTION)[0], logits)
+
+
+def test_what_is_not_known_is_refused() -> None:
+    attention = tiny_model("minicpm3").model.layers[0].self_attn
+    attention.kv_b_proj.bias = torch.nn.Parameter(torch.zeros(attention.kv_b_proj.out_features))
+    with pytest.raises(ModelError, match=r"expands its latents.*; that would need"):
+        Latents(attention, IMPLEMENTATION)
+
+
+def test_bytes_a_token_of_deepseek_v2_lite() -> None:
+    """576 numbers a layer; its keys and values, expanded, would be 5,120. What else it has is made small."""
+    config = shape_config("deepseek-v2-lite")
+    config.update({"hidden_size": 32, "intermediate_size": 16, "moe_intermediate_size": 16, "vocab_size": 64})
+    config.update({"n_routed_experts": 2, "num_experts_per_tok": 1})
+    decoder = decoder_of(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+    assert decoder.shapes == (KVShape(1, 64, 512, joint=True),) * 27
+    assert decoder.kv_bytes(1) == 27 * 576 * 2 == 31_104
