@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.bench_decode import decode
-from kvtool.cli.bench_peers import peers
-from kvtool.cli.bench_stream import stream
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.sessions import open_session
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
 app.command()(decode)
-app.command()(peers)
-app.command()(stream)
 
 
 @app.command()

@@ -73,13 +73,13 @@ class Engine:
         ------
         KvtoolError : the store or its model cannot be used.
         """
-        from kvtool.core.model.generate import make_ready
+        from kvtool.core.model.decode.native import prepare_engine
 
         if self._resident.exists():
             session = self._resident.session()
             with self._resident.turn():
                 session.check_gate()
-            make_ready(session.decoder)
+            prepare_engine(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:

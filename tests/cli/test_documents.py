@@ -12,7 +12,7 @@ from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder
-from samples import documents
+from samples.tools import documents
 from tests.cli.working import PREFIX, SHORT, Done, kvtool
 from tests.families import save_tiny
 

@@ -92,11 +92,18 @@ class Done:
 
 def kvtool(*args: object, stdin: bytes = b"") -> Done:
     """Run kvtool in this process."""
+    return script(main, *args, stdin=stdin)
+
+
+def script(run: Callable[[list[str]], int], *args: object, stdin: bytes = b"") -> Done:
+    """Run a script's `main` in this process."""
     out, err = io.StringIO(), io.StringIO()
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin))
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([str(arg) for arg in args])
+            code = run([str(arg) for arg in args])
+    except SystemExit as ended:  # argparse's
+        code = int(ended.code or 0)
     finally:
         sys.stdin = before
     return Done(code, out.getvalue(), err.getvalue())

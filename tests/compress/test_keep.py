@@ -20,7 +20,7 @@ from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.pack.give import export
@@ -199,7 +199,7 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
     """Collect every layer's attention over a plain prefill."""
     cache = decoder.new_cache(len(text))
     cache.set_length(len(text))
-    rows_of_text = Rows.of(torch.arange(len(text)), "cpu")
+    rows_of_text = QueryRows.of(torch.arange(len(text)), "cpu")
 
     def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))

@@ -20,7 +20,7 @@ from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decode.cuda_graph import StaticStep
 from kvtool.core.model.generate import greedy_prefix
 from tests.fusion.making import (
@@ -75,7 +75,7 @@ def fuse(one: Case, selector: Selector, plan: Plan | None = None, reserve: int =
 
 
 @dataclass(frozen=True, eq=False)
-class Hiding(Rows):
+class Hiding(QueryRows):
     """Rows at their positions in a cache of the whole prompt, from which some keys are hidden by a mask."""
 
     hidden: torch.Tensor = field(kw_only=True)

@@ -21,7 +21,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.kernels.attention import eager, sdpa
-from kvtool.core.model.rope import Copy, Rotary, Turn
+from kvtool.core.model.rope import Copy, RopeJob, Rotary
 from tests.fusion.making import BOS, CHUNKS, NAMES, PREFIX, QUESTION, Case, case, idle, lossless, needed, tokens
 
 CONTEXT = sum(map(len, CHUNKS))
@@ -166,11 +166,11 @@ def rotated(case_: Case, monkeypatch: pytest.MonkeyPatch, selector: Selector) ->
     seen = [0] * LAYERS
     place = Rotary.place
 
-    def spy(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
+    def spy(self: Rotary, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
         if threading.current_thread().name.startswith("kvtool-loader"):
-            seen[layer] += sum(keys.shape[2] for _, keys, _ in turns)
-        assert all(keys.shape[2] == len(table) == out.shape[2] for out, keys, table in turns)
-        place(self, turns, copies, layer)
+            seen[layer] += sum(keys.shape[2] for _, keys, _ in jobs)
+        assert all(keys.shape[2] == len(table) == out.shape[2] for out, keys, table in jobs)
+        place(self, jobs, copies, layer)
 
     monkeypatch.setattr(Rotary, "place", spy)
     return case_.fuse(plan, selector), seen

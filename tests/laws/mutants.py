@@ -14,7 +14,7 @@ from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.model import attention
-from kvtool.core.model.rope import Copy, Rotary, Turn
+from kvtool.core.model.rope import Copy, RopeJob, Rotary
 
 
 def keys_rotated_twice(patch: pytest.MonkeyPatch) -> None:
@@ -59,8 +59,8 @@ def latents_rotated(patch: pytest.MonkeyPatch) -> None:
 def rotation_of_wrong_sign(patch: pytest.MonkeyPatch) -> None:
     place = Rotary.place
 
-    def backwards(self: Rotary, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
-        place(self, [(out, keys, table.transposed()) for out, keys, table in turns], copies, layer)
+    def backwards(self: Rotary, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
+        place(self, [(out, keys, table.transposed()) for out, keys, table in jobs], copies, layer)
 
     patch.setattr(Rotary, "place", backwards)
 
@@ -100,13 +100,13 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
 
 def _scored_otherwise(patch: pytest.MonkeyPatch, **change: Any) -> None:
     """Rows of a prompt attend with another scoring than their layer's; chunks at ingest with their own."""
-    attend = attention.Rows.attend
+    attend = attention.QueryRows.attend
 
     def changed(self: Any, layer: int, query: Any, key: Any, value: Any, scoring: AttentionParams) -> torch.Tensor:
         more = {name: make(getattr(scoring, name)) for name, make in change.items()}
         return attend(self, layer, query, key, value, replace(scoring, **more))
 
-    patch.setattr(attention.Rows, "attend", changed)
+    patch.setattr(attention.QueryRows, "attend", changed)
 
 
 def window_off_by_one(patch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention import eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.attention import Rows, rows_attention
+from kvtool.core.model.attention import QueryRows, rows_attention
 
 HEADS, KV_HEADS, DIM, KEYS = 4, 2, 8, 200
 BLOCK = 64
@@ -34,8 +34,8 @@ def by_formula(query: torch.Tensor, positions: torch.Tensor, scaling: float, len
     return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-def rows(*positions: int) -> Rows:
-    return Rows.of(torch.tensor(positions), "cpu")
+def rows(*positions: int) -> QueryRows:
+    return QueryRows.of(torch.tensor(positions), "cpu")
 
 
 @pytest.mark.parametrize(

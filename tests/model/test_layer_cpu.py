@@ -14,10 +14,10 @@ import torch
 from kvtool.core.kernels.linear.onednn import OneDnnBlockedWeight, can_pack, pack_weights
 from kvtool.core.model import decoder as decoder_module
 from kvtool.core.model import layer_cpu
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.intercept import own_class, swapped_by
 from kvtool.core.model.layer_cpu import FusedDecoderLayer, install_fused_layers
+from kvtool.core.model.modules import own_class, swapped_by
 from kvtool.core.model.prefill import LeadIn
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import isa_here
@@ -44,7 +44,7 @@ def prefilled(decoder: Decoder) -> tuple[torch.Tensor, torch.Tensor]:
     cache.set_length(len(IDS))
     logits = []
     for part in (range(30), range(30, len(IDS))):
-        rows = Rows.of(torch.tensor(part), "cpu")
+        rows = QueryRows.of(torch.tensor(part), "cpu")
         logits.append(decoder.compute([IDS[place] for place in part], rows, cache, keep=len(part)))
     sides = [side.flatten() for buffer in cache.buffers for side in (buffer.keys, buffer.values)]
     return torch.cat(logits), torch.cat(sides)

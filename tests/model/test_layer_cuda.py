@@ -10,11 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.kernels.heads_triton import HeadNorm
-from kvtool.core.kernels.rope import CosSin
-from kvtool.core.model.attention import Rows
+from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import KVShape
-from kvtool.core.model.layer_cuda import FusedForward, in_halves
+from kvtool.core.model.layer_cuda import FusedForward
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.spec import UnsupportedArchitecture
 from tests.codec.processes import needs_triton, triton_process
@@ -39,7 +39,7 @@ def prefilled(decoder: Decoder) -> PromptCache:
 def both(decoder: Decoder, keep: int) -> list[tuple[torch.Tensor, PromptCache]]:
     """Rows in the midst of a prompt, fused and by the model's own forward: with other tokens than before."""
     ids = [(PROMPT[at] + 1) % 500 for at in SCATTERED.tolist()]
-    rows = Rows.of(SCATTERED, "cpu")
+    rows = QueryRows.of(SCATTERED, "cpu")
     ours, theirs = prefilled(decoder), prefilled(decoder)
     return [
         (FusedForward(decoder, decoder.spec).compute(torch.tensor(ids), rows, ours, keep), ours),
@@ -138,7 +138,7 @@ def test_no_fused_forward_on_a_cpu() -> None:
     assert decoder_of(tiny_model("llama"), "cpu").fused_forward is None
 
 
-def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_are_not_rotated_rotate_halves_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny_model("llama"), "cpu")
     monkeypatch.setattr(decoder.rotary, "rotate", lambda keys, table, layer: keys * 2)
     with pytest.raises(UnsupportedArchitecture, match="halves"):
@@ -176,7 +176,7 @@ def _kernel_and_torch(
             for side, norm in zip((query, key), norms, strict=True)
         )
     if table is not None:
-        query, key = in_halves(query, table), in_halves(key, table)
+        query, key = rotate_halves_torch(query, table), rotate_halves_torch(key, table)
     buffers[1].scatter(at, key, value)
     return [[ours, buffers[0].keys, buffers[0].values], [query, buffers[1].keys, buffers[1].values]]
 

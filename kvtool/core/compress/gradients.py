@@ -144,7 +144,7 @@ class _Rows:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
     ) -> torch.Tensor:
-        """Fulfil `Attends`, by plain products."""
+        """Fulfil `AttentionRows`, by plain products."""
         parts = []
         for (start, stop), cached in zip(self.spans, self.cached, strict=True):
             before, values = cached[self.sources[layer]]

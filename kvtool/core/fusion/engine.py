@@ -20,7 +20,7 @@ from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -136,7 +136,7 @@ def fuse_into(
         undefined, and of a slow one (`stored`) a thread may write there still.
     """
     cache.set_length(plan.length)
-    cache.turned_to = plan.turned_to
+    cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     with ExitStack() as stack:
@@ -182,7 +182,7 @@ class _First:
     asking_s : seconds that that pass has taken.
     """
 
-    rows: Rows
+    rows: QueryRows
     done: int = 0
     asking_s: float = 0.0
 
@@ -202,11 +202,11 @@ def _first_rows(
     return _First(_rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking)
 
 
-def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> Rows:
-    return Rows.of(mask.nonzero()[:, 0], decoder.device, plan.turned_to)
+def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
+    return QueryRows.of(mask.nonzero()[:, 0], decoder.device, plan.position_ids)
 
 
-def _computed(decoder: Decoder, plan: Plan, rows: Rows, cache: PromptCache) -> torch.Tensor:
+def _computed(decoder: Decoder, plan: Plan, rows: QueryRows, cache: PromptCache) -> torch.Tensor:
     """Logits of the prompt's last token."""
     ids = plan.ids
     at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
@@ -395,6 +395,6 @@ def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
     for new, old in zip(copy.buffers, cache.buffers, strict=True):
         new.keys[:, :, :length] = old.keys[:, :, :length]
         new.values[:, :, :length] = old.values[:, :, :length]
-    copy.turned_to = cache.turned_to and cache.turned_to[:length]
+    copy.position_ids = cache.position_ids and cache.position_ids[:length]
     copy.set_length(length)
     return copy

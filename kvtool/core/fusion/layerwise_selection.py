@@ -22,10 +22,9 @@ from kvtool.core.fusion.selectors.base import Pooling, Selector
 from kvtool.core.fusion.shift import Shift
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import Rows
-from kvtool.core.model.intercept import ForwardEnded, LayerProbe
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.kv_sharing import of_rows, tables_of_rows
-from kvtool.core.model.modules import CACHES
+from kvtool.core.model.modules import CACHES, ForwardEnded, LayerProbe
 from kvtool.core.model.preemption import for_this_pass
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -55,7 +54,7 @@ class LayerwiseSelection:
         selector: Selector,
         cache: PromptCache,
         loader: Loader,
-        rows: Rows,
+        rows: QueryRows,
         cached: torch.Tensor,
         shift: Shift,
         timeline: Timeline | None = None,
@@ -146,7 +145,7 @@ class LayerwiseSelection:
         chosen = keep.nonzero()[:, 0]
         indices = chosen.to(hidden.device, non_blocking=True)
         self._kept = indices if self._kept is None else self._kept[indices]
-        self.rows = Rows.of(order[chosen], self._decoder.device, self.rows.turned_to)
+        self.rows = QueryRows.of(order[chosen], self._decoder.device, self.rows.position_ids)
         self._cache.rows = self.rows
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
         self._shifting(self._shift.follow, self.rows, self._spared(order[~keep]))
@@ -183,7 +182,7 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
 class _Watch:
     """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one asked."""
 
-    def __init__(self, rows: Rows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
+    def __init__(self, rows: QueryRows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
         self._rows, self._count = rows, count
         self._layers, self._pooling, self._ends = layers, pooling, ends
         self._total = torch.zeros(length, device=rows.positions.device, dtype=torch.float32)
@@ -229,7 +228,7 @@ def question_attention(
     -------
     float32 `[plan.length]`.
     """
-    rows = Rows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.turned_to)
+    rows = QueryRows.of(plan.mask("miss", "fresh").nonzero()[:, 0], decoder.device, plan.position_ids)
     ends = not bool(plan.mask("miss").any())
     watch = _Watch(rows, len(plan.segments[-1].ids), layers, plan.length, pooling, ends)
     cache.before_update = lambda layer, count: loader.wait(layer)

@@ -128,7 +128,7 @@ class Plan:
         return torch.tensor([position for segment in self.segments for position in segment.positions])
 
     @property
-    def turned_to(self) -> list[int] | None:
+    def position_ids(self) -> list[int] | None:
         """The position of each place, where some differ from it; None: none does."""
         return self.positions.tolist() if self.dropped else None
 

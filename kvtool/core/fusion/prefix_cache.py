@@ -31,7 +31,7 @@ from kvtool.core.fusion.state_checkpoint import (
     StoredPrefix,
     kept_size,
 )
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateCache, StateLayer, States
@@ -156,7 +156,7 @@ def pass_of(decoder: Decoder, ids: Sequence[int], start: int, cache: StateCache)
     """Compute rows from place `start` on behind the states as they are; logits of the last, float32 `[vocabulary]`."""
     stop = start + len(ids)
     cache.set_length(stop)
-    return decoder.compute(ids, Rows.of(torch.arange(start, stop), decoder.device), cache)[-1]
+    return decoder.compute(ids, QueryRows.of(torch.arange(start, stop), decoder.device), cache)[-1]
 
 
 def _copied(cache: StateCache) -> dict[int, States]:

@@ -19,7 +19,7 @@ from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Plan
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.kernels.shift import ShiftKernel, ShiftSpans
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.native.isa import isa_here
@@ -216,7 +216,7 @@ class Shift:
         """What has been done so far; its rows are those of the layer that ran last."""
         return Shifted(self._rows, tuple(self._by_layer))
 
-    def follow(self, rows: Rows, spared: torch.Tensor | None = None) -> None:
+    def follow(self, rows: QueryRows, spared: torch.Tensor | None = None) -> None:
         """Take the rows that are computed from the next layer on.
 
         Parameters
@@ -306,7 +306,7 @@ class Shift:
     def _chunks(self) -> _Chunks:
         return _Chunks.of(self.plan)
 
-    def _made(self, rows: Rows) -> Probes | None:
+    def _made(self, rows: QueryRows) -> Probes | None:
         """Weigh the probes of each chunk; None: none has enough of them."""
         computed, chunks = np.zeros(self.plan.length, np.bool_), self._chunks
         computed[rows.order] = True

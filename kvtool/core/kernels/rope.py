@@ -137,6 +137,15 @@ class CopyWithRope:
         return [*places, *table, heads, rows, turned // 2, head_dim - turned]
 
 
+def rotate_halves_torch(heads: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+    """Rotate heads `[1, heads, rows, head_dim]` by halves in torch: in float32, rounded once; the rest stays."""
+    width = cos_sin.cos.shape[-1]
+    wide = heads[..., :width].float()
+    low, high = wide.chunk(2, -1)
+    rotated = wide * cos_sin.cos[:, None] + torch.cat([-high, low], -1) * cos_sin.sin[:, None]
+    return torch.cat([rotated.to(heads.dtype), heads[..., width:]], -1)
+
+
 def rotate_halves(to: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, isa: Isa) -> None:
     """Write rotated keys to `to`, which may be `keys` itself: number i and its partner half a rotation further on.
 

@@ -1,4 +1,4 @@
-"""Query rows and what they see: scattered rows over a whole prompt cache, and packed chunks, without an N×N mask.
+"""Attention of query rows: scattered rows over a whole prompt cache, and packed chunks, without an N×N mask.
 
 Which backend computes their attention is chosen in `core/kernels/attention/dispatch.py`.
 """
@@ -26,7 +26,7 @@ ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class QueryRows:
     """The prompt positions a pass computes, in ascending order.
 
     Attributes
@@ -36,7 +36,7 @@ class Rows:
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
     watch : is shown every layer's queries and keys: (layer, query, key, params), as `attend` has them.
     stored : what they give is kept: it is computed by the model's own forward, so that it stays the same to the bit.
-    turned_to : the position of every place of the prompt, ascending, where some are not their place; None: all are.
+    position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
     """
 
     positions: torch.Tensor
@@ -44,30 +44,32 @@ class Rows:
     dense: bool
     watch: Watch | None = None
     stored: bool = False
-    turned_to: Sequence[int] | None = field(default=None, repr=False)
+    position_ids: Sequence[int] | None = field(default=None, repr=False)
     _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, positions: torch.Tensor, device: torch.device | str, turned_to: Sequence[int] | None = None) -> Rows:
-        """Rows at places `positions` (int64 `[rows]`, ascending)."""
+    def of(
+        cls, positions: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
+    ) -> QueryRows:
+        """Make rows at places `positions` (int64 `[rows]`, ascending)."""
         order: list[int] = positions.tolist()
         dense = order == list(range(len(order)))
-        return cls(positions.to(device, non_blocking=True), order, dense, turned_to=turned_to)
+        return cls(positions.to(device, non_blocking=True), order, dense, position_ids=position_ids)
 
     def __len__(self) -> int:
         return len(self.order)
 
     @property
     def pairs(self) -> int:
-        """How many keys the rows see without a window, added up."""
+        """Count the keys that all rows see without a window."""
         return sum(self.order) + len(self.order)
 
-    def last(self, count: int) -> Rows:
-        """The last `count` rows."""
+    def last(self, count: int) -> QueryRows:
+        """Return the last `count` rows."""
         return replace(self, positions=self.positions[-count:], order=self.order[-count:], dense=False, _seen={})
 
     def seen(self, window: int | None) -> KeyRanges:
-        """Which keys each row sees through a window; a pass asks for the same at every layer of a kind."""
+        """Return the keys that each row sees through a window; a pass asks for the same at every layer of a kind."""
         if window not in self._seen:
             self._seen[window] = self._through(window)
         return self._seen[window]
@@ -75,10 +77,10 @@ class Rows:
     def _through(self, window: int | None) -> KeyRanges:
         if window is None:
             return KeyRanges(self.order, self.positions, dense=self.dense)
-        if self.turned_to is None:
+        if self.position_ids is None:
             first = [max(0, place - window + 1) for place in self.order]
         else:
-            first = [bisect_left(self.turned_to, self.turned_to[place] - window + 1) for place in self.order]
+            first = [bisect_left(self.position_ids, self.position_ids[place] - window + 1) for place in self.order]
         return KeyRanges(
             self.order, self.positions, first, torch.tensor(first).to(self.positions.device, non_blocking=True)
         )
@@ -94,9 +96,9 @@ class Rows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedChunks:
-    """Chunks side by side in one row, each after the same lead-in and blind to the others.
+    """Chunks packed into one row, each after the same lead-in, which see nothing of the others.
 
-    Nothing is padded, and what a chunk gives depends on its own rows and the lead-in only.
+    Nothing is padded, and a chunk's results depend only on its own rows and the lead-in.
 
     Attributes
     ----------
@@ -140,32 +142,32 @@ class PackedChunks:
         return self._windows[window]
 
 
-class Attends(Protocol):
-    """Query rows that know which keys each of them sees."""
+class AttentionRows(Protocol):
+    """Protocol of query rows that know which keys each of them sees."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
+        """Compute attention of one layer: `[batch, heads, rows, head_dim]`, as `query` is."""
 
 
-class Placing(Attends, Protocol):
-    """Query rows that also know where they stand in the prompt: int64 `[rows]` on the model's device."""
+class PlacedRows(AttentionRows, Protocol):
+    """Protocol of query rows that also know their places in the prompt: int64 `[rows]` on the model's device."""
 
     @property
     def positions(self) -> torch.Tensor: ...
 
-    def last(self, count: int) -> Placing:
-        """The last `count` of them."""
+    def last(self, count: int) -> PlacedRows:
+        """Return the last `count` of them."""
         ...
 
 
-_passing: ContextVar[Callable[[], Attends | None]] = ContextVar("passing", default=lambda: None)
+_passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("passing", default=lambda: None)
 
 
 @contextmanager
-def passing(rows: Callable[[], Attends | None]) -> Iterator[None]:
-    """Say which rows a model computes inside: layers may hand on to their attention only what they know (StableLM)."""
+def passing(rows: Callable[[], AttentionRows | None]) -> Iterator[None]:
+    """Set the rows that a model computes inside: some layers pass on to attention only what they know (StableLM)."""
     token = _passing.set(rows)
     try:
         yield
@@ -180,10 +182,10 @@ def rows_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    rows: Attends | None = None,
+    rows: AttentionRows | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention for `transformers`' attention interface: `rows` decide what is seen.
+    """Compute attention for `transformers`' attention interface: `rows` decide what is seen.
 
     Parameters
     ----------
@@ -207,7 +209,11 @@ def rows_attention(
         sinks=kwargs.get("s_aux"),
     )
     rows = _passing.get()() if rows is None else rows
-    if latents is not None and isinstance(rows, Rows) and latents.should_expand(len(rows), key.shape[2], rows.pairs):
+    if (
+        latents is not None
+        and isinstance(rows, QueryRows)
+        and latents.should_expand(len(rows), key.shape[2], rows.pairs)
+    ):
         (key, value), latents = latents.heads_of(key), None
     if latents is not None:
         query = latents.absorbed(query)

@@ -14,7 +14,7 @@ from kvtool.core.checkpoint.load import Loaded, plain_attention, quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
-from kvtool.core.model.attention import Placing, Rows
+from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.kv_sharing import prune_rows
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
@@ -71,8 +71,10 @@ class Decoder(DecoderStack):
         return ""
 
     def _check_states(self) -> None:
-        """Compute two tokens and one more, and look whether the states are kept where they are looked for; what
-        `transformers` has to say of kernels that it lacks it says here, to nobody."""
+        """Compute two tokens and one more, and check that states are kept where they are expected.
+
+        Warnings of `transformers` about missing kernels are silenced here.
+        """
         try:
             with quiet():
                 _, cache = self.prefill([0, 0], reserve=1)
@@ -90,7 +92,7 @@ class Decoder(DecoderStack):
 
     @cached_property
     def spec(self) -> ModelSpec:
-        """What its layers compute.
+        """Return what its layers compute.
 
         Raises
         ------
@@ -100,18 +102,18 @@ class Decoder(DecoderStack):
 
     @property
     def forward(self) -> str:
-        """How rows of a prompt are computed: "fused", or "torch" and why they are not."""
+        """Return how rows of a prompt are computed: "fused", or "torch" and why they are not."""
         return f"torch: {self.unfused}" if self.unfused else "fused"
 
     @property
     def fused_forward(self) -> FusedForward | None:
-        """The fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
+        """Return the fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
         return None if self._fused is None or self.hooked else self._fused
 
     def compute(
         self,
         tokens: Sequence[int],
-        rows: Rows,
+        rows: QueryRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -120,7 +122,7 @@ class Decoder(DecoderStack):
 
         Parameters
         ----------
-        tokens : the token ids that stand at `rows`.
+        tokens : the token ids at `rows`.
         keep : how many of the last rows go through the LM head.
         position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
 
@@ -134,7 +136,7 @@ class Decoder(DecoderStack):
     def compute_there(
         self,
         ids: torch.Tensor,
-        rows: Placing,
+        rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -151,16 +153,16 @@ class Decoder(DecoderStack):
             return logits
 
     def _run_sharing(
-        self, ids: torch.Tensor, rows: Placing, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
+        self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, position_ids: torch.Tensor | None, keep: int
     ) -> Any:
-        """The forward of a model whose last layers keep nothing; told a tensor it does not cut its own inputs."""
+        """Run a model whose last layers keep nothing; given a tensor of rows, it does not cut its own inputs."""
         wanted = torch.arange(len(ids) - keep, len(ids), device=self.device)
         with prune_rows(self.layers[len(self.shapes) :], keep):
             return self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
 
     @torch.inference_mode()
     def walk(
-        self, tokens: Sequence[int], rows: Rows, cache: PromptCache, position_ids: torch.Tensor | None = None
+        self, tokens: Sequence[int], rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
     ) -> None:
         """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
@@ -173,19 +175,19 @@ class Decoder(DecoderStack):
         self,
         module: Any,
         ids: torch.Tensor,
-        rows: Placing,
+        rows: PlacedRows,
         cache: PromptCache,
         position_ids: torch.Tensor | None = None,
         **more: Any,
     ) -> Any:
-        """The model's own forward."""
+        """Run the model's own forward."""
         if self.device == "cpu" and self.unfused is None:
             self.unfused = self._try_fused_layers()
         cache.rows = rows
-        # Beside torch's own threads, which wait spinning after its products, helpers would only take turns with those.
-        alone = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
+        # Torch's own threads wait spinning after its products: the pool's would only take turns with those.
+        pooled = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
-            pool = use_pool(torch.get_num_threads() if alone else 1)
+            pool = use_pool(torch.get_num_threads() if pooled else 1)
             with pool, attention.passing(lambda: cache.rows), preemptible(self.layers):
                 return module(
                     input_ids=ids[None],
@@ -200,42 +202,42 @@ class Decoder(DecoderStack):
 
     @torch.inference_mode()
     def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
-        """Prefill what is kept in a store or what stands before it, by the model's own forward: see `Rows.stored`."""
+        """Prefill what a store keeps, or what is before it, by the model's own forward (`QueryRows.stored`)."""
         cache = self.new_cache(len(ids))
         cache.set_length(len(ids))
-        rows = replace(Rows.of(torch.arange(len(ids)), self.device), stored=True)
+        rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), stored=True)
         with out_of_memory_hint(len(ids)):
             self._run(self.base, self.ids_there(ids), rows, cache)
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
-        """Plain full prefill: logits of the last token, float32 `[vocabulary]`, and the cache."""
+        """Run a plain full prefill; return logits of the last token, float32 `[vocabulary]`, and the cache."""
         cache = self.new_cache(len(ids) + reserve)
         cache.set_length(len(ids))
-        rows = Rows.of(torch.arange(len(ids)), self.device)
+        rows = QueryRows.of(torch.arange(len(ids)), self.device)
         return self.compute(ids, rows, cache)[-1], cache
 
     def extend(self, ids: Sequence[int], cache: PromptCache) -> torch.Tensor:
-        """Append `ids` to the cache; logits after each, float32 `[len(ids), vocabulary]`."""
+        """Append `ids` to the cache; return logits after each, float32 `[len(ids), vocabulary]`."""
         rows, at = self._behind(cache, len(ids))
         return self.compute(ids, rows, cache, keep=len(ids), position_ids=at)
 
     def append(self, ids: Sequence[int], cache: PromptCache) -> None:
         """Append `ids` to the cache as `extend` does, without the LM head.
 
-        Many are computed in pieces: memory is bounded, and others may go on, or the work may end, between two layers of
-        each piece.
+        Many are computed in pieces: memory is bounded, and between two layers of each piece others may go on, or the
+        work may end.
         """
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
             rows, at = self._behind(cache, len(piece))
             self.walk(piece, rows, cache, at)
 
-    def _behind(self, cache: PromptCache, count: int) -> tuple[Rows, torch.Tensor | None]:
-        """Rows for `count` more tokens of a cache, and their positions where these are not their places."""
+    def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
+        """Return rows for `count` more tokens of a cache, and their positions where these are not their places."""
         start = cache.buffers[0].length
         cache.set_length(start + count)
-        rows = Rows.of(torch.arange(start, start + count), self.device, cache.turned_to)
+        rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
         return rows, rows.positions + cache.dropped if cache.dropped else None
 
     @contextmanager
@@ -255,9 +257,9 @@ class Decoder(DecoderStack):
 class _HeadRows:
     """Gives the LM head the rows that are asked for, with the strides of a tensor of their own.
 
-    For those of a slice, `matmul` copies the head's whole weight first, which took longer than all layers together
-    (0.8 s of 1.1 for Qwen2.5's 152k tokens). A model that tells by the number of rows whether some have been left out
-    already (Gemma 4) takes those that its layers no longer compute for such.
+    For a slice's strides, `matmul` copies the head's whole weight first, which took longer than all layers together
+    (0.8 s of 1.1 for Qwen2.5's 152k tokens). Gemma 4 takes a smaller number of rows for a sign that rows were left out
+    already: so the rows that its layers no longer compute are left out here.
     """
 
     def __init__(self) -> None:
@@ -265,7 +267,7 @@ class _HeadRows:
 
     @contextmanager
     def only(self, keep: int) -> Iterator[None]:
-        """The last `keep` rows within."""
+        """Give it the last `keep` rows inside."""
         before, self._keep = self._keep, keep
         try:
             yield

@@ -13,7 +13,6 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend, step_together
-from kvtool.core.model.decode.native import prepare_engine
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
@@ -25,7 +24,7 @@ _COLD = 1e-6  # logits divided by less may be no numbers any more
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How an answer's tokens are chosen: greedily at temperature 0, else by seeded sampling.
+    """The choice of an answer's tokens: greedy at temperature 0, else by seeded sampling.
 
     Attributes
     ----------
@@ -50,9 +49,9 @@ class Generated:
     ----------
     ids : its token ids, without the end token, and without those of a repetition that ended it.
     end : the end token; None where the answer was cut off at its longest, or ended by a text.
-    stop : the text that ended it; None where none did. `finish`: what did, a text or whoever asked being a stop, too.
-    milliseconds : how long it took after the first token.
-    steps : how many tokens were computed in that time. `stepper`: how, with the reason where it is not in machine code.
+    stop : the text that ended it; None where none did. `finish`: what did; a text or the caller's end is a stop, too.
+    milliseconds : time after the first token.
+    steps : tokens computed in that time. `stepper`: the backend, with the reason where it is not machine code.
     """
 
     text: str
@@ -66,12 +65,12 @@ class Generated:
 
     @property
     def script(self) -> Ids:
-        """The ids, and behind them the end token if there is one."""
+        """Return the ids, and after them the end token if there is one."""
         return self.ids if self.end is None else (*self.ids, self.end)
 
 
 def stop_ids(decoder: Decoder) -> set[int]:
-    """The token ids that end an answer."""
+    """Return the token ids that end an answer."""
     config = decoder.model.generation_config
     stated = config.eos_token_id if config is not None else None
     ids = set(stated) if isinstance(stated, list) else {stated}
@@ -79,18 +78,12 @@ def stop_ids(decoder: Decoder) -> set[int]:
     return {token for token in ids if isinstance(token, int)}
 
 
-def make_ready(decoder: Decoder) -> None:
-    """Begin to make what `generate` decodes with, in a thread of its own."""
-    prepare_engine(decoder)
-
-
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose the first answer token from logits `[vocabulary]`; seeds what `next_token` draws from.
 
     Raises
     ------
-    ModelError : the largest is no number: what stands in the prompt's cache has overflowed. Tokens that a model rules
-        out have -inf.
+    ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
     """
     if not math.isfinite(float(logits.max())):
         raise ModelError(
@@ -125,7 +118,7 @@ def generate(
     ----------
     cache : holds exactly the prompt's rows, and those of the tokens that are known but the last.
     on_text : called with each new piece of answer text.
-    more : tokens behind the first that are known, too (`greedy_prefix`).
+    more : tokens after the first that are known, too (`greedy_prefix`).
     going : asked before each further token; False ends the answer there.
     """
     sequence = AnswerSequence(decoder, cache, [first, *more], sampling, on_text)
@@ -239,7 +232,7 @@ class ContinuousBatch:
         self.sequences.append(sequence)
 
     def remove(self, sequence: AnswerSequence) -> None:
-        """Leave an answer as it is: nobody waits for it any more."""
+        """Drop an answer that no caller waits for any more."""
         self.sequences.remove(sequence)
 
     def step(self) -> list[AnswerSequence]:

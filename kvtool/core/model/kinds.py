@@ -17,10 +17,9 @@ import torch
 from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.intercept import KV, ForwardEnded, LayerProbe
-from kvtool.core.model.modules import HINT, cache_name
+from kvtool.core.model.modules import HINT, KV, ForwardEnded, LayerProbe, cache_name
 
-_NEAR = (3, 40)  # positions of one and the same row: are its keys told apart?
+_NEAR = (3, 40)  # positions of one and the same row: do its keys differ?
 _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions
 
 
@@ -92,13 +91,13 @@ class LayerKind:
 
     @property
     def is_plain(self) -> bool:
-        """Whether rows see all keys before them, and weights are the softmax of scaled products."""
+        """Return True if rows see all keys before them, and weights are the softmax of scaled products."""
         return self.window is None and self.softcap is None and not self.sinks and not self.tempered
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One and the same row of a layer at some positions: its keys, float32 `[kv_heads, positions, key_dim]`."""
+    """The keys of a layer for one and the same row at some positions, float32 `[kv_heads, positions, key_dim]`."""
 
     positions: tuple[int, ...]
     keys: torch.Tensor
@@ -107,7 +106,7 @@ class Sample:
 def kinds_of(
     base: Any, attentions: Mapping[int, Any], config: Any, dtype: torch.dtype, device: str
 ) -> tuple[tuple[LayerKind, ...], dict[int, Sample]]:
-    """Ask the layers of a model, one of each kind; by the number of each that was asked, what it said.
+    """Ask the layers of a model, one of each kind; return all kinds, and by the number of each asked layer its sample.
 
     Parameters
     ----------
@@ -147,13 +146,13 @@ def kinds_of(
 
 
 def rotary_of(base: Any) -> Any:
-    """The module that knows a decoder's RoPE, whatever it is called; None: it has none."""
+    """Find the module that knows a decoder's RoPE, whatever its name; None: it has none."""
     modules = [child for child in base.children() if any("inv_freq" in name for name, _ in child.named_buffers())]
     return getattr(base, "rotary_emb", None) or next((one for one in modules if not one._modules), None)
 
 
 def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
-    """Under which name a rotary module knows each layer's RoPE; "" where it has one for all; None: a layer has none."""
+    """Return the name of each layer's RoPE in a rotary module; "" where it has one for all; None: a layer has none."""
     if rotary is None:
         return [None] * layers
     if not by_type(rotary):
@@ -163,7 +162,7 @@ def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
 
 
 def by_type(rotary: Any) -> bool:
-    """Whether a rotary module has a RoPE for each type of layer."""
+    """Return True if a rotary module has a RoPE for each type of layer."""
     return "layer_type" in inspect.signature(type(rotary).forward).parameters
 
 
@@ -175,7 +174,7 @@ def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tenso
 def angles_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute a RoPE's cos and sin `[1, positions, rotary_dim]` in the dtype of `like`, as the model does.
 
-    Complex numbers (DeepSeek V2) belong to pairs of neighbours each, and stand twice.
+    Complex numbers (DeepSeek V2) belong to pairs of neighbours, and are repeated.
     """
     tables = tables_of(rotary, name, like, positions)
     if isinstance(tables, torch.Tensor):
@@ -186,29 +185,29 @@ def angles_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What layers leave for others to attend to, as modules call it; and which layer has left it."""
+    """Keys and values that layers leave for others, by the modules' names for them, and the layers' numbers."""
 
     states: dict[str, tuple[torch.Tensor, ...]]
     layers: dict[str, int]
 
     def note(self, layer: int) -> None:
-        """Take what has been added since for this layer's."""
+        """Note that what has been added since is this layer's."""
         for name in self.states:
             self.layers.setdefault(name, layer)
 
     def source_of(self, key: torch.Tensor) -> int | None:
-        """The layer whose keys these are."""
+        """Return the layer whose keys these are."""
         return next((self.layers[name] for name, (keys, _) in self.states.items() if keys is key), None)
 
     def taken_by(self, attention: Any) -> dict[str, Any]:
-        """How a module is given it, if it takes it."""
+        """Return the argument by which a module takes it, if it does."""
         takes = "shared_kv_states" in inspect.signature(type(attention).forward).parameters
         return {"shared_kv_states": self.states} if takes else {}
 
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """What a layer attends with; `kept`: the keys and values that it keeps; `source`: see `LayerKind`."""
+    """The arguments of a layer's attention; `kept`: the keys and values that it keeps; `source`: see `LayerKind`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -250,7 +249,7 @@ def _asked(
 
 
 def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: Any) -> KV:
-    """The keys and values that a layer keeps; refused where it attends over others (DiffLlama, JetMoE)."""
+    """Return the keys and values that a layer keeps; refuse one that attends over others (DiffLlama, JetMoE)."""
     if given is None:
         raise ModelError(f"{type(attention).__name__} attends without a cache; that would need one for it", HINT)
     is_joint = key.shape[3] != given[0].shape[3]
@@ -275,13 +274,13 @@ def _kind(answer: _Answer, name: str | None) -> LayerKind:
 
 
 def _is_tempered(query: torch.Tensor) -> bool:
-    """Whether one row's queries are longer at some positions than at others."""
+    """Return True if one row's queries are longer at some positions than at others."""
     lengths = query[0].float().norm(dim=-1)
     return bool(((lengths / lengths[:, :1] - 1).abs() > _ALIKE[query.dtype]).any())
 
 
 def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:
-    """What tells attention modules of a model apart: their class, RoPE, plain settings and parts."""
+    """Return what attention modules of a model differ by: their class, RoPE, plain settings and parts."""
     plain = {
         key: value
         for key, value in vars(attention).items()
@@ -322,10 +321,10 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
 
 
 def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
-    """The windows of the first layers of a model that is not built, by its configuration; None: a layer has none.
+    """Return the windows of the first layers of a model that is not built, by its configuration; None: it has none.
 
-    One that its family does not know (Llama) is none. Whoever builds the model has the word of its layers
-    (`model/kinds.py`), and of a family that knows the setting and does not heed it they say otherwise.
+    A window that its family does not know (Llama) is none. Of a family that knows the setting and does not heed it, the
+    layers of the built model say otherwise (`kinds_of`).
     """
     known = hasattr(type(config), "sliding_window")
     return tuple(_stated_window(config, layer) if known else None for layer in range(layers))
@@ -336,7 +335,7 @@ def _told(window: int | None) -> str:
 
 
 def _stated_window(config: Any, layer: int) -> int | None:
-    """The sliding window of a layer by the configuration, or None."""
+    """Return the sliding window of a layer by the configuration, or None."""
     window = getattr(config, "sliding_window", None)
     types = getattr(config, "layer_types", None)
     if not window or (types and not _slides(config, layer)):
@@ -345,16 +344,16 @@ def _stated_window(config: Any, layer: int) -> int | None:
 
 
 def _slides(config: Any, layer: int) -> bool:
-    """Whether a configuration that tells layers by type says that this one has a window."""
+    """Return True if a configuration that types its layers says that this one has a window."""
     types = getattr(config, "layer_types", None) or ()
     return layer < len(types) and types[layer] == "sliding_attention"
 
 
 def _masks(base: Any, config: Any, layer: int) -> bool:
-    """Whether the model's own forward keeps a layer from what lies before the window that its configuration states.
+    """Return True if the model's own forward masks what is before the window that its configuration states.
 
-    A configuration may state one that its family does not know (Llama). It is asked for the mask of four tokens, under
-    a window of two.
+    A configuration may state a window that its family does not know (Llama). So the model is asked for the mask of four
+    tokens, under a window of two.
     """
 
     masks: list[torch.Tensor | None] = []

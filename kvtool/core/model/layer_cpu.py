@@ -17,10 +17,9 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.layer.cpu import ELEMENTS, LayerKernels, Rounding, layer_kernels
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
-from kvtool.core.model.attention import IMPLEMENTATION, Rows
-from kvtool.core.model.intercept import Swapped, own_class, swap, swapped_by
+from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
 from kvtool.core.model.kinds import angles_of
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import Swapped, cache_name, own_class, swap, swapped_by
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture, check_trial
 from kvtool.core.model.stack import DecoderStack
 from kvtool.core.native.isa import ISAS, isa_here
@@ -32,7 +31,7 @@ _installing = threading.Lock()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FusedDecoderLayer:
-    """Computes a layer's rows by its spec; what the spec does not know is called as the module that it is."""
+    """Computes a layer's rows by its spec; a part that the spec does not know is called as the module that it is."""
 
     spec: LayerSpec
     kernels: LayerKernels
@@ -47,16 +46,18 @@ class FusedDecoderLayer:
         norms = [norm.module for norm in spec.norms if norm.is_rms]
         called = [norm.module for norm in spec.norms if not norm.is_rms]
         called += [spec.module.mlp] if spec.mlp is None else []
-        apart = {spec.module} | {part for module in called for part in module.modules()}
-        inside = [one for one in spec.module.modules() if one not in apart and not isinstance(one, torch.nn.Linear)]
+        called_parts = {spec.module} | {part for module in called for part in module.modules()}
+        inside = [
+            one for one in spec.module.modules() if one not in called_parts and not isinstance(one, torch.nn.Linear)
+        ]
         return cls(
             spec, kernels, AttentionParams(spec.scale, spec.kind.window), tuple(inside), tuple(norms), _weighed(norms)
         )
 
     def serves(self, hidden: torch.Tensor, cache: Any, tables: Any, rows: Any, more: dict[str, Any]) -> bool:
-        """Return True for rows of a prompt over its cache, if nobody listens to what is inside the layer."""
+        """Return True for rows of a prompt over its cache, if no hook listens to what is inside the layer."""
         return (
-            isinstance(rows, Rows)
+            isinstance(rows, QueryRows)
             and not rows.stored
             and cache is not None
             and tables is not None
@@ -71,7 +72,7 @@ class FusedDecoderLayer:
         )
 
     def compute(
-        self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: Rows
+        self, hidden: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
         """Compute `[1, rows, hidden]` of the same.
 
@@ -80,8 +81,8 @@ class FusedDecoderLayer:
         tables : cos and sin of the rows' positions, as the layer's own forward takes them.
         """
         spec = self.spec
-        (before, between), (behind, last) = spec.before, spec.after
-        attended = self._normed_by(behind, self._attended(self._normed_by(before, hidden), tables, cache, rows))
+        (before, between), (after, last) = spec.before, spec.after
+        attended = self._normed_by(after, self._attended(self._normed_by(before, hidden), tables, cache, rows))
         hidden, normed = self._added(hidden, attended, between)
         return self._added(hidden, self._normed_by(last, self._mlp(normed)), None)[0]
 
@@ -100,7 +101,7 @@ class FusedDecoderLayer:
     def _added(
         self, hidden: torch.Tensor, more: torch.Tensor, norm: NormSpec | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual stream with what attention or the MLP gives, and that normed."""
+        """Add what attention or the MLP gives to the residual stream; return that, and that normed."""
         if self.spec.residual != 1:
             more = more * self.spec.residual
         if norm is not None and norm.is_rms:
@@ -118,7 +119,7 @@ class FusedDecoderLayer:
         return _product(mlp.down.module, self.kernels.gate(gate, up))
 
     def _attended(
-        self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: Rows
+        self, normed: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor], cache: Any, rows: QueryRows
     ) -> torch.Tensor:
         spec, layer = self.spec, self.spec.module.self_attn.layer_idx
         heads = normed.shape[1], -1, spec.kind.shape.key_dim
@@ -172,28 +173,33 @@ class _FusedModule(Swapped):
 
 
 def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Several products of the same rows, as views of one where they are fused."""
+    """Compute several products of the same rows, as views of one where they are fused."""
     if parts[0].module is parts[-1].module:
         return torch.split(_product(parts[0].module, rows), [part.rows for part in parts], -1)
     return [_product(part.module, rows) for part in parts]
 
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
-    """A linear layer's product, in the way that is fast for few rows where its weight is kept for that."""
+    """Multiply by a linear layer, in the way that is fast for few rows where its weight is kept for that."""
     by_rows = isinstance(linear, _BY_ROWS) and not _is_touched(linear)
     out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out
 
 
 def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
-    """Whether all of a layer's products of so many rows are machine code of our own, which a crew can take part in.
+    """Return True if all of a layer's products of so many rows are machine code of our own, which a pool computes.
 
     Parameters
     ----------
     layer : of a stack.
     """
     fused = swapped_by(layer)
-    if not isinstance(fused, FusedDecoderLayer) or fused.spec.mlp is None or not isinstance(rows, Rows) or rows.stored:
+    if (
+        not isinstance(fused, FusedDecoderLayer)
+        or fused.spec.mlp is None
+        or not isinstance(rows, QueryRows)
+        or rows.stored
+    ):
         return False
     return all(_is_in_team(product, count, fused.kernels.dtype) for product in fused.products())
 
@@ -203,13 +209,13 @@ def _is_in_team(linear: Any, count: int, dtype: torch.dtype) -> bool:
 
 
 def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Where the weights of norms are, and how often they were written: copies of them are computed with."""
+    """Return where the weights of norms are, and how often they were written: copies of them are computed with."""
     weights = [norm.weight for norm in norms]
     return tuple((weight.data_ptr(), -1 if weight.is_inference() else weight._version) for weight in weights)
 
 
 def _is_touched(module: torch.nn.Module) -> bool:
-    """Whether someone listens to a module, or has given it another forward."""
+    """Return True if a hook listens to a module, or it has been given another forward."""
     return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
@@ -260,7 +266,7 @@ def _try_each_kind(stack: DecoderStack, layers: Sequence[FusedDecoderLayer]) -> 
 def _try(stack: DecoderStack, number: int, layer: FusedDecoderLayer) -> None:
     """Compute a few rows by the model's own layer and by the fused one."""
     module = layer.spec.module
-    rows = Rows.of(torch.arange(_TRIED), stack.device)
+    rows = QueryRows.of(torch.arange(_TRIED), stack.device)
     draw = torch.Generator().manual_seed(0)
     size = int(stack.config.hidden_size)
     hidden = torch.randn((1, _TRIED, size), generator=draw, dtype=torch.float32).to(stack.dtype)

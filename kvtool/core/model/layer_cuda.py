@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.heads_triton import HeadNorm, place
 from kvtool.core.kernels.machine import has_triton
-from kvtool.core.kernels.rope import CosSin, RopeTables
-from kvtool.core.model.attention import Placing, Rows
+from kvtool.core.kernels.rope import RopeTables, rotate_halves_torch
+from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.spec import (
     TOLERANCE,
@@ -78,7 +78,7 @@ class FusedForward:
         exact, _ = prefill(ids)
         cache = stack.new_cache(_TRIED)
         cache.set_length(_TRIED)
-        rows = Rows.of(torch.arange(_TRIED), stack.device)
+        rows = QueryRows.of(torch.arange(_TRIED), stack.device)
         found = self.compute(torch.tensor(ids).to(stack.device), rows, cache)[-1]
         check_trial(found, exact, stack.dtype, len(stack.layers))
 
@@ -86,7 +86,7 @@ class FusedForward:
     def compute(
         self,
         ids: torch.Tensor,
-        rows: Placing,
+        rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -103,12 +103,14 @@ class FusedForward:
         return logits.float() if self._spec.logits == 1 else logits.float() * self._spec.logits
 
     @torch.inference_mode()
-    def walk(self, ids: torch.Tensor, rows: Rows, cache: PromptCache, position_ids: torch.Tensor | None = None) -> None:
+    def walk(
+        self, ids: torch.Tensor, rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
+    ) -> None:
         """Do the same without the LM head."""
         self._walked(ids, rows, cache, len(ids), position_ids)
 
     def _walked(
-        self, ids: torch.Tensor, rows: Placing, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
+        self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute what the last layer gives for the last `keep` rows, `[keep, hidden]`."""
         hidden: torch.Tensor = self._stack.base.embed_tokens(ids)
@@ -146,7 +148,7 @@ class FusedForward:
         Parameters
         ----------
         queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
-        table : of the rows' positions; `at`: where they stand in the buffers, int64 `[rows]`.
+        table : of the rows' positions; `at`: their places in the buffers, int64 `[rows]`.
 
         Returns
         -------
@@ -164,23 +166,14 @@ class FusedForward:
                 for side, norm in zip((query, key), layer.head_norms, strict=True)
             )
         if angles is not None:
-            query, key = in_halves(query, angles), in_halves(key, angles)
+            query, key = (rotate_halves_torch(side, angles) for side in (query, key))
         buffer.scatter(at, key, value)
         return query
 
 
-def in_halves(heads: torch.Tensor, table: CosSin) -> torch.Tensor:
-    """Rotate `[1, heads, rows, head_dim]` in float32: number i and its partner half a rotation further on."""
-    width = table.cos.shape[-1]
-    wide = heads[..., :width].float()
-    low, high = wide.chunk(2, -1)
-    turned = wide * table.cos[:, None] + torch.cat([-high, low], -1) * table.sin[:, None]
-    return torch.cat([turned.to(heads.dtype), heads[..., width:]], -1)
-
-
 @dataclass(frozen=True, slots=True)
 class FusedCudaLayer:
-    """One decoder layer as functions of tensors; norms of other kinds, and an MLP of experts, are the modules they are.
+    """A decoder layer as functions of tensors; norms of other kinds, and an MLP of experts, are called as modules.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""Attention over latents (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): what is kept of a token serves all heads.
+"""Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token's one latent serves all heads.
 
 A token's cache is one latent, of which every head makes its key and its value, and one key that carries the position.
 A model's own forward makes the keys and values of all tokens anew for each of its passes. Here queries are brought to
@@ -20,8 +20,7 @@ from typing import Any
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.intercept import KV, CacheProxy, Swapped, own_class, swap, swapped_by
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import KV, CacheProxy, Swapped, cache_name, own_class, swap, swapped_by
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 
@@ -36,7 +35,7 @@ class Latents:
 
     Raises
     ------
-    ModelError : its product has a bias, or a size is not told.
+    ModelError : its product has a bias, or a size is unknown.
     """
 
     def __init__(self, attention: Any, implementation: str) -> None:
@@ -52,14 +51,14 @@ class Latents:
 
     @property
     def serves(self) -> bool:
-        """Whether latents are attended now."""
+        """Return True if latents are attended now."""
         return bool(self.attention.config._attn_implementation == self._implementation)
 
     def should_expand(self, rows: int, keys: int, pairs: int) -> bool:
-        """Whether fewer multiplications are taken by keys and values of every head, made of all latents, than by
-        queries brought to these: so it is where many rows see many keys.
+        """Return True if keys and values of every head, made of all latents, take fewer multiplications than queries
+        brought to the latents: so it is where many rows see many keys.
 
-        Measured on one core of an AMD EPYC (`samples/latents.py`), a layer of DeepSeek-V2-Lite in float32 over 4,096
+        On one core of an AMD EPYC (samples/results/latents.md), a layer of DeepSeek-V2-Lite in float32 over 4,096
         keys, ms: 32 rows 236 and 24, all rows 649 and 1,655.
 
         Parameters
@@ -88,7 +87,7 @@ class Latents:
 
     @property
     def _weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of keys `[heads, plain, rank]` and of values `[heads, rank, value]`."""
+        """Return those of keys `[heads, plain, rank]` and of values `[heads, rank, value]`."""
         product = self.attention.kv_b_proj
         if type(product) is torch.nn.Linear and "forward" not in vars(product):
             return self._cut(product.weight)
@@ -96,7 +95,7 @@ class Latents:
 
     @cached_property
     def _unpacked(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The weights of a product that keeps them in a layout of its own: what it makes of the unit vectors."""
+        """Return the weights of a product with a layout of its own: what it makes of the unit vectors."""
         product = self.attention.kv_b_proj
         like = self.attention.kv_a_layernorm.weight
         with torch.inference_mode(False), torch.no_grad():
@@ -134,7 +133,7 @@ class _LatentModule(Swapped):
 
 
 def _latents_first(cache: Any) -> CacheProxy:
-    """A cache as the module writes to it: latents first, where ours has the rotary keys as keys."""
+    """Return a cache as the module writes to it: latents first, where ours has the rotary keys as keys."""
 
     def update(latents: torch.Tensor, keys: torch.Tensor, layer: int) -> KV:
         keys, values = cache.update(keys, latents, layer)
@@ -144,7 +143,7 @@ def _latents_first(cache: Any) -> CacheProxy:
 
 
 def joined(latents: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Latents `[…, rank]` and rotary keys side by side, unless they are already."""
+    """Join latents `[…, rank]` and rotary keys, unless they are joined already."""
     width = latents.shape[-1]
     is_joined = keys.shape[-1] > width and keys.data_ptr() == latents.data_ptr()
     return keys if is_joined else torch.cat([latents, keys], -1)

@@ -1,28 +1,35 @@
-"""Where a model's attention is: the modules that ask `transformers`' attention interface, under whichever names."""
+"""Modules of a model: found by what their code calls, swapped for others, and run only as far as it matters."""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Sequence
-from functools import cache
-from typing import Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Literal
+
+import torch
+from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
+from kvtool.core.kernels.attention.params import AttentionParams
 
+KV = tuple[torch.Tensor, torch.Tensor]
 # What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
 CACHES = ("past_key_values", "cache", "layer_past")
+_BY = "_swapped_by"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 HINT = "use a causal language model with ordinary rotary attention"
 
 
 def base_of(model: Any) -> Any:
-    """A causal language model without its LM head; some name themselves (Llama 4)."""
+    """Return a causal language model without its LM head; some return themselves (Llama 4)."""
     base = model.get_decoder()
     return base.model if base is model and hasattr(model, "model") else base
 
 
 def layers_of(base: Any) -> list[Any]:
-    """The decoder layers of a model without its LM head.
+    """Return the decoder layers of a model without its LM head.
 
     Raises
     ------
@@ -38,7 +45,7 @@ def layers_of(base: Any) -> list[Any]:
 
 
 def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
-    """The attention modules of layers, by layer: the part of each that lets others compute its attention.
+    """Find the attention modules of layers, by layer: the part of each that lets others compute its attention.
 
     Parameters
     ----------
@@ -46,7 +53,7 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
 
     Raises
     ------
-    ModelError : there is none: it attends by code of its own, which no rows of ours can be given to; or several.
+    ModelError : a layer has several, or none: it attends by code of its own, which takes no rows of ours.
     """
     found = {number: [child for child in layer.children() if _asks(child)] for number, layer in enumerate(layers)}
     for number, those in found.items():
@@ -69,17 +76,130 @@ def still(attentions: Sequence[Any]) -> None:
 
 
 def _asks(module: Any) -> bool:
-    """Whether a module's own forward goes through the attention interface."""
+    """Return True if a module's own forward goes through the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
 
 def cache_name(module: Any) -> str:
-    """Under which name a module's forward takes the cache."""
+    """Return the name by which a module's forward takes the cache."""
     return _cache_name(type(module).forward)
 
 
-@cache
+@functools.cache
 def _cache_name(forward: Any) -> str:
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHES if name in parameters), CACHES[0])
+
+
+class ForwardEnded(Exception):
+    """Ends a forward before its end: what is left of it would be computed for nothing."""
+
+
+class CacheProxy(Cache):
+    """A cache without rows: a function takes a layer's new keys and values, and returns those to attend to.
+
+    Parameters
+    ----------
+    update : called with keys and values, `[batch, kv_heads, rows, head_dim]`, and the layer's number.
+    """
+
+    def __init__(self, update: Callable[[torch.Tensor, torch.Tensor, int], KV]) -> None:
+        super().__init__(layers=[])
+        self._update = update
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> KV:
+        return self._update(key_states, value_states, layer_idx)
+
+
+class LayerProbe:
+    """Rows of one layer that go as far as its cache, or as far as its attention.
+
+    Attributes
+    ----------
+    cache : to be given to the layer.
+    kv : the keys and values that it writes to its cache; None: it writes none.
+    attention : query, key, value and params as its attention takes them; None: it did not come to it.
+    """
+
+    def __init__(self, until: Literal["cache", "attention"]) -> None:
+        self._until = until
+        self.cache = CacheProxy(self._written)
+        self.kv: KV | None = None
+        self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams] | None = None
+
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Call a layer, or its attention, until what is wanted is recorded."""
+        with suppress(ForwardEnded):
+            forward(*args, **kwargs)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
+    ) -> torch.Tensor:
+        """Record the arguments, and end the forward: a probe takes the place of a pass's rows (`Attends`)."""
+        self.attention = query, key, value, params
+        raise ForwardEnded
+
+    def _written(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> KV:
+        self.kv = key, value
+        if self._until == "cache":
+            raise ForwardEnded
+        return self.kv
+
+
+class Swapped(torch.nn.Module):
+    """Base of the classes that replace a module's own, whose forward is `super().forward`.
+
+    The module keeps its name and parts. A copy of it, in this process or by pickle in another, is of its own class:
+    machine code stays here.
+
+    Attributes
+    ----------
+    _swapped_by : what it computes with.
+    """
+
+    _swapped_by: Any
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        kept = {name: value for name, value in vars(self).items() if name != _BY}
+        return _new, (own_class(self),), kept
+
+
+def _new(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    return kind.__new__(kind)
+
+
+def swap(module: torch.nn.Module, kind: type[Swapped], by: object) -> None:
+    """Let a module compute as `kind` does, with `by`; one that does so already gets the new `by`."""
+    swapped: Any = module
+    classes: Any = kind, own_class(module)
+    swapped.__class__ = _class_of(*classes)
+    vars(module)[_BY] = by
+
+
+def swapped_by(module: torch.nn.Module) -> Any:
+    """Return what a module was given to compute with; None: it is of its own class."""
+    return vars(module).get(_BY)
+
+
+def own_class(module: torch.nn.Module) -> type[torch.nn.Module]:
+    """Return the class that a module was built as."""
+    kind = type(module)
+    return kind.__bases__[1] if issubclass(kind, Swapped) else kind
+
+
+@functools.cache
+def _class_of(kind: Any, own: Any) -> type[torch.nn.Module]:
+    """Make the class of both, with the own one's name and signature, which callers read."""
+
+    @functools.wraps(own.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    space = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
+    return type(own.__name__, (kind, own), space)

@@ -1,4 +1,4 @@
-"""Prefill chunks alone, behind a shared lead-in, and keep their keys without a position."""
+"""Prefill of single chunks after a shared lead-in; their keys are kept without a position."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.model.attention import ChunkWatch, PackedChunks, passing
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
-from kvtool.core.model.intercept import KV, CacheProxy, ForwardEnded
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import KV, CacheProxy, ForwardEnded, cache_name
 from kvtool.core.model.preemption import preemptible
 
-_LEAST_ROWS = 16  # one row alone would take a matrix-vector kernel, whose sums round otherwise
+_LEAST_ROWS = 16  # a single row would take a matrix-vector kernel, whose sums round otherwise
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillItem:
-    """A chunk to prefill: its token ids, and ids of its own that stand between the shared lead-in and it."""
+    """A chunk to prefill: its token ids, and ids of its own between the shared lead-in and it."""
 
     ids: Ids
     before: Ids = ()
@@ -38,27 +37,27 @@ class ChunkKV:
 
     @property
     def layers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of each layer."""
+        """Return keys and values of each layer."""
         return list(zip(self.keys, self.values, strict=True))
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Count its tokens."""
         return self.keys[0].shape[1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """What its numbers are."""
+        """Return the dtype of its numbers."""
         return self.keys[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its numbers."""
+        """Return the bytes of all its numbers."""
         return sum(side.nbytes for layer in self.layers for side in layer)
 
 
 class LeadIn:
-    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks behind it."""
+    """A lead-in's rotated keys and values per layer, computed once and shared by all chunks after it."""
 
     def __init__(self, decoder: Decoder, ids: Sequence[int]) -> None:
         self.ids = tuple(ids)
@@ -83,7 +82,7 @@ def prefill_chunks(
     going: Callable[[], bool] = lambda: True,
     watches: Sequence[ChunkWatch] = (),
 ) -> list[ChunkKV]:
-    """Prefill chunks packed into one row, each as if it alone stood behind the lead-in.
+    """Prefill chunks packed into one row, each as if only it came after the lead-in.
 
     Of the last layer only keys and values are computed, and the LM head does not run.
     What a chunk gives does not depend on its batch: bit for bit on the CPU, so that a resumed ingest ends with the

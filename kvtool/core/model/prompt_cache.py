@@ -1,4 +1,4 @@
-"""One prompt's keys and values in preallocated buffers, usable as a `transformers` cache."""
+"""Prompt cache: one prompt's keys and values in preallocated buffers, usable as a `transformers` cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.attention import Placing
+from kvtool.core.model.attention import PlacedRows
 from kvtool.core.model.kinds import KVShape
 
 Observer = Callable[[int, int], None]
@@ -59,12 +59,12 @@ class BufferLayer(CacheLayerMixin):
         self.values.index_copy_(2, rows, values)
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """What attention takes as keys and as values."""
+        """Return what attention takes as keys and as values."""
         keys = self.keys if self.joint is None else self.joint
         return keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows."""
+        """Grow to `length` rows, if there are fewer."""
         capacity = self.keys.shape[2]
         if length > capacity:  # rare: the caller reserves what it plans to generate
             more = max(length - capacity, capacity // 2 + 1)
@@ -90,12 +90,12 @@ class PromptCache(Cache):
     Parameters
     ----------
     shapes : of each layer; `capacity`: rows of each.
-    before_update : called with (layer, how many rows) before they are scattered: the loader is waited for here.
+    before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
     after_update : called with the layer when they are there, before anything attends to them.
 
     Attributes
     ----------
-    turned_to : the position of each place, where some differ from it since tokens of the prompt have no row here;
+    position_ids : the position of each place, where some differ from it since tokens of the prompt have no row here;
         None: none does.
     """
 
@@ -105,27 +105,27 @@ class PromptCache(Cache):
         self._without_hooks()
 
     def _without_hooks(self) -> None:
-        self.rows: Placing | None = None
+        self.rows: PlacedRows | None = None
         self.before_update: Observer | None = None
         self.after_update: Callable[[int], None] | None = None
-        self.turned_to: list[int] | None = None
+        self.position_ids: list[int] | None = None
 
     def unhook(self) -> None:
-        """Tell nobody any more of rows that are scattered."""
+        """Call no observer any more."""
         self.before_update = self.after_update = None
 
     @property
     def dropped(self) -> int:
-        """By how much the position of a row that is appended is larger than its place."""
-        return self.turned_to[-1] + 1 - len(self.turned_to) if self.turned_to else 0
+        """Return by how much the position of a row that is appended is larger than its place."""
+        return self.position_ids[-1] + 1 - len(self.position_ids) if self.position_ids else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes, room for further rows included."""
+        """Return its bytes, those for further rows included."""
         return sum(buffer.keys.nbytes + buffer.values.nbytes for buffer in self.buffers)
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows."""
+        """Grow to `length` rows, if there are fewer."""
         for buffer in self.buffers:
             buffer.reserve(length)
 
@@ -134,9 +134,9 @@ class PromptCache(Cache):
         self.reserve(length)
         for buffer in self.buffers:
             buffer.length = length
-        if self.turned_to:
-            more = range(len(self.turned_to), length)
-            self.turned_to.extend(place + self.dropped for place in more)
+        if self.position_ids:
+            more = range(len(self.position_ids), length)
+            self.position_ids.extend(place + self.dropped for place in more)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Rotary positions: take them off stored keys, and put them on again wherever a chunk comes to stand."""
+"""Rotary position embedding (RoPE) of stored keys: taken off, and applied again at a chunk's place in the prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ import torch
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.kernels.machine import has_triton
-from kvtool.core.kernels.rope import CopyWithRope, CosSin, RopeTables, copy_with_rope, rotate_halves
+from kvtool.core.kernels.rope import (
+    CopyWithRope,
+    CosSin,
+    RopeTables,
+    copy_with_rope,
+    rotate_halves,
+    rotate_halves_torch,
+)
 from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
 from kvtool.core.native.isa import Isa, isa_here
@@ -21,10 +28,8 @@ from kvtool.core.native.isa import Isa, isa_here
 _MOVED = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # of a key's length
 _TRIED = (0, 1, 77, 511)  # positions that machine code is tried at, few enough for every model
 Apply = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-
-
 Copy: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # where to, and what
-Turn: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to, keys, and the table of their positions
+RopeJob: TypeAlias = "tuple[torch.Tensor, torch.Tensor, RopeTables]"  # where to, keys, and the table of their positions
 
 
 class Rotary:
@@ -64,8 +69,11 @@ class Rotary:
         self._check(samples)
 
     def _found(self, attentions: list[Any], samples: Mapping[int, Sample]) -> Apply:
-        """What moves keys: the model's own function of queries and keys. Where it has none, or keys belong to latents
-        (of which some models rotate neighbours and lay them out as halves), layers are tried at two positions."""
+        """Find the function that rotates keys: the model's own, of queries and keys.
+
+        Where it has none, or keys belong to latents (some models rotate neighbours of those and store them as halves),
+        layers are tried at two positions.
+        """
         own = _model_function(attentions[0])
         if own is not None and not any(kind.shape.joint for kind in self._kinds):
             return own
@@ -79,18 +87,23 @@ class Rotary:
         )
 
     def _moves(self, apply: Apply, layer: int, sample: Sample) -> bool:
-        """Whether a function makes a row's keys at one position of those at another."""
+        """Return True if a function makes a row's keys at one position of those at another."""
         name = self._kinds[layer].rotation
         if name is None:
             return True
-        keys = sample.keys[None, :, :2].to(self._device).split(1, 2)
-        cos, sin = angles_of(
-            self._emb,
-            name,
-            torch.empty(0, dtype=self._dtype, device=self._device),
-            torch.tensor(sample.positions[:2], device=self._device),
-        )
-        return _is_moved(apply, keys, CosSin(cos.float(), sin.float()), self._dtype)
+        first, second = sample.keys[None, :, :2].to(self._device).split(1, 2)
+        angles = CosSin(*(side.float() for side in self._at(name, sample.positions[:2], self._dtype)))
+        here, there = angles[:1].inverse(), angles[1:]
+        if here.cos.shape[-1] != first.shape[-1]:
+            return False
+        plain = apply(first[:, :0], first, here.cos, here.sin)[1]
+        moved = apply(plain[:, :0], plain, there.cos, there.sin)[1]
+        return bool((moved - second).norm() <= 8 * torch.finfo(self._dtype).eps * second.norm())
+
+    def _at(self, name: str, positions: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute a RoPE's cos and sin as the model rounds them."""
+        like = torch.empty(0, dtype=dtype, device=self._device)
+        return angles_of(self._emb, name, like, torch.tensor(positions, device=self._device))
 
     def table(self, positions: torch.Tensor) -> RopeTables:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
@@ -105,17 +118,15 @@ class Rotary:
 
     @cached_property
     def _by_half(self) -> bool:
-        """Whether the model's angles are those of half a rotation, which serve its other half too (gpt-oss): tried."""
+        """Try whether the model's angles are those of half a rotation, and serve its other half, too (gpt-oss)."""
         kind = next((kind for kind in self._kinds if kind.rotation is not None), None)
         if kind is None or kind.rotation is None:
             return False
-        at = torch.tensor(_TRIED, device=self._device)
-        cos, sin = angles_of(self._emb, kind.rotation, torch.empty(0, dtype=torch.float32, device=self._device), at)
+        cos, sin = self._at(kind.rotation, _TRIED, torch.float32)
         if 2 * cos.shape[-1] != kind.shape.key_dim:
             return False
         keys = _drawn(kind.shape.key_dim).to(self._device)
-        turned = torch.cat([-keys[..., kind.shape.key_dim // 2 :], keys[..., : kind.shape.key_dim // 2]], -1)
-        expected = keys * cos.repeat(1, 1, 2)[:, None] + turned * sin.repeat(1, 1, 2)[:, None]
+        expected = rotate_halves_torch(keys, CosSin(cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)))
         try:
             return torch.allclose(self._apply(keys[:, :0], keys, cos, sin)[1], expected, atol=1e-5)
         except RuntimeError:  # other sizes than it takes
@@ -123,12 +134,12 @@ class Rotary:
 
     @property
     def is_single(self) -> bool:
-        """Whether all layers that rotate do so by one RoPE, and keys and values have one shape."""
+        """Return True if all layers that rotate do so by one RoPE, and keys and values have one shape."""
         shapes = {kind.shape for kind in self._kinds}
         return len(self.names) == len(shapes) == 1 and self._kinds[0].shape.is_plain
 
     def angles(self, table: RopeTables, layer: int) -> CosSin | None:
-        """A table's angles for one layer; None: its keys have no positions."""
+        """Return a table's cos and sin for one layer; None: its keys have no positions."""
         name = self._kinds[layer].rotation
         return None if name is None else table.by_name[name]
 
@@ -144,34 +155,34 @@ class Rotary:
         return out
 
     def rotate_into(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
-        """Write rotated keys to `out`: on a CPU on their way there, without a number in between being kept."""
+        """Write rotated keys to `out`, on a CPU without a copy in between."""
         self.place([(out, keys, table)], [], layer)
 
-    def place(self, turns: Sequence[Turn], copies: Sequence[Copy], layer: int) -> None:
-        """Rotate keys to their places, and copy what goes beside them as it is: on a CPU in one call of machine code.
+    def place(self, jobs: Sequence[RopeJob], copies: Sequence[Copy], layer: int) -> None:
+        """Rotate keys to their places, and copy other tensors as they are: on a CPU in one call of machine code.
 
-        torch's own copies would wake its other threads, which a pass computes with meanwhile.
+        Copies by torch would wake its other threads, which a pass computes with meanwhile.
 
         Parameters
         ----------
         turns : where to, keys, and the table of their positions; `copies`: where to, and what.
         """
-        if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in turns):
-            moves = [self._turned(turn, layer) for turn in turns]
+        if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
+            moves = [self._turned(turn, layer) for turn in jobs]
             if copy_with_rope([*moves, *(CopyWithRope(out[0], numbers[0]) for out, numbers in copies)], self._isa):
                 return
-        for out, keys, table in turns:
+        for out, keys, table in jobs:
             self._place_one(out, keys, table, layer)
         for out, numbers in copies:
             out.copy_(numbers)
 
     def rotates(self, layer: int) -> bool:
-        """Whether a layer's keys have positions at all."""
+        """Return True if a layer's keys have positions at all."""
         return self._kinds[layer].rotation is not None
 
     @cached_property
     def by_kernel(self) -> bool:
-        """Whether one launch on a GPU (`rope_triton.py`) gives what the model's own function does: it is tried."""
+        """Try whether one launch on a GPU (`rope_triton.py`) gives what the model's own function does."""
         if not self._device.startswith("cuda") or not has_triton() or not self.is_single:
             return False
         table = self.table(torch.tensor(_TRIED, device=self._device)).by_name[self.names[0]]
@@ -186,7 +197,7 @@ class Rotary:
             return False
         return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
 
-    def _turned(self, turn: Turn, layer: int) -> CopyWithRope:
+    def _turned(self, turn: RopeJob, layer: int) -> CopyWithRope:
         out, keys, table = turn
         angles = self.angles(table, layer)
         if angles is None:
@@ -210,7 +221,7 @@ class Rotary:
         return torch.cat([turned, wide[..., part:]], -1).to(keys.dtype)
 
     def _part(self, key_dim: int, cos: torch.Tensor) -> int | None:
-        """How many numbers of a head the model's function is given; None: all."""
+        """Return how many numbers of a head the model's function takes; None: all."""
         width = cos.shape[-1]
         if (key_dim, width) not in self._parts:
             whole = torch.zeros((1, 1, 1, key_dim), device=cos.device, dtype=torch.float32)
@@ -222,7 +233,7 @@ class Rotary:
         return self._parts[key_dim, width]
 
     def _check_sections(self) -> None:
-        """Where a position has three parts (M-RoPE), those of text are equal: that has to be what one number gives."""
+        """Check that a text's position of three equal parts (M-RoPE) gives what one number gives."""
         if not hasattr(self._emb, "mrope_section"):
             return
         at = torch.tensor(_TRIED, device=self._device)
@@ -256,7 +267,7 @@ class Rotary:
 
     @cached_property
     def halves(self) -> bool:
-        """Whether the model rotates by halves, bit for bit, as machine code here does: it is tried with each RoPE."""
+        """Try with each RoPE whether the model rotates by halves, bit for bit as machine code here does."""
         if self._isa is None or self._device != "cpu":
             return False
         tried = {(kind.rotation, kind.shape.key_dim) for kind in self._kinds if kind.rotation is not None}
@@ -266,7 +277,8 @@ class Rotary:
     def _has_halves(self, angles: CosSin, key_dim: int, isa: Isa) -> bool:
         keys = _drawn(key_dim)
         out = torch.empty_like(keys)
-        if not CopyWithRope(out[0], keys[0], angles.cos[0], angles.sin[0]).fits or not _both_halves_alike(angles):
+        alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
+        if not alike or not CopyWithRope(out[0], keys[0], angles.cos[0], angles.sin[0]).fits:
             return False
         try:
             rotate_halves(out[0], keys[0], angles.cos[0], angles.sin[0], isa)
@@ -280,16 +292,11 @@ def _drawn(key_dim: int) -> torch.Tensor:
     return torch.randn((1, 2, len(_TRIED), key_dim), generator=draw, dtype=torch.float32)
 
 
-def _both_halves_alike(angles: CosSin) -> bool:
-    return all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
-
-
 def _by_halves(
     query: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate number i with the one half a head further on."""
-    low, high = keys.chunk(2, -1)
-    return query, keys * cos[:, None] + torch.cat([-high, low], -1) * sin[:, None]
+    return query, rotate_halves_torch(keys, CosSin(cos, sin))
 
 
 def _by_pairs(
@@ -300,18 +307,8 @@ def _by_pairs(
     return query, keys * cos[:, None] + turned * sin[:, None]
 
 
-def _is_moved(apply: Apply, keys: Sequence[torch.Tensor], angles: CosSin, dtype: torch.dtype) -> bool:
-    """Whether a function makes a row's keys at its second position of those at its first."""
-    (first, second), (here, there) = keys, (angles[:1].inverse(), angles[1:])
-    if here.cos.shape[-1] != first.shape[-1]:
-        return False
-    plain = apply(first[:, :0], first, here.cos, here.sin)[1]
-    moved = apply(plain[:, :0], plain, there.cos, there.sin)[1]
-    return bool((moved - second).norm() <= 8 * torch.finfo(dtype).eps * second.norm())
-
-
 def _model_function(attention: torch.nn.Module) -> Apply | None:
-    """The function by which a model rotates queries and keys; None: it has none of both."""
+    """Find the function by which a model rotates queries and keys; None: it has none of both."""
     apply: Apply | None = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
     if apply is None or [*inspect.signature(apply).parameters][:2] != ["q", "k"]:
         return None

@@ -67,7 +67,7 @@ class DecoderStack:
 
     @property
     def rotary(self) -> Rotary:
-        """What moves its keys.
+        """Return what moves its keys.
 
         Raises
         ------
@@ -80,53 +80,53 @@ class DecoderStack:
 
     @property
     def hooked(self) -> bool:
-        """Whether anyone listens to the model's modules just now: only its own forward would tell them."""
+        """Return True if any forward hook is registered: fast paths bypass modules, so hooks need its forward."""
         listened = (module for module in self.base.modules() if module._forward_hooks or module._forward_pre_hooks)
         return next(listened, None) is not None
 
     def new_cache(self, capacity: int) -> PromptCache:
-        """An empty prompt cache with room for `capacity` tokens."""
+        """Make an empty prompt cache for `capacity` tokens."""
         if self.keeps_states:
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
         return PromptCache(self.shapes, capacity, self.dtype, self.device)
 
     def kv_bytes(self, tokens: int) -> int:
-        """Bytes of the raw keys and values of `tokens` tokens over all layers."""
+        """Return the bytes of the raw keys and values of `tokens` tokens over all layers."""
         return sum(shape.numbers for shape in self.shapes) * self.kv_dtype.itemsize * tokens
 
     @property
     def channels(self) -> int:
-        """Numbers of a token's keys, or of its values, in the layer that keeps most."""
+        """Count the numbers of a token's keys, or of its values, in the layer that keeps most."""
         return max(shape.channels for shape in self.shapes)
 
     @property
     def plain_shape(self) -> KVShape | None:
-        """The shape of all layers, where they have one and keys are as wide as values: what fast paths are made for."""
+        """Return the shape that all layers have, keys as wide as values, as fast paths take it; None: they differ."""
         own = self.shapes[0] if len(set(self.shapes)) == 1 and not self.shares else None
         return own if own is not None and own.is_plain else None
 
     @property
     def stored_layers(self) -> int:
-        """How many layers have records of a chunk."""
+        """Count the layers that have records of a chunk."""
         return len(self.layers) if self.keeps_states else len(self.shapes)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """How many positions a row sees at each layer that keeps keys and values; None: all before it."""
+        """Return how many positions a row sees at each layer that keeps keys and values; None: all before it."""
         return tuple(kind.window for kind in self.kinds if kind.source is None)
 
     @property
     def shares(self) -> bool:
-        """Whether some layers keep nothing, and attend to what others keep."""
+        """Return True if some layers keep nothing, and attend to what others keep."""
         return len(self.shapes) < len(self.kinds)
 
     def ids_there(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Token ids on the device, int64 `[tokens]`.
+        """Return token ids on the device, int64 `[tokens]`.
 
         Raises
         ------
-        DamagedError : one is none of the model's: they may come from a store, and a GPU would not outlive it.
+        DamagedError : the model has no such token. It may come from a store, and a GPU would not survive it.
         """
         known = self.model.get_input_embeddings().num_embeddings
         if tokens and not 0 <= min(tokens) <= max(tokens) < known:

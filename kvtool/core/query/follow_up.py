@@ -1,6 +1,6 @@
 """What a follow-up question is searched by: its own words, and where they say little the questions before it, too.
 
-Measured by `samples/follow_ups.py`. Answers are left out: those of small models lead astray.
+Measured by `samples/benchmarks/follow_ups.py`. Answers are left out: those of small models lead astray.
 """
 
 from __future__ import annotations

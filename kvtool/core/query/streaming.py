@@ -2,7 +2,7 @@
 computed.
 
 CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4): what is fetched next, how fine, and what
-is computed from its text instead, `core.streaming.both_ends` says; the simulator of `kvtool bench stream` runs the same
+is computed from its text instead, `core.streaming.both_ends` says; samples/benchmarks/stream.py simulates the same
 policy. Here it meets a network.
 """
 

@@ -34,7 +34,7 @@ from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import MemorySource
 from kvtool.core.fusion.state_checkpoint import ReadPart, StoredPrefix, encode_part
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
@@ -193,7 +193,7 @@ class _Bench:
         cache.set_length(len(ids))
         with torch.inference_mode():
             moved = torch.arange(SHIFT, SHIFT + len(ids), device=decoder.device)
-            decoder.compute(ids, Rows.of(torch.arange(len(ids)), decoder.device), cache, position_ids=moved)
+            decoder.compute(ids, QueryRows.of(torch.arange(len(ids)), decoder.device), cache, position_ids=moved)
             table = decoder.rotary.table(moved[len(self._prefix) :])
             stored = self._kv[b"%d" % number].keys
             worst = 0.0

@@ -19,7 +19,7 @@ from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, f
 from kvtool.core.fusion.loader import Loader
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, with_rows
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.preemption import run_pending, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session.levels import ProfileCache
@@ -216,7 +216,7 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
     chosen = random.Random(0)
     vocabulary = int(decoder.model.get_input_embeddings().weight.shape[0])
     ids = [chosen.randrange(vocabulary) for _ in positions]
-    rows = Rows.of(torch.tensor(list(positions)), decoder.device)
+    rows = QueryRows.of(torch.tensor(list(positions)), decoder.device)
 
     def timed() -> float:
         run_pending()

@@ -16,7 +16,7 @@ from kvtool.core.fusion.source import KVSource
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.onednn import return_freed_memory
-from kvtool.core.model.attention import Rows, Watch
+from kvtool.core.model.attention import QueryRows, Watch
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -95,7 +95,7 @@ class Queries:
     sources : the layer whose keys each attends to.
     """
 
-    rows: Rows
+    rows: QueryRows
     layers: list[tuple[torch.Tensor, AttentionParams]]
     sources: list[int]
 
@@ -113,13 +113,13 @@ def queries_of(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCa
         decoder, ids, start, cache, lambda layer, query, key, scoring: layers.append((query[0].clone(), scoring))
     )
     sources = [layer if kind.source is None else kind.source for layer, kind in enumerate(decoder.kinds)]
-    return Queries(Rows.of(torch.arange(start, start + len(ids)), decoder.device), layers, sources)
+    return Queries(QueryRows.of(torch.arange(start, start + len(ids)), decoder.device), layers, sources)
 
 
 def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCache, watch: Watch) -> None:
     """Compute the rows of a prompt from `start` on, into their places in the cache, and show each layer's queries and
     keys."""
-    rows = Rows.of(torch.arange(start, start + len(ids)), decoder.device)
+    rows = QueryRows.of(torch.arange(start, start + len(ids)), decoder.device)
     decoder.walk(ids, replace(rows, watch=watch), cache)
 
 

@@ -17,7 +17,7 @@ from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.linear.onednn import RETURNED_BYTES
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.lab.measure.reused import Queries, ReusedPrompt, cache_of, queries_of, watch_rows
 
@@ -105,7 +105,7 @@ class Tally:
         for first in range(0, len(self._rows), step):
             rows = self._rows[first : first + step]
             stop = min(-(-(int(rows[-1]) + 1) // _STEP) * _STEP, key.shape[2])
-            seen = Rows.of(rows, key.device).seen(scoring.window)
+            seen = QueryRows.of(rows, key.device).seen(scoring.window)
             weights = attention_weights(query[:, first : first + step], key[0, :, :stop], seen, scoring)
             weights = weights.cpu()
             mass += self._classes.mass(weights, rows)

@@ -10,7 +10,7 @@ import torch
 from kvtool.core.kernels.attention import eager
 from kvtool.core.kernels.attention.eager import attention_weights, mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 
 SCORINGS = [
     AttentionParams(0.25),
@@ -29,7 +29,7 @@ def test_the_mean_over_heads(
     draw, at = torch.Generator().manual_seed(0), torch.tensor(positions)
     query, key = torch.randn(heads[0], len(at), 16, generator=draw), torch.randn(heads[1], 40, 16, generator=draw)
     sinks = None if scoring.sinks is None else scoring.sinks[: heads[0]]
-    scoring, seen = replace(scoring, sinks=sinks), Rows.of(at, "cpu").seen(scoring.window)
+    scoring, seen = replace(scoring, sinks=sinks), QueryRows.of(at, "cpu").seen(scoring.window)
     expected = attention_weights(query, key, seen, scoring).mean(0)
     torch.testing.assert_close(mean_weights(query, key, seen, scoring), expected)
     monkeypatch.setattr(eager, "_WEIGHT_BYTES", 4 * heads[0] * 40 * 3)  # a few rows at a time

@@ -15,7 +15,7 @@ from kvtool.core.kernels.attention import triton_rows
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.attention.triton_rows import Tile, attend, splits_for, tile_for
-from kvtool.core.model.attention import Rows
+from kvtool.core.model.attention import QueryRows
 from tests.codec.processes import needs_triton, triton_process
 
 HALF = Tile(16, 16, 4, 2)
@@ -100,7 +100,7 @@ SHAPED = {
 
 def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) -> torch.Tensor:
     query, key, value, at = made(shape)
-    return attend(query, key, value, SHAPED[name], Rows.of(at, "cpu").seen(SHAPED[name].window), tile, splits)
+    return attend(query, key, value, SHAPED[name], QueryRows.of(at, "cpu").seen(SHAPED[name].window), tile, splits)
 
 
 @needs_triton
@@ -119,7 +119,7 @@ def test_windows_caps_and_sinks(
     out = interpreter.submit(attended_so, shape, name, tile, splits).result()
     query, key, value, at = made(shape)
     wide = (side.double()[0] for side in (query, key, value))
-    seen = Rows.of(at, "cpu").seen(SHAPED[name].window)
+    seen = QueryRows.of(at, "cpu").seen(SHAPED[name].window)
     query, key, value = wide
     weights = attention_weights(query, key, seen, SHAPED[name]).double()
     exact = weights @ value.repeat_interleave(2, 0)

@@ -88,10 +88,10 @@ def test_positions_that_are_not_places() -> None:
     decoder = case("llama").decoder
     lots = [backends(decoder, 3) for _ in range(2)]
     for lot in lots:
-        lot[2]._cache.turned_to = [*range(120), *range(200, 207)]
+        lot[2]._cache.position_ids = [*range(120), *range(200, 207)]
     alone = [one.step(token) for one, token in zip(lots[0], (5, 6, 7), strict=True)]
     assert all(torch.equal(*pair) for pair in zip(alone, step_together(lots[1], (5, 6, 7)), strict=True))
-    assert lots[1][2]._cache.turned_to == [*range(120), *range(200, 208)]
+    assert lots[1][2]._cache.position_ids == [*range(120), *range(200, 208)]
 
 
 def test_those_without_machine_code_go_beside_the_others() -> None:
@@ -100,7 +100,7 @@ def test_those_without_machine_code_go_beside_the_others() -> None:
 
     def lot() -> list[DecodeBackend]:
         held = caches(decoder, 3)
-        held[0].turned_to = [*range(139), 150]  # a window over rows that do not stand in their places
+        held[0].position_ids = [*range(139), 150]  # a window over rows that do not stand in their places
         return [decode_backend(decoder, cache) for cache in held]
 
     together, alone = lot(), lot()

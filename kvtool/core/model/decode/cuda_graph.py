@@ -89,11 +89,11 @@ class CudaGraphBackend:
 
 
 class StaticStep:
-    """One decoding step over a prompt cache of a fixed capacity.
+    """A decoding step over a prompt cache of a fixed capacity.
 
     Parameters
     ----------
-    cache : its rows behind those that are filled are set to zero: a hidden number must still be one.
+    cache : its rows after the filled ones are set to zero: a hidden number must still be one.
     """
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
@@ -125,7 +125,7 @@ class StaticStep:
 
     @torch.inference_mode()
     def run(self) -> torch.Tensor:
-        """Compute the step that was given; float32 `[vocabulary]`. The cache's lengths are left as they were."""
+        """Compute the step that was given; return float32 `[vocabulary]`. The cache's lengths are left as they were."""
         length = self._cache.buffers[0].length
         self._row.look()
         self._cache.set_length(self._row.capacity)
@@ -140,7 +140,7 @@ def _buffers(cache: PromptCache) -> list[torch.Tensor]:
 
 
 class _DeviceRow:
-    """One row whose position only the device knows; replaces `Rows` in a cache and in attention.
+    """A row whose position only the device knows; replaces `QueryRows` in a cache and in attention.
 
     Attributes
     ----------

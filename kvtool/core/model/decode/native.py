@@ -28,7 +28,7 @@ from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import Barrier, all_of, launch
 
 _CACHES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
-# What a bench tells apart.
+# Kinds of operations that a benchmark measures separately.
 PARTS = {
     "products": ("product",),
     "attention": ("queries", "keys", "attend", "combine"),
@@ -75,7 +75,7 @@ class Engine:
         return Step(self._spec, self._weights, codes, height, self._most_threads, sequences)
 
     def step(self, decoder: Decoder, tokens: Sequence[int], caches: Sequence[PromptCache]) -> torch.Tensor:
-        """Append a token to each of some caches, at most `MOST_TOGETHER`; float32 `[caches, vocabulary]`."""
+        """Append a token to each of some caches, at most `MOST_TOGETHER`; return float32 `[caches, vocabulary]`."""
         embedded = decoder.base.embed_tokens(torch.tensor(tokens))
         count = len(tokens)
         step = self._steps.get(count) or self._steps.setdefault(count, self._new_step(count))
@@ -91,12 +91,12 @@ class Engine:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Of the model's matrices, by their layouts."""
+        """Return the layouts of the model's matrices."""
         return tuple(sorted({matrix.kind for matrix in self._matrices}))
 
     @property
     def weights_bytes(self) -> int:
-        """Bytes of weights that a step reads, however many sequences it takes."""
+        """Return the bytes of weights that a step reads, however many sequences it takes."""
         return sum(matrix.nbytes for matrix in self._matrices)
 
     @property
@@ -118,19 +118,19 @@ class Engine:
 
 @cache
 def _compiled(isa: str, code: Code) -> dict[str, Function]:
-    """Every function by its name; models that differ in sizes only share them."""
+    """Compile every function, by its name; models that differ only in sizes share them."""
     addresses = compiled(module(ISAS[isa], code), ISAS[isa], *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
 
 @cache
 def _products(isa: str, kind: str, height: int) -> Function:
-    """The product of several sequences."""
+    """Compile the product of several sequences."""
     return compiled(products(ISAS[isa], kind, height), ISAS[isa], multiply_name(kind, height))[0]
 
 
 def _height(isa: str, sequences: int) -> int:
-    """How many sequences are multiplied at a time: all, or as evenly as registers allow."""
+    """Return how many sequences are multiplied at a time: all, or as evenly as registers allow."""
     most = _MOST_AT_ONCE[isa]
     return -(-sequences // -(-sequences // most))
 
@@ -151,17 +151,17 @@ class NativeBackend:
 
     @property
     def name(self) -> str:
-        """ "native", or "torch" after a first step that came out otherwise."""
+        """Return "native", or "torch" after a first step that came out otherwise."""
         return "torch" if self.engine.self_check_error else "native"
 
     @property
     def why(self) -> str:
-        """The reason, where it is "torch"."""
+        """Return the reason, where it is "torch"."""
         return self.engine.self_check_error or ""
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
-        """Append one token; float32 `[vocabulary]`."""
+        """Append one token; return float32 `[vocabulary]`."""
         with self.engine.lock:
             if self.engine.self_check_error is None:
                 return self._compared(token)

@@ -272,7 +272,7 @@ class Step:
 
     Attributes
     ----------
-    program : int64 `[operations, words]`; `uses`: where in it the operations of each kind stand, layer by layer, and
+    program : int64 `[operations, words]`; `uses`: the places of the operations of each kind in it, layer by layer, and
         sequence by sequence within a layer.
     """
 
