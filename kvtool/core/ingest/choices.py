@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.fingerprint import model_fingerprint

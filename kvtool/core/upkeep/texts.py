@@ -1,4 +1,4 @@
-"""Compare the texts of a store's documents with the token ids that its chunks were computed of."""
+"""Text verification: compare the texts of a store's documents with the token ids of their chunks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def stored_tokenizer(store: Store) -> Any:
-    """Load the tokenizer of a store's model; nothing is fetched from anywhere. Raises ModelError."""
+    """Load the tokenizer of a store's model without using the network. Raises ModelError."""
     from kvtool.core.checkpoint.load import load_tokenizer
 
     return load_tokenizer(model_files(store_identity(store), ModelOptions(offline=True), store.made_by()))
@@ -31,18 +31,18 @@ def compare_texts(store: Store, tokenizer: Any, sample: Fraction = Fraction(1)) 
 
     Parameters
     ----------
-    sample : the share of the documents that is looked at; always the same ones.
+    sample : share of the documents that are compared, always the same ones.
 
     Returns
     -------
-    How many documents were compared, and one damage for each that says something else than its chunks.
+    The number of compared documents, and a damage for each that differs from its chunks.
     """
     compared, damaged = 0, list[Damage]()
     for source in store.sources():
         key = keys.name_key(source)
         if not in_sample(key, sample):
             continue
-        with suppress(DamagedError):  # of the document itself, which other checks report
+        with suppress(DamagedError):  # a damaged document, which other checks report
             document = store.document(source)
             if document is None:
                 continue
