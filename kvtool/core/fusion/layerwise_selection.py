@@ -133,7 +133,7 @@ class LayerwiseSelection:
         reused = self._cached[order]
         among = reused.nonzero()[:, 0]
         again = among.to(hidden.device, non_blocking=True)
-        where = self.rows.positions[again]
+        where = self.rows.places[again]
         new = keys[:, :, again], values[:, :, again]
         old = buffer.keys[:, :, where], buffer.values[:, :, where]
         worth = self._selector.worth(new, old)
@@ -185,7 +185,7 @@ class _Watch:
     def __init__(self, rows: QueryRows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
         self._rows, self._count = rows, count
         self._layers, self._pooling, self._ends = layers, pooling, ends
-        self._total = torch.zeros(length, device=rows.positions.device, dtype=torch.float32)
+        self._total = torch.zeros(length, device=rows.places.device, dtype=torch.float32)
 
     @property
     def mean(self) -> torch.Tensor:

@@ -27,34 +27,34 @@ ChunkWatch = Callable[[torch.Tensor, torch.Tensor, AttentionParams], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QueryRows:
-    """The prompt positions a pass computes, in ascending order.
+    """The rows of a prompt that a pass computes, by their places in it, in ascending order.
 
     Attributes
     ----------
-    positions : int64 tensor `[rows]` on the model's device.
-    order : the same positions as Python ints, so that key limits need no device synchronisation.
+    places : int64 tensor `[rows]` on the model's device.
+    order : the same places as Python ints, so that key limits need no device synchronisation.
     dense : the rows are exactly 0 … n-1, so plain causal attention serves.
     watch : is shown every layer's queries and keys: (layer, query, key, params), as `attend` has them.
-    stored : what they give is kept: it is computed by the model's own forward, so that it stays the same to the bit.
+    exact_forward : the model's own forward computes the rows, so that what is stored of them stays the same to the bit.
     position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
     """
 
-    positions: torch.Tensor
+    places: torch.Tensor
     order: list[int] = field(repr=False)
     dense: bool
     watch: Watch | None = None
-    stored: bool = False
+    exact_forward: bool = False
     position_ids: Sequence[int] | None = field(default=None, repr=False)
     _seen: dict[int | None, KeyRanges] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(
-        cls, positions: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
+        cls, places: torch.Tensor, device: torch.device | str, position_ids: Sequence[int] | None = None
     ) -> QueryRows:
-        """Make rows at places `positions` (int64 `[rows]`, ascending)."""
-        order: list[int] = positions.tolist()
+        """Make rows of `places` (int64 `[rows]`, ascending)."""
+        order: list[int] = places.tolist()
         dense = order == list(range(len(order)))
-        return cls(positions.to(device, non_blocking=True), order, dense, position_ids=position_ids)
+        return cls(places.to(device, non_blocking=True), order, dense, position_ids=position_ids)
 
     def __len__(self) -> int:
         return len(self.order)
@@ -66,7 +66,7 @@ class QueryRows:
 
     def last(self, count: int) -> QueryRows:
         """Return the last `count` rows."""
-        return replace(self, positions=self.positions[-count:], order=self.order[-count:], dense=False, _seen={})
+        return replace(self, places=self.places[-count:], order=self.order[-count:], dense=False, _seen={})
 
     def seen(self, window: int | None) -> KeyRanges:
         """Return the keys that each row sees through a window; a pass asks for the same at every layer of a kind."""
@@ -76,19 +76,17 @@ class QueryRows:
 
     def _through(self, window: int | None) -> KeyRanges:
         if window is None:
-            return KeyRanges(self.order, self.positions, dense=self.dense)
+            return KeyRanges(self.order, self.places, dense=self.dense)
         if self.position_ids is None:
             first = [max(0, place - window + 1) for place in self.order]
         else:
             first = [bisect_left(self.position_ids, self.position_ids[place] - window + 1) for place in self.order]
-        return KeyRanges(
-            self.order, self.positions, first, torch.tensor(first).to(self.positions.device, non_blocking=True)
-        )
+        return KeyRanges(self.order, self.places, first, torch.tensor(first).to(self.places.device, non_blocking=True))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Attend: row i sees the keys at places ≤ `positions[i]`, or those of them that are within its window."""
+        """Attend: row i sees the keys up to `places[i]`, or those of them that are within its window."""
         if self.watch is not None:
             self.watch(layer, query, key, params)
         return attend(query, key, value, params, self.seen(params.window))
@@ -155,7 +153,7 @@ class PlacedRows(AttentionRows, Protocol):
     """Protocol of query rows that also know their places in the prompt: int64 `[rows]` on the model's device."""
 
     @property
-    def positions(self) -> torch.Tensor: ...
+    def places(self) -> torch.Tensor: ...
 
     def last(self, count: int) -> PlacedRows:
         """Return the last `count` of them."""

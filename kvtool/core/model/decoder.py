@@ -191,7 +191,7 @@ class Decoder(DecoderStack):
             with pool, attention.passing(lambda: cache.rows), preemptible(self.layers):
                 return module(
                     input_ids=ids[None],
-                    position_ids=(rows.positions if position_ids is None else position_ids)[None],
+                    position_ids=(rows.places if position_ids is None else position_ids)[None],
                     use_cache=True,
                     rows=rows,
                     **{cache_name(self.base): cache},
@@ -202,10 +202,10 @@ class Decoder(DecoderStack):
 
     @torch.inference_mode()
     def prefill_stored(self, ids: Sequence[int]) -> PromptCache:
-        """Prefill what a store keeps, or what is before it, by the model's own forward (`QueryRows.stored`)."""
+        """Prefill what a store keeps, or what is before it, by the model's own forward (`QueryRows.exact_forward`)."""
         cache = self.new_cache(len(ids))
         cache.set_length(len(ids))
-        rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), stored=True)
+        rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), exact_forward=True)
         with out_of_memory_hint(len(ids)):
             self._run(self.base, self.ids_there(ids), rows, cache)
         return cache
@@ -238,7 +238,7 @@ class Decoder(DecoderStack):
         start = cache.buffers[0].length
         cache.set_length(start + count)
         rows = QueryRows.of(torch.arange(start, start + count), self.device, cache.position_ids)
-        return rows, rows.positions + cache.dropped if cache.dropped else None
+        return rows, rows.places + cache.dropped if cache.dropped else None
 
     @contextmanager
     def plain_attention(self) -> Iterator[None]:

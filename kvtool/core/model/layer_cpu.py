@@ -58,7 +58,7 @@ class FusedDecoderLayer:
         """Return True for rows of a prompt over its cache, if no hook listens to what is inside the layer."""
         return (
             isinstance(rows, QueryRows)
-            and not rows.stored
+            and not rows.exact_forward
             and cache is not None
             and tables is not None
             and not more
@@ -198,7 +198,7 @@ def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
         not isinstance(fused, FusedDecoderLayer)
         or fused.spec.mlp is None
         or not isinstance(rows, QueryRows)
-        or rows.stored
+        or rows.exact_forward
     ):
         return False
     return all(_is_in_team(product, count, fused.kernels.dtype) for product in fused.products())
@@ -271,7 +271,7 @@ def _try(stack: DecoderStack, number: int, layer: FusedDecoderLayer) -> None:
     size = int(stack.config.hidden_size)
     hidden = torch.randn((1, _TRIED, size), generator=draw, dtype=torch.float32).to(stack.dtype)
     name = stack.kinds[number].rotation or stack.rotary.names[0]
-    tables = angles_of(stack.base.rotary_emb, name, hidden, rows.positions)
+    tables = angles_of(stack.base.rotary_emb, name, hidden, rows.places)
     own, ours = (stack.new_cache(_TRIED) for _ in range(2))
     for cache in (own, ours):
         cache.set_length(_TRIED)
@@ -279,7 +279,7 @@ def _try(stack: DecoderStack, number: int, layer: FusedDecoderLayer) -> None:
     expected = own_class(module).forward(
         module,
         hidden.clone(),
-        position_ids=rows.positions[None],
+        position_ids=rows.places[None],
         position_embeddings=tables,
         rows=rows,
         **{cache_name(module): own},

@@ -116,13 +116,13 @@ class FusedForward:
         hidden: torch.Tensor = self._stack.base.embed_tokens(ids)
         if self._spec.embedding != 1:
             hidden = hidden * self._spec.embedding
-        table = self._stack.rotary.table(rows.positions if position_ids is None else position_ids)
+        table = self._stack.rotary.table(rows.places if position_ids is None else position_ids)
         last = len(self._layers) - 1
         for number, layer in enumerate(self._layers):
             queries, keys, values = layer.heads(hidden)
             if cache.before_update is not None:
                 cache.before_update(number, len(ids))
-            queries = self._placed(layer, queries, keys, values, table, rows.positions, cache.buffers[number])
+            queries = self._placed(layer, queries, keys, values, table, rows.places, cache.buffers[number])
             if cache.after_update is not None:
                 cache.after_update(number)
             if number == last and keep < len(ids):  # no later layer asks for the others

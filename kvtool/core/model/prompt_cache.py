@@ -146,7 +146,7 @@ class PromptCache(Cache):
             self.before_update(layer_idx, key_states.shape[2])
         if self.rows is None:
             raise ModelError("rows over a prompt cache need their positions", "this is a bug in kvtool")
-        buffer.scatter(self.rows.positions, key_states, value_states)
+        buffer.scatter(self.rows.places, key_states, value_states)
         if self.after_update is not None:
             self.after_update(layer_idx)
         return buffer.view()

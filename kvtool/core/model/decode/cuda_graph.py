@@ -140,20 +140,20 @@ def _buffers(cache: PromptCache) -> list[torch.Tensor]:
 
 
 class _DeviceRow:
-    """A row whose position only the device knows; replaces `QueryRows` in a cache and in attention.
+    """A row whose place only the device knows; replaces `QueryRows` in a cache and in attention.
 
     Attributes
     ----------
-    positions : int64 `[1]`.
+    places : int64 `[1]`.
     capacity : keys that attention goes over.
     """
 
-    def __init__(self, positions: torch.Tensor, capacity: int) -> None:
-        self.positions, self.capacity = positions, capacity
+    def __init__(self, places: torch.Tensor, capacity: int) -> None:
+        self.places, self.capacity = places, capacity
         self._seen: dict[int | None, KeyRanges] = {}
 
     def look(self) -> None:
-        """Forget the masks of the position as it was."""
+        """Forget the masks of the place as it was."""
         self._seen = {}
 
     def last(self, count: int) -> _DeviceRow:
@@ -165,6 +165,6 @@ class _DeviceRow:
     ) -> torch.Tensor:
         """Attend with the row: `[1, heads, 1, head_dim]` over keys `[1, kv_heads, capacity, head_dim]`."""
         if (window := params.window) not in self._seen:
-            begins = None if window is None else (self.positions - window + 1).clamp_min_(0)
-            self._seen[window] = KeyRanges([self.capacity - 1], self.positions, None, begins, on_device=True)
+            begins = None if window is None else (self.places - window + 1).clamp_min_(0)
+            self._seen[window] = KeyRanges([self.capacity - 1], self.places, None, begins, on_device=True)
         return attend(query, key, value, params, self._seen[window])
