@@ -23,7 +23,7 @@ from kvtool.core.model.load import resolve_dtype
 from kvtool.core.model.packaged import find_packaged
 from kvtool.core.model.resolve import resolve
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.bench.folder import scratch_folder
+from kvtool.lab.bench.prompts import scratch_folder
 from kvtool.lab.measure.journal import Journal
 from samples.benchmarks.systems.task import KVTOOL, LLAMA, OFF, ON, TRANSFORMERS, Contender, Measured, Task, text
 
