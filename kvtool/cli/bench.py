@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.cli.bench_decode import decode
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Run, takes
-from kvtool.cli.sessions import open_session
+from kvtool.cli.options import Run, open_session, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted

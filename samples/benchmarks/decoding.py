@@ -22,15 +22,15 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.cli.out import Out
+from kvtool.core.checkpoint.files import PACKAGED
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.common.progress import Events
 from kvtool.core.kernels.linear.onednn import pack_weights
 from kvtool.core.model.decode import decode_backend, step_together
 from kvtool.core.model.decode.native import engine_of
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.files import PACKAGED
-from kvtool.core.model.load import load_model
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.resolve import resolve
 from kvtool.lab.bench.decode import DecodeOptions, filled_cache
 from kvtool.lab.bench.machine import copied_bytes_per_s
 from kvtool.lab.bench.shapes import build_shape

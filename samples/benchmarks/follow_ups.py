@@ -17,7 +17,7 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NothingFoundError
-from kvtool.core.query.follow_up import search_text
+from kvtool.core.query.conversation import search_text
 from kvtool.core.retrieval.finder import Finder, Retrieval
 
 FOUND = 5

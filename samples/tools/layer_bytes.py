@@ -5,7 +5,7 @@
 
 Each shape of `kvtool bench --shape` is built with its own layers, heads and windows, and a body (hidden size, MLP,
 experts, vocabulary) that is small: what is kept of a token does not depend on it. What is read is what the engine asks
-its store for, over a plan of a prompt (`fusion/read_set.py`); bytes are those of raw records of 16-bit numbers.
+its store for, over a plan of a prompt (`fusion/loader.py`); bytes are those of raw records of 16-bit numbers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.cache.identity import ids_digest
+from kvtool.core.checkpoint.load import Loaded
+from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
-from kvtool.core.model.load import Loaded
 from kvtool.lab.bench.shapes import SHAPES, shape_config
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "layers.md"

@@ -15,7 +15,7 @@ from kvtool.core.cache.notes import Served
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
-from kvtool.core.fusion.state_checkpoint import encode_part
+from kvtool.core.fusion.prefix_cache import encode_part
 from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus
 from tests.families import save_tiny
 
@@ -122,7 +122,7 @@ def test_other_modes_are_refused(mode: str, store: Path) -> None:
 
 
 def test_modes_are_refused_before_the_model_is_loaded(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.model.load.load_model", None)
+    monkeypatch.setattr("kvtool.core.checkpoint.load.load_model", None)
     asked = ("query", FIRST, "--store", store, "--documents", "mill2.md")
     kvtool(*asked, "--fusion", "union").failed(2, "recurrent state")
     kvtool(*asked, "--compare", "prefix,reuse").failed(2, "--fusion reuse")
@@ -263,7 +263,7 @@ def test_a_state_that_is_no_number_is_computed_again(store: Path, monkeypatch: p
         wrong = {name: one * torch.nan if name.startswith("recurrent") else one for name, one in tensors.items()}
         return encode_part(wrong)
 
-    monkeypatch.setattr("kvtool.core.fusion.state_checkpoint.encode_part", overflowed)
+    monkeypatch.setattr("kvtool.core.fusion.prefix_cache.encode_part", overflowed)
     ask(store, FIRST)
     monkeypatch.undo()
     done = ask(store, SECOND)

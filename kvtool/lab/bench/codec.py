@@ -30,8 +30,7 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import exact_level, read_chunk
-from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache, store_identity
 from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.prompts import fit_to
 

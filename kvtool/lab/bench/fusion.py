@@ -12,6 +12,7 @@ import torch
 
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.load import resolve_device
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.arithmetic import FLOAT32, why_float32
 from kvtool.core.common.machine import cores
@@ -22,8 +23,7 @@ from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import StoreSource
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import resolve_device
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 from kvtool.lab.bench.machine import (
     Architecture,
     Host,

@@ -14,13 +14,12 @@ from unittest import mock
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion import loader
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
-from kvtool.core.fusion.source import StoreSource
+from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 from kvtool.lab.bench.fusion import PLAIN, About, Answerer, Measured, rows_of, warm_up
 from kvtool.lab.bench.machine import Architecture, measure_machine, synchronize
 from kvtool.lab.bench.prompts import BenchPrompt

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import RAW, exact, nested, whole
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.cost import PassSpeed
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.book import Task
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from samples.benchmarks.streaming.speeds import GivenSpeeds, sizes_of

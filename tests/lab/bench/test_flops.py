@@ -10,8 +10,8 @@ from kvtool.core.errors import UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.lab.bench.machine import Architecture, LayerWork, Machine, flops, full_work, keys_seen, limit_of
 from kvtool.lab.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
+from tests.checkpoint.gguf_models import IN_GGUF
 from tests.fusion.making import decoder_of
-from tests.model.gguf_models import IN_GGUF
 
 # Of the tiny shape: hidden 64, 4 heads and 2 KV heads of 16, MLP 128, vocabulary 512, 4 layers.
 LINEAR = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # Q, K and V, O, the MLP's three
@@ -95,7 +95,7 @@ def test_shapes_have_the_sizes_that_are_told_of_them(name: str, billions: float)
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_supported(name: str) -> None:
-    from kvtool.core.model.support import check_supported
+    from kvtool.core.checkpoint.support import check_supported
 
     check_supported(shape_config(name))
 

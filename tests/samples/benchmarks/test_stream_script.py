@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from samples.benchmarks import stream
 from samples.benchmarks.streaming.traces import generate, read_trace
 from tests.cli.working import kvtool, script
