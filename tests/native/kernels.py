@@ -75,21 +75,20 @@ def _flash() -> Kernels:
 
 
 def _quantised() -> Kernels:
-    from kvtool.core.kernels.linear.gemv_ir import product as multiply
-    from kvtool.core.kernels.linear.gemv_ir import share, unpack
+    from kvtool.core.kernels.linear.gemm_ir import product as multiply
+    from kvtool.core.kernels.linear.gemm_ir import share, small_gemm, unpack
     from kvtool.core.kernels.linear.qtensor import LAYOUTS
-    from kvtool.core.kernels.linear.small_gemm_ir import few
     from kvtool.core.native.builder import module
     from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
 
     for (name, isa), (kind, layout) in product(ISAS.items(), LAYOUTS.items()):
         for height in (1, 3, 4):
             yield f"product/{kind}/{height}/{name}", lambda i=isa, k=kind, h=height: module(multiply(i, k, h))
-        yield f"few/{kind}/float32/{name}", lambda i=isa, k=kind: module(few(i, k, "float32"))
+        yield f"small_gemm/{kind}/float32/{name}", lambda i=isa, k=kind: module(small_gemm(i, k, "float32"))
         for to in () if layout.dense else ("float32", "bfloat16"):
             yield f"unpack/{kind}/{to}/{name}", lambda i=isa, k=kind, t=to: module(unpack(i, k, t))
     for kind, layout in LAYOUTS.items():
-        yield f"few/{kind}/bfloat16/avx512bf16", lambda k=kind: module(few(AVX512_BF16, k, "bfloat16"))
+        yield f"small_gemm/{kind}/bfloat16/avx512bf16", lambda k=kind: module(small_gemm(AVX512_BF16, k, "bfloat16"))
         if not layout.dense:
             yield f"unpack/{kind}/bfloat16/avx512bf16", lambda k=kind: module(unpack(AVX512_BF16, k, "bfloat16"))
     for function in (multiply(AVX2, "q4_0"), unpack(AVX2, "q4_0", "float32")):
