@@ -13,7 +13,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
 from kvtool.core.model.quantised.folder import read_packed
 from kvtool.core.model.resolve import resolve
-from kvtool.core.session.gate_checks import check_invariants
+from kvtool.core.session.gate import check_invariants
 from tests.fusion.making import CHUNKS, PREFIX
 from tests.model.gguf_models import IN_GGUF
 from tests.model.gguf_writing import written

@@ -16,7 +16,7 @@ from kvtool.core.model import rotary
 from kvtool.core.model.kinds import stated_windows
 from kvtool.core.model.support import check_supported, context_limit, keeps_states, kept_layers
 from kvtool.core.model.text import text_part
-from kvtool.core.session.gate_checks import check_invariants
+from kvtool.core.session.gate import check_invariants
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS, text_model
