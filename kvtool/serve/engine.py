@@ -206,7 +206,7 @@ class Engine:
     @property
     def model_name(self) -> str:
         """What clients call the model; "" before there is a store."""
-        from kvtool.core.model.resolve import looks_local
+        from kvtool.core.checkpoint.files import looks_local
         from kvtool.core.session.identity import store_identity
 
         if not self._resident.exists():

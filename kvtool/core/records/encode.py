@@ -24,9 +24,8 @@ from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.lead_in import lead_in_ids
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.prompt import PromptParts
+from kvtool.core.model.prompt import PromptParts, lead_in_ids
 
 # The first layer whose values can differ at all. Further layers rank tokens hardly better (answer KL .084 instead of
 # .087), and each would cost another L-th of an ingest.

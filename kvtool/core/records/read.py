@@ -14,7 +14,7 @@ from kvtool.core.codec.levels import exact, level_of
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
