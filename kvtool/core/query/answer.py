@@ -130,10 +130,10 @@ def begin_answer(
     GateError : the gate refuses this model.
     """
     with session.lock, session.store.view():
-        options.check_of(session.identity)
-        options = replace(options, fusion=options.mode(session.identity.keeps_states))
+        options = replace(options, fusion=options.fusion or session.identity.default_mode)
+        session.identity.check_modes([str(options.fusion)], options.defer)
         asked, options, choice = _choose(session, asked, options)
-        selector = selector_for(options, options.mode())
+        selector = selector_for(options, str(options.fusion))
         goes_on_from_states = asked.behind is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
             session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
@@ -283,7 +283,7 @@ def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> 
         question=asked.request.question,
         answer=text,
         finish=said.finish,
-        fusion=options.mode(),
+        fusion=str(options.fusion),
         chunks=with_changes(session.store, begun.chunks),
         revision=asked.revision,
         tokens=_tokens(fused, said),

@@ -191,15 +191,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         ------
         UsageError : the model keeps states, and a mode would reuse chunks wherever they stand.
         """
-        if not identity.keeps_states:
-            return
-        for mode in (self.mode(keeps_states=True), *modes):
-            if mode not in EXACTLY:
-                identity.check_movable(f"--fusion {mode}")
-        if self.defer:
-            raise UsageError(
-                "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
-            )
+        identity.check_modes((self.mode(identity.keeps_states), *modes), self.defer)
 
     @property
     def retrieval(self) -> Retrieval:

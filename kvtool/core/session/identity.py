@@ -28,6 +28,7 @@ from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmet
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.fusion.selectors import EXACTLY, WEIGHED
 from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
 
 if TYPE_CHECKING:
@@ -99,6 +100,23 @@ class StoreIdentity:
     def most_tokens(self) -> int:
         """Return the largest number of tokens of a chunk: the end of a sentence may exceed the size it was split by."""
         return 2 * self.split.max_tokens + 64
+
+    @property
+    def default_mode(self) -> str:
+        """Return the fusion mode that answers of this model take by default."""
+        return EXACTLY[0] if self.keeps_states else WEIGHED
+
+    def check_modes(self, modes: Iterable[str], deferred: bool) -> None:
+        """Refuse fusion modes, and deferred loading, that a recurrent model does not have. Raises UsageError."""
+        if not self.keeps_states:
+            return
+        for mode in modes:
+            if mode not in EXACTLY:
+                self.check_movable(f"--fusion {mode}")
+        if deferred:
+            raise UsageError(
+                "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
+            )
 
     def check_movable(self, what: str) -> None:
         """Refuse what needs movable chunks. Raises UsageError."""
