@@ -1,1 +1,1 @@
-"""The language model: loading, prompt segments, rotary positions, the decoder driven layer by layer."""
+"""The language model: prompt segments, rotary positions, the decoder driven layer by layer."""
