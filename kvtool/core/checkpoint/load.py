@@ -318,22 +318,17 @@ def quiet() -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    with _settings:
-        yield from _quietly(logging)
-
-
-def _quietly(logging: Any) -> Iterator[None]:
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with _settings, warnings.catch_warnings():
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        warnings.simplefilter("ignore")
+        try:
             yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
 
 
 @contextlib.contextmanager
