@@ -85,7 +85,7 @@ def test_figures_say_when_and_how_they_were_taken(page: Path) -> None:
 def test_comments_point_to_something_that_a_reader_has() -> None:
     cited = re.compile(r"\b(?:STORE|CODEC|DESIGN|CLI|PAPERS|STYLE)\.md\b|\bREADME(?: \(|, \"|\))")
     pages = re.compile(r"\b(?:kvtool/docs|samples/results)/[a-z-]+\.md\b")
-    for path in [*ROOT.glob("kvtool/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("samples/*.py")]:
+    for path in [*ROOT.glob("kvtool/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("samples/**/*.py")]:
         text = path.read_text(encoding="utf-8") if path != Path(__file__) else ""
         assert not cited.search(text), f"{path}: {cited.search(text)}"
         for page in pages.findall(text):

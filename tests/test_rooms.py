@@ -111,6 +111,14 @@ def test_kernels_never_import_transformers() -> None:
     assert {file for file, name in imported if name == "transformers"} == set()
 
 
+def test_the_product_imports_no_script_of_its_makers() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        names = {
+            name.partition(".")[0] for node in ast.walk(ast.parse(path.read_text("utf-8"))) for name in _all_names(node)
+        }
+        assert not names & {"samples", "tests"}, path
+
+
 def _all_names(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]

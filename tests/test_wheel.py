@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
     shutil.copytree(ROOT / "kvtool", tree / "kvtool", ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("tests", "samples"):  # they are there to be left out
+    for name in ("tests", "samples", "samples/benchmarks", "samples/tools"):  # they are there to be left out
         (tree / name).mkdir()
         (tree / name / "__init__.py").touch()
     done = subprocess.run([sys.executable, "-c", _BUILD, out], cwd=tree, capture_output=True, text=True, timeout=300)

@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.bench_decode import decode
-from kvtool.cli.bench_peers import peers
-from kvtool.cli.bench_stream import stream
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Run, takes
-from kvtool.cli.sessions import open_session
+from kvtool.cli.options import Run, open_session, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 app = new_app("Measure on this machine, beside plain transformers in the same run.")
 app.command()(decode)
-app.command()(peers)
-app.command()(stream)
 
 
 @app.command()

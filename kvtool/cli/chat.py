@@ -9,9 +9,7 @@ from pathlib import Path
 from kvtool.cli.chat_lines import Lines, lines_for
 from kvtool.cli.chat_turns import Chat
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import ManyValues
-from kvtool.cli.sessions import open_any_store, open_session
+from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL

@@ -9,8 +9,7 @@ from dataclasses import replace
 from kvtool.cli.chat_lines import is_on_terminal
 from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
-from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import ManyValues
+from kvtool.cli.options import ManyValues, Run, takes
 from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss

@@ -12,9 +12,7 @@ import typer.main
 from kvtool.cli.commands import new_app
 from kvtool.cli.job_view import JobView
 from kvtool.cli.lazy import LazyGroup
-from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import ManyValues, Question, is_flag
-from kvtool.cli.sessions import open_any_store
+from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions

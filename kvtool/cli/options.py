@@ -1,4 +1,4 @@
-"""What every command shares: its flags, made from the rooms' options, and the `Run` it gets.
+"""Options of commands: the flags that rooms declare, their parsing, and the `Run` that a command gets.
 
 A command module holds `app`, made by `new_app`, and decorates its functions with `takes`::
 
@@ -25,15 +25,16 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 import typer.core
 
-from kvtool.cli.commands import OUTPUT
+from kvtool.cli.commands import OUTPUT, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
@@ -47,6 +48,11 @@ from kvtool.core.options.resolve import O, Resolved, resolve
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions, TrustOptions
 from kvtool.serve.options import ServeOptions
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.session.session import Session
+
 
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -230,3 +236,88 @@ def _out(*, json: bool, jsonl: bool, quiet: bool, verbose: int) -> Out:
             raise UsageError(f"{first} and {second} exclude each other", "keep one of them")
     mode: Mode = "jsonl" if jsonl else "json" if json else "human"
     return Out(mode, -1 if quiet else verbose)
+
+
+class ManyValues(Command):
+    """A command whose repeatable options take several values at once: `--chunks A B C`.
+
+    Where such a run of words is all that could hold the command's argument, its last word is that.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._spread(list(args)))
+
+    def _spread(self, args: list[str]) -> list[str]:
+        """The arguments with each such option repeated before every value."""
+        options = {flag: option for option in self.params for flag in option.opts if flag.startswith("-")}
+        out: list[str] = []
+        positional, run = False, ""  # the option whose values are being read
+        last = 0  # where the last value after an option's first one stands in `out`
+        at = 0
+        while at < len(args):
+            word, option = args[at], options.get(args[at])
+            at += 1
+            if word == "--":
+                return [*out, word, *args[at:]]
+            if word.startswith("-") and word != "-":
+                out.append(word)
+                run = ""
+                if option is not None and not is_flag(option):
+                    out += args[at : at + 1]
+                    at += 1
+                    run = word if option.multiple else ""
+            elif run:
+                out += [run, word]
+                last = len(out) - 1
+            else:
+                out.append(word)
+                positional = True
+        takes_one = any(option.param_type_name == "argument" for option in self.params)
+        return out if positional or not last or not takes_one else [*out[: last - 1], *out[last + 1 :], out[last]]
+
+
+class Question(ManyValues):
+    """A command whose argument is one question: without quotation marks, its further words are told from others."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.allow_extra_args = True
+        further = super().parse_args(ctx, args)
+        if further and not ctx.resilient_parsing:
+            (first,) = (ctx.params[each.name] for each in self.params if each.param_type_name == "argument")
+            asked = " ".join([first, *further])
+            quoted = shlex.quote(asked) if set(asked) & set('"$`\\!') else f'"{asked}"'
+            raise UsageError("the question is several words", f"put it in quotation marks: {ctx.command_path} {quoted}")
+        return further
+
+
+def is_flag(option: Any) -> bool:
+    """Whether an option of a command takes no value."""
+    return bool(getattr(option, "is_flag", False) or getattr(option, "count", False))
+
+
+def open_any_store(run: Run) -> Store:
+    """The store of `--store`, a folder or a URL; what a shared one has to say is told to the user."""
+    from kvtool.core.cache.store import Store
+
+    place = run.get(StoreOptions).place
+    if isinstance(place, Path):
+        return Store.open(place)
+    from kvtool.core.remote.opening import open_shared
+
+    timeout = run.get(RemoteOptions).remote_timeout
+    return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)
+
+
+def new_session(run: Run, store: Store) -> Session:
+    """A session of the store whose model is loaded when it is needed; what it warns of is told to the user."""
+    from kvtool.core.session.session import Session
+
+    return Session(store, run.get(ModelOptions), warn=run.out.warning)
+
+
+def open_session(run: Run, store: Store) -> Session:
+    """A session of the store with its model loaded. Raises ModelError."""
+    session = new_session(run, store)
+    run.out.doing(f"loading the model {session.identity.model}")
+    _ = session.decoder
+    return session

@@ -19,10 +19,8 @@ from kvtool.cli.answered import show_decision, show_numbers, show_runs
 from kvtool.cli.chat_lines import is_on_terminal
 from kvtool.cli.commands import new_app
 from kvtool.cli.explaining import show_explained
-from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import Question
+from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
 from kvtool.cli.query_batch import Batch
-from kvtool.cli.sessions import new_session, open_any_store, open_session
 from kvtool.cli.sources import show_sources
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
@@ -223,11 +221,10 @@ def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions
     ------
     KvtoolError : nothing is found for the question, which is asked `alone`.
     """
-    from kvtool.core.query.finding import chunks_for
 
     for request in requests:
         try:
-            chunks_for(finder, request, options)
+            options.find(finder, request)
         except KvtoolError:
             if alone:
                 raise
@@ -300,7 +297,7 @@ def audited(audit: Audit) -> str:
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
     from kvtool.core.fusion.selectors import REFERENCE
-    from kvtool.core.query.compare import compare
+    from kvtool.core.query.audit import compare
 
     replies = compare(session, request, options, modes)
     for reply in replies:

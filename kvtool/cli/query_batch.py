@@ -132,7 +132,7 @@ class Batch:
             from kvtool.core.query.answer import answer
 
             return [answer(self._session, request, self._options)]
-        from kvtool.core.query.compare import compare
+        from kvtool.core.query.audit import compare
 
         return compare(self._session, request, self._options, self._modes)
 

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.options import Run, takes
-from kvtool.cli.parsing import ManyValues
-from kvtool.cli.sessions import open_any_store
+from kvtool.cli.options import ManyValues, Run, open_any_store, takes
 from kvtool.cli.sources import cited
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
@@ -36,7 +34,7 @@ def search(
     run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
 ) -> None:
     """Show the passages that a question finds, the best first. No language model is loaded."""
-    from kvtool.core.query.finding import reply_chunk, retrieval_of
+    from kvtool.core.query.reply import ReplyChunk
     from kvtool.core.query.since import with_changes
     from kvtool.core.retrieval.finder import Finder
 
@@ -44,8 +42,8 @@ def search(
     if not question.strip():
         raise UsageError("the question is empty", "search for something")
     with open_any_store(run) as store:
-        hits, cut = Finder(store, run.out.warning).find(question, options.top_k, retrieval_of(options))
-        chunks = with_changes(store, [reply_chunk(store, hit) for hit in hits])
+        hits, cut = Finder(store, run.out.warning).find(question, options.top_k, options.retrieval)
+        chunks = with_changes(store, [ReplyChunk.of(store, hit) for hit in hits])
 
     def show() -> None:
         for chunk in chunks:

@@ -6,9 +6,8 @@ from typing import Any
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.listing import ls
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import ManyValues, Run, takes
 from kvtool.cli.pack import export, import_, merge
-from kvtool.cli.parsing import ManyValues
 from kvtool.cli.transfer import pull, push, sync
 from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
 from kvtool.cli.verify import repair, verify
@@ -23,7 +22,7 @@ app = new_app("Look after the store: listing, verification, upkeep, sharing.")
 def stats(run: Run) -> None:
     """Counts and sizes."""
     from kvtool.core.cache.store import Store
-    from kvtool.core.session.sizes import sizes_of
+    from kvtool.core.upkeep.inventory import sizes_of
 
     with Store.open(run.folder) as store:
         sizes = {"path": str(store.path)} | sizes_of(store)

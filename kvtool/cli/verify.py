@@ -31,7 +31,7 @@ def repair(run: Run) -> int | None:
 
 def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None, list[Damage]]:
     """Compare documents with what was computed of them: how many, None where the model's tokenizer is not here."""
-    from kvtool.core.session.texts import compare_texts, stored_tokenizer
+    from kvtool.core.upkeep.texts import compare_texts, stored_tokenizer
 
     try:
         if not store.manifest():

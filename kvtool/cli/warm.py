@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.cli.job_view import JobView
-from kvtool.cli.options import Run, takes
-from kvtool.cli.sessions import open_any_store
+from kvtool.cli.options import Run, open_any_store, takes
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.common.sizes import shown_size as sized

@@ -231,7 +231,7 @@ class Engine:
         """Counts and sizes of the store; nothing where there is none, or it stands elsewhere."""
         if isinstance(self.place, str) or not self._resident.exists():
             return {}
-        from kvtool.core.session.sizes import sizes_of
+        from kvtool.core.upkeep.inventory import sizes_of
 
         with Store.open(self.place) as store:
             return sizes_of(store)

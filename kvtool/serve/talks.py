@@ -164,8 +164,8 @@ def _skip_what_will_not_stand(
 ) -> Iterator[None]:
     """Find by their lengths which turns will not stand behind the question, and go on without them: nothing is computed
     that the conversation would let go of. Between two turns others may go on."""
-    from kvtool.core.query.follow_up import searched
-    from kvtool.core.query.trial import Start, last_start
+    from kvtool.core.query.conversation import searched
+    from kvtool.core.query.turns import Start, last_start
 
     said = [turn.question for turn in talk.said]
     asked = [*said, *(question for question, _ in turns)]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, chunks_of, drop_records, kvtool, write_corpus
-from tests.lab.bench.peers.fabricated import options, write_journal
 
 Objects = list[dict[str, Any]]
 
@@ -33,8 +32,6 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
     tier, pack = f"file://{folder / 'tier'}", folder / "all.kvpack"
     drop_records(store, damaged)  # a hole, so that there is a miss
     here, there = ("--store", store), ("--store", fitted)
-    whole = ("bench", "peers", "--model", tiny, "--resume", folder / "peers.jsonl")  # nobody is measured again
-    write_journal(folder / "peers.jsonl", options(str(tiny)))
     fresh = ("--store", folder / "fresh")
     return {
         name: list(_objects(*args))
@@ -120,8 +117,6 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
                 *("bench", "decode", "--shape", "tiny", "--context", "20", "--new-tokens", "3"),
                 *("--threads", "1", "--dtype", "float32", "--json"),
             ),
-            "bench peers": (*whole, "--threads", "1", "--new-tokens", "4", "--repeat", "2", "--json"),
-            "bench stream": ("bench", "stream", "--shape", "llama-3.1-8b", "--slo-ms", "500", "--json"),
             "config": ("config", "show", "--json"),
             "doctor": ("doctor", *here, "--json"),
             "config plugins": ("config", "plugins", "--json"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
+from kvtool.core.fusion.selectors import MODES
 from kvtool.core.model import load
 from kvtool.core.session import speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads
@@ -83,7 +84,7 @@ def test_the_page_has_the_table_of_the_terminal(store: Path, tmp_path: Path) -> 
 def test_expected_times_are_the_controllers(measured: Path) -> None:
     row = plan(measured, "--json").fine().json
     tokens, expected = row["tokens"], row["expected_ms"]
-    assert list(expected) == ["full", "prefix", "reuse", "epic", "blend", "infoflow", "union"]
+    assert list(expected) == [*MODES]
     assert expected["full"] == pytest.approx(tokens["prompt"])  # a millisecond a row
     assert expected["reuse"] == pytest.approx(tokens["fresh"], rel=0.1)
     assert expected["reuse"] < expected["epic"] < expected["full"]

@@ -10,7 +10,7 @@ import pytest
 from rich.cells import cell_len
 
 from kvtool.cli.text import clean
-from samples.office.portable import pdf
+from samples.tools.office.portable import pdf
 from tests.cli.working import PREFIX, QUESTION, SHORT, kvtool, on_terminal, process
 
 LONG = ("--max-tokens", "40")

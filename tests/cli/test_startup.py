@@ -13,7 +13,7 @@ from tests.cli.working import QUESTION, built, corpus, fresh, kvtool, store, tin
 
 __all__ = ["built", "corpus", "fresh", "store", "tiny"]
 
-SCRIPT = Path(__file__).parents[2] / "samples" / "startup.py"
+SCRIPT = Path(__file__).parents[2] / "samples" / "benchmarks" / "startup.py"
 MOST_MODULES = 2800  # 2,500 when this was written, sympy for an unpacked model among them; 3,300 with all of them
 UNUSED = {
     *("scipy", "torch._inductor", "torch.distributed.tensor", "torch.distributed.fsdp"),

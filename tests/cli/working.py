@@ -30,7 +30,6 @@ import torch
 
 from kvtool.cli.app import main
 from kvtool.core.cache.damage import find_damage
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.shard import Shard
 from kvtool.core.model import generate
@@ -92,11 +91,18 @@ class Done:
 
 def kvtool(*args: object, stdin: bytes = b"") -> Done:
     """Run kvtool in this process."""
+    return script(main, *args, stdin=stdin)
+
+
+def script(run: Callable[[list[str]], int], *args: object, stdin: bytes = b"") -> Done:
+    """Run a script's `main` in this process."""
     out, err = io.StringIO(), io.StringIO()
     before, sys.stdin = sys.stdin, io.TextIOWrapper(io.BytesIO(stdin))
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main([str(arg) for arg in args])
+            code = run([str(arg) for arg in args])
+    except SystemExit as ended:  # argparse's
+        code = int(ended.code or 0)
     finally:
         sys.stdin = before
     return Done(code, out.getvalue(), err.getvalue())
@@ -239,10 +245,10 @@ def fail_gate(path: Path) -> None:
     """Let a store say that its model has failed law 4."""
     with Store.open(path) as store:
         (verdict,) = (path / "gate").glob("*.json")
-        row = read_side(store, f"gate/{verdict.name}")
+        row = store.read_side(f"gate/{verdict.name}")
         assert row["passed"] is True
         row["checks"][3] |= {"difference": 0.7312, "passed": False}
-        assert write_side(store, f"gate/{verdict.name}", row | {"passed": False})
+        assert store.write_side(f"gate/{verdict.name}", row | {"passed": False})
 
 
 def prefix_chunk(path: Path) -> str:

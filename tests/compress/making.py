@@ -24,8 +24,7 @@ from kvtool.core.compress.options import CompressOptions
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.encode import sealed
 from kvtool.core.records.read import read_chunk
-from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import MeasuredLosses, ProfileCache
+from kvtool.core.session.identity import MeasuredLosses, ProfileCache, store_identity
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, damages, kvtool, write_corpus
 
 __all__ = ["LAYERS", "damages"]

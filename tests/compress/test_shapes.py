@@ -16,7 +16,7 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.read import read_chunk
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, write_corpus
 from tests.compress.making import chunks_in, coded_in, damages, rows, run
 from tests.families import KINDS, save_tiny

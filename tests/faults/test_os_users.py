@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write
-from kvtool.core.cache.side import write_side
 from kvtool.core.cache.side_log import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.model.digests import file_digest
@@ -144,7 +143,7 @@ def _fill(folder: Path) -> None:
     folder.mkdir()
     make_store(folder / "store")
     with Store.open(folder / "store") as store:
-        write_side(store, "gate/verdict.json", {"passed": True})
+        store.write_side("gate/verdict.json", {"passed": True})
         append_side(store, "audit/log.jsonl", {"question": "what nobody else shall read"})
         index_of(store)
     Shelf("file:///nowhere").put("ab" * 16, b"a copy of a catalogue")

@@ -1,4 +1,4 @@
-"""Reader processes beside an ingest, a prune and a compact (`samples/readers.py` runs it for longer)."""
+"""Reader processes beside an ingest, a prune and a compact (`samples/tools/readers.py` runs it for longer)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from samples import readers
+from samples.tools import readers
 from tests.cli.working import CHUNKS, PREFIX, kvtool
 
 

@@ -20,7 +20,7 @@ from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.lossless import Raw
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.cuda_placing import PinnedBuffer
+from kvtool.core.fusion.placing import PinnedBuffer
 from kvtool.core.kernels import rope_triton as triton_place
 from kvtool.core.model.rope import Rotary
 from tests.fusion.making import Case

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvtool.core.fusion.controller import NOISE, Decision, decide, hidden_ratio
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, PromptRows, Span, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.query.auto import NOISE, Decision, decide, hidden_ratio
 
 LAYERS, CHUNK = 30, 256
 PASS = PassSpeed(fixed=0.02, row=1e-3, key=1e-7)
@@ -193,18 +193,18 @@ def test_on_a_gpu_the_longer_counts() -> None:
     there = speeds(1e-3)
     load = there.load({"raw": 1000})
     assert load.seconds == pytest.approx(1.0)
-    assert there.beside(load, 0.3) == pytest.approx(1.0 + 0.3 / LAYERS)
-    assert there.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
+    assert there.overlapped(load, 0.3) == pytest.approx(1.0 + 0.3 / LAYERS)
+    assert there.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
 
 
 def test_on_the_cpu_both_want_the_same_cores() -> None:
     here = speeds(1e-3, own_memory=False)
     load = here.load({"raw": 1000})
-    assert here.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / 4)  # one of four cores, for a second
+    assert here.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / 4)  # one of four cores, for a second
     alone = replace(here, cores=1, threads=1)
-    assert alone.beside(load, 3.0) == pytest.approx(4.0)
+    assert alone.overlapped(load, 3.0) == pytest.approx(4.0)
     spare = replace(here, cores=8)
-    assert spare.beside(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
+    assert spare.overlapped(load, 3.0) == pytest.approx(3.0 + 1.0 / LAYERS)
 
 
 # ---- fitting -----------------------------------------------------------------------------------------------------
@@ -236,6 +236,6 @@ def test_what_is_no_speed(row: object) -> None:
         read_numbers(PassSpeed, row)
 
 
-def test_deciding_needs_no_torch() -> None:
-    code = "import sys, kvtool.core.fusion.controller; sys.exit('torch' in sys.modules)"
+def test_estimating_needs_no_torch() -> None:
+    code = "import sys, kvtool.core.fusion.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

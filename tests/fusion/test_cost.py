@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvtool.core.fusion.cost import Cost, LoadSpeed, PassSpeed, PromptRows, Span, Speeds
+from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.plan import Plan
-from kvtool.core.fusion.read_set import ReadSet
 from kvtool.core.fusion.selectors import AUTO, MODES, REFERENCE, SELECTORS, WEIGHED
 from tests.fusion.making import BOS, PREFIX, SpySource, case, idle, lossless
 
@@ -44,7 +44,7 @@ def test_a_mode_costs_what_it_says(name: str, lead_in: tuple[int, ...]) -> None:
         assert read <= set(read_by(plan, cost))
         assert read == {segment.start for segment in selector.reads(plan, LAYERS)}
         whole = sum(len(one.ids) for one in plan.cached if one.start not in read_by(plan, cost))
-        stated = fused.tokens.fresh + (whole if cost.computes else 0) + cost.beside + cost.behind
+        stated = fused.tokens.fresh + (whole if cost.computes else 0) + cost.overlapped + cost.after
         computed = sum(fused.tokens.rows) / LAYERS
         # A mode that narrows ranks rows at the head of a layer, which counts for the whole of it.
         assert computed <= stated <= computed + (prompt.hits if selector.narrowing(plan, LAYERS) else 0)

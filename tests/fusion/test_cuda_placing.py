@@ -10,15 +10,13 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvtool.core.fusion import cuda_placing, loader
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
-from kvtool.core.fusion.cuda_placing import CudaPlacing, PinnedBuffer
-from kvtool.core.fusion.placing import Turning
+from kvtool.core.fusion import loader, placing
+from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, PinnedBuffer
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
-from kvtool.core.fusion.source import KVSource, ReadStats, StoreSource
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, StoreSource, held_on
 from tests.families import tiny_model
 from tests.fusion.launching import Kernel, Records
 from tests.fusion.making import BOS, CHUNKS, DTYPES, Case, SpySource, assert_full, decoder_of, distance, needed, on_cpu
@@ -169,14 +167,14 @@ def test_a_layer_is_one_copy_and_one_launch_however_many_segments(kernel: Kernel
     source, cache = StoreSource(Records(own), own.decoder), own.decoder.new_cache(plan.length)
     placing = CudaPlacing(torch.cuda.current_stream(), 2**20)
     rotary = own.decoder.rotary
-    turning = Turning(rotary, rotary.table(torch.arange(plan.length, device="cuda")), rotary.by_kernel)
+    rotation = KeyRotation(rotary, rotary.table(torch.arange(plan.length, device="cuda")), rotary.by_kernel)
     stats = ReadStats(room=placing.room)
     counts = []
     with torch.inference_mode(), placing.at_work():
         for layer in range(LAYERS):
             layers = source.read(plan.cached, layer, stats)
             with Counting() as counting:
-                placing.place(plan.cached, layers, cache.buffers[layer], turning, layer)
+                placing.place(plan.cached, layers, cache.buffers[layer], rotation, layer)
             counts.append(counting.operations)
     assert len(kernel.launches) == LAYERS
     assert [operations.count("aten.copy_.default") for operations in counts] == [1] * LAYERS
@@ -212,8 +210,8 @@ def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
 
 
 def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_placing, "_MOST", 5000)
-    monkeypatch.setattr(cuda_placing, "_LEAST", 64)
+    monkeypatch.setattr(placing, "_MOST", 5000)
+    monkeypatch.setattr(placing, "_LEAST", 64)
     own = on_gpu("llama")
     wanted = on_cpu("llama").fuse(on_cpu("llama").plan(lead_in=BOS), Reuse()).logits
     fused = own.fuse(own.plan(lead_in=BOS), Reuse(), StoreSource(Records(own), own.decoder))

@@ -9,15 +9,14 @@ import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion import loader
-from kvtool.core.fusion.chunk_cache import ChunkCache
-from kvtool.core.fusion.cuda_placing import CudaPlacing
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.loader import Loader
+from kvtool.core.fusion.placing import CudaPlacing
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
-from kvtool.core.fusion.source import KVSource, ReadStats
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats
 from tests.families import tiny_model
 from tests.fusion.making import BOS, Case, decoder_of, distance, on_cpu
 from tests.pretended import pretended

@@ -12,15 +12,14 @@ import torch
 from kvtool.core.cache.stretches import Place, StretchInfo
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import PrefixFused, checkpoint_ends, fuse_prefix
+from kvtool.core.fusion.prefix_cache import PrefixFused, StoredPrefix, checkpoint_ends, encode_part, fuse_prefix
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.state_checkpoint import StoredPrefix, encode_part
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateAndRowsLayer, StateCache, States
-from kvtool.core.session.gate_checks import check_laws
+from kvtool.core.session.gate_checks import check_invariants
 from tests.codec import test_families
 from tests.families import HYBRIDS, tiny_model
 from tests.fusion.making import (
@@ -278,10 +277,10 @@ def test_a_level_is_within_the_error_that_it_states(name: str) -> None:
 
 def test_the_gate_tells_which_models_go_on_from_a_state() -> None:
     for name in ("granite4", "jamba"):
-        verdict = check_laws(decoder(name), "tiny", PREFIX, CHUNKS)
+        verdict = check_invariants(decoder(name), "tiny", PREFIX, CHUNKS)
         assert [check.law for check in verdict.checks] == [3]
         assert verdict.passed == (name in GOES_ON)
     for name in ("qwen3-next", "falcon-h1"):
         with torch.inference_mode(False):
             rounded = decoder_of(tiny_model(name, "bfloat16"))
-        assert check_laws(rounded, "tiny", PREFIX, CHUNKS).passed
+        assert check_invariants(rounded, "tiny", PREFIX, CHUNKS).passed

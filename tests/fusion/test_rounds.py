@@ -68,8 +68,8 @@ def in_rounds(
         wanted = [Candidate(ids, reason="lost") if ids in holes else one.candidate(ids, BOS) for ids in chunks]
         now = extend_fused(one.decoder, fused, wanted, selector, source, patience=patience)
         counts = now.tokens
-        assert counts.prompt == counts.standing + counts.reused + counts.recomputed + counts.fresh
-        assert counts.standing == fused.plan.segments[-1].start
+        assert counts.prompt == counts.resident + counts.reused + counts.recomputed + counts.fresh
+        assert counts.resident == fused.plan.segments[-1].start
         fused = joined(fused, now)
     return fused
 
@@ -133,7 +133,7 @@ def test_a_record_is_read_in_its_own_round_only(llama: Case, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SELECTORS)
-def test_standing_rows_stay(llama: Case, name: str) -> None:
+def test_resident_rows_stay(llama: Case, name: str) -> None:
     selector = SELECTORS[name]()
     first = llama.fuse(llama.plan(FIRST, lead_in=BOS), selector, reserve=200)
     stand = first.plan.segments[-1].start
@@ -171,7 +171,7 @@ def test_damage_met_in_a_later_round(llama: Case, name: str, layer: int) -> None
 
 
 def test_a_slow_record_of_a_later_round_writes_nothing_into_the_prompt() -> None:
-    """Its thread ends after it, and its buffers are given up: those of the standing rows with them."""
+    """Its thread ends after it, and its buffers are given up: those of the resident rows with them."""
     one = new_case("llama")
     release = threading.Event()
 

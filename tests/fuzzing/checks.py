@@ -24,8 +24,7 @@ from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.model.prompt import chunk_tokens
 from kvtool.core.query.reply import Reply
 from kvtool.core.records.read import read_layer, stored_rows
-from kvtool.core.session.identity import StoreIdentity, store_identity
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache, StoreIdentity, store_identity
 from tests.fusion.making import MOE, distance, rms
 from tests.fuzzing.reference import Reference
 from tests.fuzzing.runs import WrongError
@@ -160,7 +159,7 @@ class Checks:
         self.done["passages"] += 1
         if reply.fusion == "full" or (reply.fusion == "prefix" and self._states) or self._is_everything(reply):
             self._full(reply, count)
-        elif not self._states and alone and not any(segment.status == "standing" for segment in plan.segments):
+        elif not self._states and alone and not any(segment.status == "resident" for segment in plan.segments):
             self._over_stored(reply, count)
 
     @property

@@ -27,8 +27,8 @@ from kvtool.core.query.asked import _named, _rows
 from kvtool.core.query.reply import read_batch
 from kvtool.core.retrieval.passages import title_of
 from kvtool.core.retrieval.terms import asked_terms, language_of, terms
-from samples.office.facts import facts
-from samples.office.writers import WRITERS
+from samples.tools.office.facts import facts
+from samples.tools.office.writers import WRITERS
 
 Target = Callable[[bytes], None]
 

@@ -29,7 +29,7 @@ from kvtool.core.codec.rans import coder, reference
 from kvtool.core.codec.rans.reference import LANES, Stream, TableSet, in_order, quantised
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.state_checkpoint import decode_part, encode_part
+from kvtool.core.fusion.prefix_cache import decode_part, encode_part
 from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.tables import open_unsealed, write_tables
 from tests.cache.making import id_of, make_store
@@ -254,7 +254,7 @@ def side_files(data: bytes) -> None:
         for name in ("gate/x.json", "audit/x.jsonl"):
             path = store.side_file(name)
             path.write_bytes(data)
-        side.read_side(store, "gate/x.json")
+        store.read_side("gate/x.json")
         side_log.read_side_log(store, "audit/x.jsonl")
         list(side.damaged_files(store.path))
         list(side_log.damaged_journals(store.path))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.fusion import loader, read_set
+from kvtool.core.fusion import loader
 from kvtool.core.kernels.attention import dispatch, eager, sdpa
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import CosSin, RopeTables
@@ -141,9 +141,9 @@ def wrong_rope_of_a_kind(patch: pytest.MonkeyPatch) -> None:
 
 def a_window_is_read_too_short(patch: pytest.MonkeyPatch) -> None:
     """Records that only the first rows of a window lie in are taken for out of sight."""
-    through = read_set._Seen.through
+    through = loader._Seen.through
 
     def short(window: int, *more: Any) -> Any:
         return through(max(1, window // 4), *more)
 
-    patch.setattr(read_set._Seen, "through", short)
+    patch.setattr(loader._Seen, "through", short)

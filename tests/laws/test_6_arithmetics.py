@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from kvtool.core.cache.stretches import Place
-from kvtool.core.fusion.prefix_cache import fuse_prefix
+from kvtool.core.fusion.prefix_cache import NewCheckpoint, StoredPrefix, encoded, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
-from kvtool.core.fusion.state_checkpoint import NewCheckpoint, StoredPrefix, encoded
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.gate_checks import check_beginning, check_laws
+from kvtool.core.session.gate_checks import check_invariants, compare_prefix
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
 from tests.fusion.test_prefix_cache import GOES_ON, plan_of
@@ -61,7 +60,7 @@ def test_every_mode_holds(name: str, arithmetic: str, kept: str) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_gate_lets_the_pair_through(name: str, arithmetic: str, kept: str) -> None:
     decoder = machine(name, arithmetic, kept).decoder
-    verdict = check_laws(decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_invariants(decoder, "f", PREFIX, LONG, QUESTION)
     verdict.enforce()
     assert {check.arithmetic for check in verdict.checks} == {f"{arithmetic} on {decoder.device}"}
 
@@ -119,7 +118,7 @@ def test_a_beginning_that_another_has_answered_is_gone_on_from(name: str) -> Non
         assert formats == decoder.state_forms
         by = decoders[there].loaded.arithmetic
         assert {info.arithmetic for info in shelf.found.infos if info} == {by}
-        measured = check_beginning(decoder, BEGINNING, shelf.found, by, shelf.read, NOISE)
+        measured = compare_prefix(decoder, BEGINNING, shelf.found, by, shelf.read, NOISE)
         assert measured is not None
         assert measured[0].passed
         assert 0 < measured[1] < 0.1

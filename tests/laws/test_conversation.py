@@ -11,14 +11,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.fusion.engine import Fused, fuse, fuse_after
-from kvtool.core.fusion.plan import Candidate, build_plan, plan_after, standing
-from kvtool.core.fusion.prefix_cache import extend_prefix, fuse_prefix
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Candidate, as_resident, build_plan, extend_plan
+from kvtool.core.fusion.prefix_cache import StoredPrefix, extend_prefix, fuse_prefix
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.full import Full
-from kvtool.core.fusion.state_checkpoint import StoredPrefix
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.states import StateCache
@@ -64,12 +63,12 @@ def talked(one: Case, selector: Selector, answers: list[Ids] | None = None) -> t
         behind = (*ids, *HEADER)
         decoder.append(behind[computed:], fused.cache)
         wanted = [one.candidate(chunk, BOS) for chunk in chunks]
-        plan = plan_after(standing(fused.plan.segments, behind), wanted, question)
-        now = fuse_after(decoder, fused.cache, plan, selector, one.source, reserve=20)
+        plan = extend_plan(as_resident(fused.plan.segments, behind), wanted, question)
+        now = fuse(decoder, plan, selector, one.source, reserve=20, cache=fused.cache)
         counts = now.tokens
-        assert counts.standing == fused.plan.length + len(behind)
-        assert counts.prompt == counts.standing + counts.reused + counts.recomputed + counts.fresh
-        assert max(counts.rows) <= counts.prompt - counts.standing
+        assert counts.resident == fused.plan.length + len(behind)
+        assert counts.prompt == counts.resident + counts.reused + counts.recomputed + counts.fresh
+        assert max(counts.rows) <= counts.prompt - counts.resident
         fused = now
     return fused, said
 
@@ -105,12 +104,12 @@ def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
     computed = cache.buffers[0].length - fused.plan.length
     one.append((*said[computed:], *HEADER), cache)
     cache.mark()
-    stands = standing(fused.plan.segments, (*said, *HEADER))
+    stands = as_resident(fused.plan.segments, (*said, *HEADER))
     for question in (QUESTION, TURNS[-1][1]):
         cache.set_length(len(stands.ids))
-        plan = plan_after(stands, [Candidate(CHUNKS[0], reason="not stored")], question)
+        plan = extend_plan(stands, [Candidate(CHUNKS[0], reason="not stored")], question)
         later = extend_prefix(one, cache, plan, Full(), reserve=20).fused
-        assert later.tokens.standing == len(stands.ids)
+        assert later.tokens.resident == len(stands.ids)
         assert later.tokens.fresh == len(CHUNKS[0]) + len(question)
         expected = plain_logits(family, "float32", tuple(plan.text_ids), "sdpa")
         assert distance(later.logits, expected) <= 1e-4

@@ -13,7 +13,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.load import load_model
 from kvtool.core.model.quantised.folder import read_packed
 from kvtool.core.model.resolve import resolve
-from kvtool.core.session.gate_checks import check_laws
+from kvtool.core.session.gate_checks import check_invariants
 from tests.fusion.making import CHUNKS, PREFIX
 from tests.model.gguf_models import IN_GGUF
 from tests.model.gguf_writing import written
@@ -29,7 +29,7 @@ def test_a_file_is_its_model(name: str, tmp_path: Path) -> None:
         wanted = model(ids).logits
         assert torch.allclose(loaded.model(ids).logits, wanted, atol=1e-4)
     assert wanted.std() > 0.5
-    assert check_laws(Decoder(loaded), "", PREFIX, CHUNKS[:2]).passed
+    assert check_invariants(Decoder(loaded), "", PREFIX, CHUNKS[:2]).passed
     assert {matrix.kind for matrix in read_packed(files.folder).values()} & {"q4_k", "q5_k", "q6_k"}
 
 

@@ -16,7 +16,7 @@ from kvtool.core.model import rotary
 from kvtool.core.model.kinds import stated_windows
 from kvtool.core.model.support import check_supported, context_limit, keeps_states, kept_layers
 from kvtool.core.model.text import text_part
-from kvtool.core.session.gate_checks import check_laws
+from kvtool.core.session.gate_checks import check_invariants
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS, text_model
@@ -87,7 +87,7 @@ def test_a_window_that_a_family_does_not_know_is_none() -> None:
     assert {kind.window for kind in decoder.kinds} == {None}
     assert stated_windows(model.config, len(decoder.windows)) == decoder.windows
     assert model.config.sliding_window == 20
-    assert check_laws(decoder, "", PREFIX, CHUNKS).passed
+    assert check_invariants(decoder, "", PREFIX, CHUNKS).passed
 
 
 @pytest.mark.parametrize("name", [name for name, config in FAMILIES.items() if not keeps_states(text_part(config()))])

@@ -65,8 +65,7 @@ def _transforms() -> Kernels:
 
 
 def _flash() -> Kernels:
-    from kvtool.core.kernels.attention.flash_ir import attention_module
-    from kvtool.core.kernels.attention.flash_tile_ir import Tiling
+    from kvtool.core.kernels.attention.flash_ir import Tiling, attention_module
     from kvtool.core.native.builder import STORED
     from kvtool.core.native.isa import AVX512_BF16, ISAS
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, UntrustedError, UsageError
 from kvtool.core.pack.give import export
@@ -331,7 +331,7 @@ def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scen
 
 def test_an_origin_that_cannot_be_read_is_foreign(scene: Scene, tmp_path: Path) -> None:
     from kvtool.core.cache import tables
-    from kvtool.core.cache.origin import Origin, seal_origin
+    from kvtool.core.cache.identity import Origin, seal_origin
 
     new = tmp_path / "new"
     bring(scene, "import", store=new)

@@ -15,7 +15,7 @@ from kvtool.core.cache.notes import Served
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
-from kvtool.core.fusion.state_checkpoint import encode_part
+from kvtool.core.fusion.prefix_cache import encode_part
 from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus
 from tests.families import save_tiny
 
@@ -263,7 +263,7 @@ def test_a_state_that_is_no_number_is_computed_again(store: Path, monkeypatch: p
         wrong = {name: one * torch.nan if name.startswith("recurrent") else one for name, one in tensors.items()}
         return encode_part(wrong)
 
-    monkeypatch.setattr("kvtool.core.fusion.state_checkpoint.encode_part", overflowed)
+    monkeypatch.setattr("kvtool.core.fusion.prefix_cache.encode_part", overflowed)
     ask(store, FIRST)
     monkeypatch.undo()
     done = ask(store, SECOND)

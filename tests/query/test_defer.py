@@ -16,7 +16,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query import defer
 from kvtool.core.query.answer import answer
-from kvtool.core.query.compare import compare
+from kvtool.core.query.audit import compare
 from kvtool.core.query.defer import (
     DEFAULT_THRESHOLD,
     Threshold,

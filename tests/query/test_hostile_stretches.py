@@ -17,7 +17,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
 from kvtool.core.cache.verify import verify
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.state_checkpoint import decode_part, encode_part, named_states
+from kvtool.core.fusion.prefix_cache import decode_part, encode_part, named_states
 from kvtool.core.model.decoder import Decoder
 from tests.cli.working import CHUNKS, SHORT, Done, kvtool, write_corpus
 from tests.families import save_tiny, tiny_model

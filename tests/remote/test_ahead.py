@@ -13,9 +13,8 @@ import torch
 
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import ReadStats, RecordMissing
+from kvtool.core.fusion.source import ChunkCache, ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.query.ahead import COMPUTED, Ahead
 

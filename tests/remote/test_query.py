@@ -16,7 +16,7 @@ from kvtool.core.query import streaming
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.entries import Chunk
 from kvtool.core.remote.opening import local_place, open_shared
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.compress.making import LOSSES, fixed_losses, run
 from tests.families import save_tiny

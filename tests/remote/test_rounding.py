@@ -25,7 +25,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile
 from tests.remote.serving import wreck

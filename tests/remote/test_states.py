@@ -19,7 +19,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.session.levels import losses_by_maker
+from kvtool.core.session.identity import losses_by_maker
 from tests.cache.making import make_store
 
 MINE, THEIRS, NONE = "aa" * 16, "bb" * 16, "00" * 16

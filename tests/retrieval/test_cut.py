@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder, Retrieval
@@ -31,7 +30,7 @@ def finder(tmp_path: Path) -> Iterator[Finder]:
 
 
 def found(finder: Finder, question: str, top_k: int = 5, **how: object) -> tuple[set[str], int]:
-    hits, cut = chunks_for(finder, Request(question), QueryOptions(top_k=top_k, **how))  # type: ignore[arg-type]
+    hits, cut = QueryOptions(top_k=top_k, **how).find(finder, Request(question))  # type: ignore[arg-type]
     return {hit.passage.source for hit in hits}, cut
 
 
@@ -57,7 +56,7 @@ def test_a_share_of_0_cuts_nothing_and_one_of_1_keeps_what_is_as_good_as_the_bes
 
 
 def test_what_is_named_is_not_cut(finder: Finder) -> None:
-    hits, cut = chunks_for(finder, Request(FOUNDED, documents=("clock", "mill")), QueryOptions())
+    hits, cut = QueryOptions().find(finder, Request(FOUNDED, documents=("clock", "mill")))
     assert [hit.passage.source for hit in hits] == ["clock", "mill"]
     assert cut == 0
 

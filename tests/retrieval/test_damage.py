@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.damage import find_damage
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.tables import open_tables, write_tables
@@ -134,13 +133,13 @@ def test_a_table_is_hashed_once_a_process(tmp_path: Path, monkeypatch: pytest.Mo
 def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store: Store) -> None:
     path = store.side_file("defer/x.json")
     value = {"format": 1, "modes": {"union": {"threshold": 0.75}}}
-    assert write_side(store, "defer/x.json", value)
+    assert store.write_side("defer/x.json", value)
     sound = path.read_bytes()
     reported = 0
     for bit in range(0, 8 * len(sound), 7):
         path.write_bytes(sound)
         flip(path, bit)
-        kept = read_side(store, "defer/x.json")
+        kept = store.read_side("defer/x.json")
         assert kept in ({}, value)
         reported += not kept
     assert reported > 0.8 * 8 * len(sound) / 7

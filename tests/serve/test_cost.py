@@ -14,7 +14,7 @@ import pytest
 from kvtool.core.common import spelling
 from kvtool.core.errors import EXIT_TERMINATED, UsageError
 from kvtool.core.model.text_stream import _overlap
-from kvtool.core.query.follow_up import BACK, search_text
+from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval import terms as of_terms
 from kvtool.core.retrieval.finder import _matcher
 from kvtool.core.retrieval.places import _MOST_SPLITS, Places

@@ -15,7 +15,7 @@ from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.rope import Rotary
 from kvtool.core.session.gate import ConformanceCheck, ConformanceResult
-from kvtool.core.session.gate_checks import _Bench, check_laws
+from kvtool.core.session.gate_checks import _Prompts, check_invariants
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens
 from tests.laws import mutants
 
@@ -63,7 +63,7 @@ EVERY_BROKEN += [(mutants.rows_see_the_future, {3}, "float32")]
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", NAMES)
 def test_every_family_passes(name: str, dtype: str) -> None:
-    verdict = check_laws(case(name, dtype).decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_invariants(case(name, dtype).decoder, "f", PREFIX, LONG, QUESTION)
     assert [check.law for check in verdict.checks] == [1, 1, 3, 4, 7]
     assert verdict.passed
     verdict.enforce()
@@ -82,7 +82,7 @@ def test_a_broken_engine_is_refused(
 ) -> None:
     decoder = new_case(name, dtype).decoder  # made whole: some of these it would refuse at once
     broken(monkeypatch)
-    verdict = check_laws(decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_invariants(decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert laws <= {check.law for check in verdict.checks if not check.passed}
     with pytest.raises(GateError) as caught:
@@ -94,16 +94,16 @@ def test_a_broken_engine_is_refused(
 
 def test_one_unlucky_prompt_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """In half precision; in float32 nothing but a fault can differ."""
-    distance, seen = _Bench.distance, []
+    distance, seen = _Prompts.distance, []
 
-    def unlucky(self: _Bench, selector: Selector, count: int, turn: int = 0) -> float:
+    def unlucky(self: _Prompts, selector: Selector, count: int, turn: int = 0) -> float:
         seen.append(turn)
         return distance(self, selector, count, turn) if turn else 0.3
 
-    monkeypatch.setattr(_Bench, "distance", unlucky)
-    assert check_laws(case("mixtral", "bfloat16").decoder, "f", PREFIX, LONG, QUESTION).passed
+    monkeypatch.setattr(_Prompts, "distance", unlucky)
+    assert check_invariants(case("mixtral", "bfloat16").decoder, "f", PREFIX, LONG, QUESTION).passed
     assert seen == [0, 1] * 3
-    assert not check_laws(case("mixtral").decoder, "f", PREFIX, LONG, QUESTION).passed
+    assert not check_invariants(case("mixtral").decoder, "f", PREFIX, LONG, QUESTION).passed
 
 
 def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch
         out.fill_(float("nan"))
 
     monkeypatch.setattr(Rotary, "rotate_into", broken)
-    verdict = check_laws(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
+    verdict = check_invariants(new_case("llama").decoder, "f", PREFIX, LONG, QUESTION)
     assert not verdict.passed
     assert any(check.difference == float("inf") for check in verdict.checks)
     assert ConformanceResult.from_json(json.loads(json.dumps(verdict.to_json()))) == verdict
@@ -120,7 +120,7 @@ def test_numbers_that_are_not_finite_are_no_pass(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("chunks", [LONG[:1], [tokens(1, 3)], [tokens(5, 3)] * 4], ids=["one", "one token", "equal"])
 @pytest.mark.parametrize("prefix", [PREFIX, ()], ids=["prefix", "no prefix"])
 def test_few_short_or_equal_chunks(prefix: tuple[int, ...], chunks: list[tuple[int, ...]]) -> None:
-    assert check_laws(case("llama").decoder, "f", prefix, chunks, QUESTION).passed
+    assert check_invariants(case("llama").decoder, "f", prefix, chunks, QUESTION).passed
 
 
 def test_a_verdict_survives_json() -> None:

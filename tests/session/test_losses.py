@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.codec.levels import LEVELS, NO_PROFILE, Level
-from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
+from kvtool.core.session.identity import MeasuredLosses, smallest_allowed
 
 ONE, OTHER = "11" * 16, "22" * 16
 

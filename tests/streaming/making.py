@@ -12,7 +12,7 @@ from kvtool.core.streaming.book import Fetch, Policy, Task
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.core.streaming.policy import Adaptive
-from kvtool.lab.simulator.traces import LinkTrace
+from samples.benchmarks.streaming.traces import LinkTrace
 
 NESTED = ("4", "3", "2", "1")
 LOSSES = {"4": 0.08, "3": 0.01, "2": 0.002, "1": 0.0006, "lossless": 0.0}

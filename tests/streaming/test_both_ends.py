@@ -14,8 +14,8 @@ from kvtool.core.streaming.book import Task
 from kvtool.core.streaming.both_ends import MEANWHILE, BothEnds
 from kvtool.core.streaming.estimate import PREDICTORS, make_estimator
 from kvtool.core.streaming.ladder import Ladder
-from kvtool.lab.simulator.simulate import meets, simulate
-from kvtool.lab.simulator.traces import LinkTrace
+from samples.benchmarks.streaming.simulate import meets, simulate
+from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, adaptive, ladder, steady, task, tasks, traces
 
 CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)), st.integers(1, 4)

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from kvtool.core.streaming.book import Fetch, Task
 from kvtool.core.streaming.estimate import PREDICTORS
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
-from kvtool.lab.simulator.simulate import meets, simulate
-from kvtool.lab.simulator.traces import LinkTrace
+from samples.benchmarks.streaming.simulate import meets, simulate
+from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, Watched, adaptive, ladder, steady, task, tasks, traces
 
 CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)), st.integers(1, 4)

@@ -417,7 +417,7 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[
     """Through the command: 13 as long as damage is left, 0 once it is gone."""
     from kvtool.core.cache import tables
     from kvtool.core.cache.entries import ChunkInfo
-    from kvtool.core.cache.origin import Origin
+    from kvtool.core.cache.identity import Origin
 
     with Store.open(fitted) as store, store.writer() as pen:
         store.note_access([bytes.fromhex(chunk) for chunk in chunks_in(fitted)])

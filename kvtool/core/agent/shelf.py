@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from kvtool.core.agent.results import Excerpt, Found, Status, Stretch
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
-from kvtool.core.query.finding import retrieval_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.since import changes
 from kvtool.core.remote.opening import open_store
@@ -21,7 +20,7 @@ from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.gate import known_result
 from kvtool.core.session.identity import store_identity
-from kvtool.core.session.sizes import sizes_of
+from kvtool.core.upkeep.inventory import sizes_of
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -46,7 +45,7 @@ class Shelf:
         """Find chunks. Raises as `Finder.find` does."""
         options = replace(self._options, only=tuple(only) or self._options.only)
         with self._reading() as (store, finder):
-            hits = finder.find(question, top_k, retrieval_of(options)).hits
+            hits = finder.find(question, top_k, options.retrieval).hits
             since = changes(store, [hit.passage.source for hit in hits])
             return Found([_excerpt(store, hit.passage, since, hit) for hit in hits])
 

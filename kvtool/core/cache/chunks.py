@@ -10,10 +10,9 @@ from itertools import islice
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, chunks_named, is_id
+from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
 from kvtool.core.cache.link import Ahead, KVRead, Link
 from kvtool.core.cache.opened import Opened
-from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, OVERHEAD_BYTES, Kind, decode_record, payload_part
 from kvtool.core.cache.rows import origin_in
 from kvtool.core.cache.snapshot import Snapshot

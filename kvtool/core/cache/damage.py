@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, load_json
-from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.origin import unseal_origin
+from kvtool.core.cache.identity import ID_BYTES, unseal_origin
 from kvtool.core.cache.record import Kind, decode_record, unseal
 from kvtool.core.cache.side import damaged_files
 from kvtool.core.cache.side_log import damaged_journals

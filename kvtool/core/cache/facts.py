@@ -7,9 +7,8 @@ from typing import Any
 
 from kvtool.core.cache import keys, layout, space, tables
 from kvtool.core.cache.entries import load_json
-from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.opened import Opened
-from kvtool.core.cache.origin import ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.snapshot import Snapshot, damage_of
 from kvtool.core.cache.stretches import count_alone

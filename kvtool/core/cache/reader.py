@@ -6,15 +6,17 @@ import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kvtool.core.cache import keys, layout, tables
 from kvtool.core.cache.chunks import Chunks
 from kvtool.core.cache.documents import Documents
 from kvtool.core.cache.facts import Facts
 from kvtool.core.cache.notes import AccessLog, Served, ServedLog, latest, read_log
+from kvtool.core.cache.side import read_json, write_json
 from kvtool.core.cache.stretches import Stretches
 from kvtool.core.cache.warmth import joined, warmths
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, NoSpaceError
 
 _NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
 
@@ -51,6 +53,25 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
     def side_file(self, name: str) -> Path:
         """Path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
         return layout.side_file(self.path, name)
+
+    def write_side(self, name: str, value: dict[str, Any]) -> bool:
+        """Write a JSON object next to the records, as ``folder/name``; it can be made again.
+
+        Returns
+        -------
+        False: it could not be written, such as to a read-only store.
+        """
+        if self.read_only:
+            return False
+        try:
+            write_json(self.side_file(name), value)
+        except (OSError, NoSpaceError):
+            return False
+        return True
+
+    def read_side(self, name: str, **marks: Any) -> dict[str, Any]:
+        """Read a JSON object that is next to the records; see :func:`read_json`."""
+        return read_json(self.side_file(name), **marks)
 
     def unfinished_chunks(self) -> set[bytes]:
         """Return the ids of the chunks that are stored of unfinished files and that no document refers to.

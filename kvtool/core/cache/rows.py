@@ -9,7 +9,7 @@ from typing import Any
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
-from kvtool.core.cache.origin import HERE, UNKNOWN, Origin, seal_origin, unseal_origin
+from kvtool.core.cache.identity import HERE, UNKNOWN, Origin, seal_origin, unseal_origin
 from kvtool.core.cache.record import Kind, decode_record, seal, unseal
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.errors import DamagedError

@@ -13,15 +13,12 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
 from kvtool.core.cache.layout import atomic_write
-from kvtool.core.errors import DamagedError, NoSpaceError
-
-if TYPE_CHECKING:
-    from kvtool.core.cache.reader import StoreReader
+from kvtool.core.errors import DamagedError
 
 TABLES = ".tables"  # how the names of sealed tables end
 TAIL_BYTES = 24
@@ -65,29 +62,20 @@ def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryv
 # ---- JSON --------------------------------------------------------------------------------------------------------
 
 
-def write_side(store: StoreReader, name: str, value: dict[str, Any]) -> bool:
-    """Keep a JSON object beside the store, as ``folder/name``.
-
-    False: it cannot be kept, on a read-only store or without room. What stands beside a store can be made again.
-    """
-    if store.read_only:
-        return False
-    try:
-        atomic_write(store.side_file(name), json.dumps({_DIGEST: json_digest(value), **value}, indent=1).encode())
-    except (OSError, NoSpaceError):
-        return False
-    return True
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Write a JSON object with its digest. Raises OSError, NoSpaceError."""
+    atomic_write(path, json.dumps({_DIGEST: json_digest(value), **value}, indent=1).encode())
 
 
-def read_side(store: StoreReader, name: str, **marks: Any) -> dict[str, Any]:
-    """Inverse of :func:`write_side`; empty where nothing was kept, or what was kept cannot be read.
+def read_json(path: Path, **marks: Any) -> dict[str, Any]:
+    """Read what :func:`write_json` wrote; empty where nothing was written, or that cannot be read.
 
     Parameters
     ----------
-    marks : fields that it has to have with just these values, such as `format`: else it is not what the caller means.
+    marks : fields that the object must have with these values, such as `format`; else it counts as unreadable.
     """
     try:
-        value = _read_json(store.side_file(name))
+        value = _read_json(path)
     except (OSError, ValueError, RecursionError):
         return {}
     return value if all(value.get(field) == mark for field, mark in marks.items()) else {}

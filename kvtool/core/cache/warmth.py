@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 HALF_LIFE = (
     3 * 86_400.0
-)  # seconds; as many as 30 to 3,000 questions fetch less than by recency alone (samples/fronts.py)
+)  # seconds; as many as 30 to 3,000 questions fetch less than by recency alone (samples/results/front.md)
 
 
 def joined(one: float, other: float, half_life: float = HALF_LIFE) -> float:

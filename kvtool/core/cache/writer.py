@@ -15,9 +15,8 @@ from kvtool.core.cache.commit import Commits
 from kvtool.core.cache.damage import BESIDE, Damage
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.generations import compact
-from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.identity import ID_BYTES, Origin
 from kvtool.core.cache.notes import latest, take_log
-from kvtool.core.cache.origin import Origin
 from kvtool.core.cache.repair import drop_files, plan_repair
 from kvtool.core.cache.rows import (
     BY_CHUNK,

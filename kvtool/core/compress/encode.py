@@ -25,7 +25,7 @@ from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.encode import encoder_threads
 from kvtool.core.records.read import exact_level, read_records
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
 

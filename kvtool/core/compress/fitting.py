@@ -18,8 +18,7 @@ from kvtool.core.compress.fisher import fisher, probes
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
 from kvtool.core.records.encode import encoder_threads
 from kvtool.core.records.read import exact_level, read_chunk, read_records, stored_shape
-from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileCache, losses_by_maker
+from kvtool.core.session.identity import ProfileCache, losses_by_maker, store_identity
 from kvtool.core.session.session import Session
 
 

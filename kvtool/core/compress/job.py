@@ -34,7 +34,7 @@ from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.read import exact_level
-from kvtool.core.session.levels import losses_by_maker, smallest_allowed
+from kvtool.core.session.identity import losses_by_maker, smallest_allowed
 from kvtool.core.session.session import Session
 from kvtool.core.upkeep.inventory import level_bytes
 

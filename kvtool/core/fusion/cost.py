@@ -1,7 +1,7 @@
-"""Estimate what a fusion mode reads and computes for a prompt, and how long that takes at this machine's speeds.
+"""Cost model of fusion modes: estimate what a mode reads and computes for a prompt, and its time on this machine.
 
-Reading and computing are the controller's two measured quantities; here is how they overlap. `session/speeds.py`
-measures them and keeps them next to the store. Nothing here needs torch.
+`session/speeds.py` measures the speeds of reading and of computing, and keeps them next to the store. This module says
+how the two overlap, and needs no torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Segment
 
-MEMORY = "memory"  # among the levels: KV that is held decoded, which is only put into its place and rotated
-# A cached segment is exact or a hit (fusion/plan.py); `leading` are the exact ones with nothing else before them.
+MEMORY = "memory"  # among the levels: KV that is held decoded, which only has to be placed and rotated
+# Kinds of cached segments (fusion/plan.py); `leading` are exact ones with nothing else before them.
 Kind = Literal["leading", "exact", "hit"]
 CACHED: tuple[Kind, ...] = ("leading", "exact", "hit")
-_COMPUTED = ("fresh", "hole")  # what every mode computes: the question, and what is not stored
+_COMPUTED = ("fresh", "hole")  # computed by every mode: the question and the holes
 
 
 # ---- measured speeds ---------------------------------------------------------------------------------------------
@@ -29,25 +29,25 @@ _COMPUTED = ("fresh", "hole")  # what every mode computes: the question, and wha
 
 @dataclass(frozen=True, slots=True)
 class PassSpeed:
-    """Seconds of one pass: `fixed` (weights read, calls made) + `row` a row + `key` a key that a row sees."""
+    """Seconds of one pass: `fixed` (weights read, calls made), plus `row` for each row and `key` for each seen key."""
 
     fixed: float
     row: float
     key: float
 
     def seconds(self, rows: float, keys: float) -> float:
-        """The time of a pass over so many rows, which see so many keys in all."""
+        """Estimate a pass over so many rows, which see so many keys in all."""
         return self.fixed + self.row * rows + self.key * keys
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpeed:
-    """Seconds of reading, decoding, uploading and rotating all layers: `fixed` + `token` a token.
+    """Seconds of reading, decoding, uploading and rotating all layers: `fixed`, plus `token` for each token.
 
     Attributes
     ----------
-    busy : cores that are kept busy meanwhile.
-    bytes_per_second : raw-equivalent KV bytes a second; what is shown, not what is computed with.
+    busy : number of cores that are busy meanwhile.
+    bytes_per_second : raw-equivalent KV bytes a second; only shown to users.
     """
 
     fixed: float
@@ -58,7 +58,7 @@ class LoadSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What loading takes: seconds alone on the machine, and core-seconds."""
+    """Cost of loading: seconds if nothing else runs, and core-seconds."""
 
     seconds: float
     core_seconds: float
@@ -71,8 +71,8 @@ class Speeds:
     Attributes
     ----------
     loads : speeds of loading, by codec level and `MEMORY`.
-    cores : how many this process may use. `threads` : how many of these a pass uses.
-    own_memory : the device computes by itself (a GPU), so that loading takes no core from it.
+    cores : number that this process may use. `threads` : number that a pass uses.
+    own_memory : True for a device of its own (a GPU), from which loading takes no core.
     """
 
     passes: PassSpeed
@@ -83,34 +83,29 @@ class Speeds:
     own_memory: bool = False
 
     def load(self, tokens: Mapping[str, float]) -> Load:
-        """What loading so many tokens of each level takes; every level must have been measured."""
+        """Estimate loading so many tokens of each level; every level must have been measured."""
         seconds = {level: self.loads[level].fixed + self.loads[level].token * n for level, n in tokens.items() if n}
         busy = sum(self.loads[level].busy * took for level, took in seconds.items())
         return Load(sum(seconds.values()), busy)
 
-    def beside(self, load: Load, compute: float) -> float:
-        """Seconds of a pass whose layers are loaded while the ones before compute (CacheBlend, section 5).
+    def overlapped(self, load: Load, compute: float) -> float:
+        """Estimate a pass whose layers are loaded while earlier ones compute (CacheBlend, section 5).
 
-        Neither can be faster than alone: the last layer computes after it is loaded, the first loads before it
-        computes. On the CPU both also want the same cores: the core-seconds of both over the cores there are.
+        The first layer loads before it computes, the last one computes after it is loaded. On the CPU both share the
+        cores: the time is at least the core-seconds of both, divided by the cores.
         """
-        alone = max(load.seconds + compute / self.layers, load.seconds / self.layers + compute)
+        overlapped = max(load.seconds + compute / self.layers, load.seconds / self.layers + compute)
         if self.own_memory:
-            return alone
-        return max(alone, (load.core_seconds + compute * self.threads) / max(self.cores, self.threads))
+            return overlapped
+        return max(overlapped, (load.core_seconds + compute * self.threads) / max(self.cores, self.threads))
 
     def to_json(self) -> dict[str, Any]:
-        """What was measured."""
+        """Return the measured speeds."""
         return {"pass": asdict(self.passes), "loads": {level: asdict(one) for level, one in self.loads.items()}}
 
 
 def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:
-    """A speed from its JSON.
-
-    Raises
-    ------
-    ValueError, TypeError, KeyError : it is not one.
-    """
+    """Read a speed from its JSON. Raises ValueError, TypeError or KeyError for anything else."""
     values = {name: float(row[name]) for name in kind.__slots__}
     if not all(math.isfinite(value) and value >= 0 for value in values.values()):
         raise ValueError("a speed is a finite number")
@@ -118,15 +113,15 @@ def read_numbers(kind: type[PassSpeed] | type[LoadSpeed], row: Any) -> Any:
 
 
 def fit_pass(samples: Sequence[tuple[float, float, float]]) -> PassSpeed:
-    """Speed from samples of (rows, keys, seconds)."""
+    """Fit the speed of passes to samples of (rows, keys, seconds)."""
     coefficients = fit([(1.0, rows, keys) for rows, keys, _ in samples], [seconds for *_, seconds in samples])
     return PassSpeed(*coefficients)
 
 
 def fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Non-negative least squares of the relative error: coefficients by column.
+    """Fit coefficients by non-negative least squares of the relative error; one for each column.
 
-    With three columns the best set of those that are not zero is found by trying all.
+    All sets of non-zero columns are tried, since there are at most three.
     """
     target = np.asarray(seconds, dtype=float)
     matrix = np.asarray(rows, dtype=float) / target[:, None]
@@ -156,10 +151,10 @@ class Span:
     Attributes
     ----------
     status : see fusion/plan.py.
-    level : at which it is read; None: it is not stored.
-    held : it is in memory already, so that nothing is to be read.
-    dropped : tokens whose rows are not stored: they are neither read nor part of what a ratio is a share of.
-    shares : by mode, the share of the layers that read it, where some look through a window; all of a mode not named.
+    level : codec level of its records; None where it is not stored.
+    held : True if it is in memory, so that nothing is read.
+    dropped : tokens whose rows are not stored: they are not read, and no ratio is a share of them.
+    shares : by mode, the share of layers that read it where some have windows; 1 for a mode that is not named.
     """
 
     tokens: int
@@ -171,7 +166,7 @@ class Span:
 
     @classmethod
     def of(cls, segment: Segment, held: bool = False, shares: Mapping[str, float] | None = None) -> Span:
-        """The span of a plan's segment."""
+        """Make the span of a plan's segment."""
         if not segment.cached:
             return cls(len(segment.ids), segment.status, held=held)
         source = segment.source
@@ -181,37 +176,37 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a mode reads, and what it computes beside the question and the holes.
+    """The work of a mode in addition to the question and the holes.
 
     Attributes
     ----------
-    reads : cached segments of these kinds are loaded.
-    computes : cached segments of these kinds are computed whole, by the pass that runs beside loading.
-    beside : rows of hits that this pass computes of the others, the mean over the layers.
-    behind : rows of hits that a pass of their own computes, behind the question's, which has to see all that is loaded.
+    reads : kinds of cached segments that are loaded.
+    computes : kinds of cached segments that are computed whole, by the pass that overlaps with loading.
+    overlapped : further rows of hits that this pass computes, the mean over the layers.
+    after : rows of hits that a second pass computes, after the question's own pass has seen all that is loaded.
     """
 
     reads: tuple[Kind, ...] = CACHED
     computes: tuple[Kind, ...] = ()
-    beside: float = 0.0
-    behind: int = 0
+    overlapped: float = 0.0
+    after: int = 0
 
 
 class PromptRows:
-    """The rows of a laid-out prompt, counted by what is known of them.
+    """The rows of a planned prompt, counted by kind.
 
     Parameters
     ----------
     spans : in prompt order, the prompt's beginning first, the question last.
-    speeds : what was measured. A level that could not be is one whose records cannot be read: these are holes.
+    speeds : as measured. Records of a level that could not be measured cannot be read: their segments are holes.
 
     Attributes
     ----------
     length : tokens of the prompt.
     context : cached tokens of chunks, which a ratio is a share of.
-    hit_chunks : tokens of each cached chunk whose rows are not what full prefill gives.
-    holes : a segment that should be stored is not.
-    layers : how many the model has.
+    hit_chunks : tokens of each chunk that is a hit.
+    holes : True if a segment that should be stored is not.
+    layers : number of the model's layers.
     """
 
     def __init__(self, spans: Sequence[Span], speeds: Speeds) -> None:
@@ -219,7 +214,7 @@ class PromptRows:
         self._rows: dict[str, int] = {}
         self._keys: dict[str, int] = {}
         self._stored: dict[str, dict[str, int]] = {}  # tokens by kind, by level
-        self._spared: dict[tuple[str, str, str], float] = {}  # of them what is not read, by mode, kind and level
+        self._skipped: dict[tuple[str, str, str], float] = {}  # not read, by mode, kind, level
         self.layers = speeds.layers
         self.context = 0
         self.hit_chunks: list[int] = []
@@ -239,7 +234,7 @@ class PromptRows:
                 levels[span.level] = levels.get(span.level, 0) + read
                 for mode, share in span.shares.items():
                     key = mode, kind, span.level
-                    self._spared[key] = self._spared.get(key, 0.0) + (1.0 - share) * read
+                    self._skipped[key] = self._skipped.get(key, 0.0) + (1.0 - share) * read
                 self.context += there if number else 0
             if number and status == "hit":
                 self.hit_chunks.append(there)
@@ -248,33 +243,33 @@ class PromptRows:
 
     @property
     def hits(self) -> int:
-        """Cached tokens that are not what full prefill gives: those worth recomputing."""
+        """Count the tokens of hits, which are worth recomputing."""
         return self._rows.get("hit", 0)
 
     def load(self, *kinds: str, mode: str = "") -> Load:
-        """What reading the cached segments of these kinds takes; a mode may leave out what no row of it sees."""
+        """Estimate loading the cached segments of these kinds; a mode skips what none of its rows sees."""
         tokens: dict[str, float] = {}
         for kind in kinds:
             for level, count in self._stored.get(kind, {}).items():
-                tokens[level] = tokens.get(level, 0) + count - self._spared.get((mode, kind, level), 0.0)
+                tokens[level] = tokens.get(level, 0) + count - self._skipped.get((mode, kind, level), 0.0)
         return self._speeds.load(tokens)
 
     def seconds(self, cost: Cost, mode: str = "") -> float:
-        """Expected seconds from the laid-out prompt to the first token.
+        """Estimate the seconds from the planned prompt to the first token.
 
-        The question's pass skips the LM head and sums its attention up instead: it is taken as dear as any other.
+        The question's own pass skips the LM head and sums up its attention; it counts as much as any other pass.
         """
-        first = self._pass((*_COMPUTED, *cost.computes), min(cost.beside, self.hits))
-        seconds = self._speeds.beside(self.load(*cost.reads, mode=mode), first)
-        return seconds + self._pass(("fresh",), min(cost.behind, self.hits)) if cost.behind else seconds
+        first = self._pass((*_COMPUTED, *cost.computes), min(cost.overlapped, self.hits))
+        seconds = self._speeds.overlapped(self.load(*cost.reads, mode=mode), first)
+        return seconds + self._pass(("fresh",), min(cost.after, self.hits)) if cost.after else seconds
 
     def _pass(self, kinds: Sequence[str], hits: float = 0.0) -> float:
-        """Seconds of a pass over all rows of these kinds, and so many of the hits."""
+        """Estimate a pass over all rows of these kinds, and so many of the hits."""
         rows, keys = (sum(counts.get(kind, 0) for kind in kinds) for counts in (self._rows, self._keys))
         share = hits / self.hits if hits else 0.0
         return self._speeds.passes.seconds(rows + hits, keys + share * self._keys.get("hit", 0))
 
 
 def _keys_seen(start: int, tokens: int) -> int:
-    """Keys that the rows start … start + tokens - 1 see."""
+    """Count the keys that the rows start … start + tokens - 1 see."""
     return tokens * start + tokens * (tokens + 1) // 2

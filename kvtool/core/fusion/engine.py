@@ -1,6 +1,6 @@
-"""Fuse cached segments into one prompt cache: rows of all segments in one pass while the cache is loaded.
+"""Fuse cached segments into one prompt cache: one pass over the rows of all segments while the cache is loaded.
 
-Every fusion mode is a selector that this engine asks. A prompt that is fused can be extended by further chunks.
+The engine asks a selector, which is a fusion mode, for the rows to recompute. Further chunks can extend a fused prompt.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.layerwise_selection import LayerwiseSelection, question_attention
-from kvtool.core.fusion.loader import Loader
-from kvtool.core.fusion.plan import Candidate, Plan, Segment, extend_plan
-from kvtool.core.fusion.read_set import ReadSet
+from kvtool.core.fusion.loader import Loader, ReadSet
+from kvtool.core.fusion.plan import Candidate, Plan, Segment, as_resident, extend_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.shift import Shift, Shifted
 from kvtool.core.fusion.source import KVSource, RecordMissing
@@ -27,25 +26,40 @@ from kvtool.core.model.prompt_cache import PromptCache
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """prompt = reused + recomputed + fresh, and in a further round + standing. `recomputed`: cached rows computed at
-    the last layer; `fresh`: question and holes. `rows` is what was computed at each layer, all kinds together.
-    `dropped`: tokens of the text that are in none of these, since their rows were not stored."""
+    """Rows of a prompt: `prompt` = `resident` + `reused` + `recomputed` + `fresh`.
+
+    Attributes
+    ----------
+    recomputed : cached rows that the last layer computes.
+    fresh : question and holes.
+    rows : computed at each layer, of all kinds together.
+    resident : fused in an earlier round.
+    dropped : tokens of the text that count among none of these, since their rows are not stored.
+    """
 
     prompt: int
     reused: int
     recomputed: int
     fresh: int
     rows: tuple[int, ...]
-    standing: int = 0
+    resident: int = 0
     dropped: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        """Return `tokens` of a reply, which calls resident rows `standing`."""
+        counts = {"prompt": self.prompt, "standing": self.resident, "reused": self.reused}
+        return counts | {"recomputed": self.recomputed, "fresh": self.fresh, "dropped": self.dropped}
 
 
 @dataclass(frozen=True, slots=True)
 class FuseTiming:
-    """Milliseconds. `read`, `decode`, `upload` and `rotate` run beside `recompute` in the loader's thread.
+    """Milliseconds. The loader's threads spend `read`, `decode`, `upload` and `rotate` while `recompute` runs.
 
-    `wait` is how long the compute stood still for them; `select` holds the question's own pass where there is one;
-    `shift` is what moving reused rows took of the compute (on a GPU: what asking for it took).
+    Attributes
+    ----------
+    select : includes the question's own pass where a mode ranks by its attention.
+    shift : spent in the compute on shifting reused rows; on a GPU, on launching that.
+    wait : how long the compute stood still for the loader.
     """
 
     read: float
@@ -65,13 +79,11 @@ class Fused:
     Attributes
     ----------
     logits : float32 `[vocabulary]`.
-    plan : what was computed; segments whose records turned out unusable are misses in it, and rows that are not there
-        have no place.
-    read_set : what was read of which layer. Through a window some rows of a layer are never seen: what the cache holds
-        there is undefined.
-    recomputed : bool `[length]`, the cached rows computed at the last layer.
-    reasons : why: names of reasons, each with its rows (bool `[length]`); no row has two.
-    shifted : which reused rows were moved, and how far.
+    plan : what was computed; segments with unusable records are holes, and rows that are not stored have no place.
+    read_set : what was read of which layer. Rows that no window reaches are undefined in the cache.
+    recomputed : cached rows that the last layer computed, bool `[length]`.
+    reasons : by reason, the rows recomputed for it, bool `[length]`; no row has two.
+    shifted : which reused rows were shifted, and how far.
     """
 
     logits: torch.Tensor
@@ -94,25 +106,31 @@ def fuse(
     reserve: int = 0,
     timeline: Timeline | None = None,
     patience: float | None = None,
+    cache: PromptCache | None = None,
 ) -> Fused:
     """Fuse the cached segments of a plan and compute the rest.
 
-    A record that turns out missing, damaged or slow while layers are already running becomes a hole: the pass starts
-    again with that segment computed in place, and the plan in the result says why.
+    A record that turns out missing, damaged or slow becomes a hole: the pass starts again with that segment computed in
+    place, and the plan in the result says why.
 
     Parameters
     ----------
-    reserve : room for tokens that will be generated.
-    timeline : collects what ran when.
-    patience : seconds that reading one record may take while the compute waits for it; None: as long as it takes.
+    reserve : number of tokens that will be generated.
+    patience : seconds that reading one record may take while the compute waits for it; None: no limit.
+    cache : holds the rows of the plan's first segment, which is resident; its later rows are overwritten. After a slow
+        record the result has another one.
     """
     while True:
         there = compact_plan(plan, selector, decoder.stored_layers)
-        cache = decoder.new_cache(there.length + reserve)
+        if cache is not None:
+            cache.reserve(plan.length + reserve)
+        into = decoder.new_cache(there.length + reserve) if cache is None else cache
         try:
-            return fuse_into(cache, decoder, there, selector, source, timeline, patience)
+            return fuse_into(into, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
             plan = plan.without_all(in_original(plan, there, missing.unusable), missing.stored)
+            if cache is not None and missing.stored:  # the thread that reads it may still write into these buffers
+                cache = copied(decoder, cache, there.segments[0].stop)
 
 
 def fuse_into(
@@ -124,23 +142,23 @@ def fuse_into(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """One pass of `fuse` over a given cache, in which the rows of standing segments are in place.
+    """Run one pass of `fuse` over a given cache, which holds the rows of resident segments.
 
     Parameters
     ----------
-    plan : as `compact_plan` gives it.
+    plan : as `compact_plan` returns it.
 
     Raises
     ------
-    RecordMissing : a record is missing, damaged or slow; what the cache holds behind standing segments is then
-        undefined, and of a slow one (`stored`) a thread may write there still.
+    RecordMissing : a record is missing, damaged or slow. The cache is then undefined after its resident rows; of a slow
+        one (`stored`) a thread may still write there.
     """
     cache.set_length(plan.length)
     cache.position_ids = plan.position_ids
     cached = plan.mask("hit", "exact")
     started = time.perf_counter()
     with ExitStack() as stack:
-        stack.callback(cache.unhook)  # also where it fails: others go on from the rows that stand
+        stack.callback(cache.unhook)  # after a failure, too: others go on from the resident rows
         read_set = ReadSet.of(plan, selector, decoder.windows, decoder.device)
         read_set.clear(cache)
         loader = stack.enter_context(Loader(decoder, read_set.read, cache, source, timeline, patience=patience))
@@ -152,7 +170,7 @@ def fuse_into(
             stack.enter_context(selection.hooked())
         logits = _computed(decoder, plan, first.rows, cache)
         selection.end()
-    if logits.is_cuda:  # who asked waits for them now in any case; the times are of what was done, not of asking for it
+    if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
     total = time.perf_counter() - started
     recomputed = torch.zeros(plan.length, dtype=torch.bool)
@@ -174,12 +192,12 @@ def fuse_into(
 
 @dataclass(frozen=True, slots=True)
 class _First:
-    """What the first layer computes.
+    """The rows of the first layer.
 
     Attributes
     ----------
-    done : rows that the question's own pass has computed already: the holes, over the cache as it is reused.
-    asking_s : seconds that that pass has taken.
+    done : number of rows that the question's own pass has computed before: the holes.
+    asking_s : seconds of that pass.
     """
 
     rows: QueryRows
@@ -190,7 +208,7 @@ class _First:
 def _first_rows(
     decoder: Decoder, plan: Plan, selector: Selector, cache: PromptCache, loader: Loader, timeline: Timeline | None
 ) -> _First:
-    """Choose the rows, by the question's attention where the selector asks for that."""
+    """Choose the first layer's rows, by the question's attention where the selector ranks by that."""
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
     asked = selector.asked(plan, decoder.stored_layers)
     if not asked:
@@ -207,7 +225,7 @@ def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:
 
 
 def _computed(decoder: Decoder, plan: Plan, rows: QueryRows, cache: PromptCache) -> torch.Tensor:
-    """Logits of the prompt's last token."""
+    """Compute rows; return the logits of the prompt's last token."""
     ids = plan.ids
     at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
     return decoder.compute([ids[place] for place in rows.order], rows, cache, position_ids=at)[-1]
@@ -216,8 +234,8 @@ def _computed(decoder: Decoder, plan: Plan, rows: QueryRows, cache: PromptCache)
 def _count(plan: Plan, cached: torch.Tensor, recomputed: torch.Tensor, computed: list[int]) -> TokenCounts:
     again, kept = int(recomputed.sum()), int(cached.sum())
     fresh = int(plan.mask("miss", "fresh").sum())
-    standing = plan.length - kept - fresh
-    return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), standing, plan.dropped)
+    resident = plan.length - kept - fresh
+    return TokenCounts(plan.length, kept - again, again, fresh, tuple(computed), resident, plan.dropped)
 
 
 def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTiming:
@@ -237,16 +255,15 @@ def _timing(loader: Loader, select: float, shift: float, total: float) -> FuseTi
 
 # ---- rows that are not stored ------------------------------------------------------------------------------------
 #
-# Rows that are not stored take no place in a prompt: what is there closes up, and keeps its positions. So neither
-# memory nor attention is spent on them, no query can see an empty place, and who sees whom is said by the order of
-# places as ever. Only what rotates by position has to ask a plan for it.
+# Rows that are not stored take no place in a prompt: the others close up and keep their positions. So they cost neither
+# memory nor attention, and the order of places still says which row sees which. Only rotation needs positions.
 
 
 def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
-    """The plan as a mode computes it, from one in which every token has a place.
+    """Return the plan that a mode computes, from one in which every token has a place.
 
-    A chunk that is computed whole is there whole, whatever is stored of it: recomputing everything is full prefill. Of
-    any other only the rows that are stored are there. Where they are all stored the plan is given back as it is.
+    A chunk that is computed whole keeps all its tokens: recomputing everything is full prefill. Any other chunk keeps
+    the tokens that have stored rows.
     """
     if all(segment.source.kept is None for segment in plan.segments):
         return plan
@@ -262,18 +279,18 @@ def compact_plan(plan: Plan, selector: Selector, layers: int) -> Plan:
 
 def _placed(segment: Segment, place: int, position: int, whole: bool) -> Segment:
     source = segment.source
-    if source.kept is None or not (segment.cached or segment.status == "standing") or (segment.cached and whole):
+    if source.kept is None or not (segment.cached or segment.status == "resident") or (segment.cached and whole):
         return replace(segment, ids=source.ids, start=place, first=position, kept=None)
     ids = tuple(source.ids[token] for token in source.kept)
     return replace(segment, ids=ids, start=place, first=position, kept=source.kept)
 
 
 def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
-    """Bool `[plan.length]`: cached rows that a mode computes at every layer, whatever it finds on its way."""
+    """Return the cached rows that a mode is certain to compute at every layer, bool `[plan.length]`."""
     cached = plan.mask("hit", "exact")
     if not selector.uses_cache:
         return cached
-    if selector.asked(plan, layers):  # the question's attention will choose among what is there
+    if selector.asked(plan, layers):  # the question's attention will choose among the stored rows
         return torch.zeros_like(cached)
     rows = selector.rows(plan) & cached
     stay = min(selector.narrowing(plan, layers).values(), default=plan.length)
@@ -281,12 +298,12 @@ def _computed_throughout(plan: Plan, selector: Selector, layers: int) -> torch.T
 
 
 def in_original(plan: Plan, compact: Plan, unusable: Sequence[tuple[Segment, str]]) -> list[tuple[Segment, str]]:
-    """Return segments of a compact plan as they are in the one that it was made of."""
+    """Map segments of a compact plan to those of the plan that it was made of."""
     own = {id(small): large for small, large in zip(compact.segments, plan.segments, strict=True)}
     return [(own[id(segment)], reason) for segment, reason in unusable]
 
 
-# ---- more chunks after those that are fused: their rows are neither read nor computed again --------------------------
+# ---- further rounds: chunks after resident rows, which are neither read nor computed again --------------------------
 
 
 def extend_fused(
@@ -298,61 +315,28 @@ def extend_fused(
     timeline: Timeline | None = None,
     patience: float | None = None,
 ) -> Fused:
-    """Fuse `chunks` into the prompt cache of `before`, behind its own, and compute the question anew behind them.
+    """Fuse `chunks` into the prompt cache of `before`, after its own, and compute the question again after them.
 
-    A row sees only what stands before it, so nothing that stands would change. The selector sees the new chunks alone:
-    a ratio is a share of them.
-
-    Parameters
-    ----------
-    before : a first round's result, or what `joined` made of several. Its question, and an answer that has grown its
-        cache, are overwritten.
-    patience : see `fuse`. A record that cannot be used becomes a hole, as there.
-
-    Returns
-    -------
-    This round: its plan, counts and times are those of the new rows; `joined` adds it to what was before.
-    """
-    plan = extend_plan(before.plan, chunks)
-    return fuse_after(decoder, before.cache, plan, selector, source, timeline=timeline, patience=patience)
-
-
-def fuse_after(
-    decoder: Decoder,
-    cache: PromptCache,
-    plan: Plan,
-    selector: Selector,
-    source: KVSource,
-    reserve: int = 0,
-    timeline: Timeline | None = None,
-    patience: float | None = None,
-) -> Fused:
-    """Fuse what a plan has behind the rows that stand in `cache`; see `extend_fused` and `fuse`.
+    A row sees only earlier rows, so resident rows never change. The selector sees the new chunks only: a ratio is a
+    share of them.
 
     Parameters
     ----------
-    cache : what stands behind its standing rows is overwritten.
-    plan : its first segment stands.
+    before : a first round, or several that `joined` has added up. Its question and any generated rows are overwritten.
 
     Returns
     -------
-    The plan with all that stands as its first segment; its cache is another where a record was too slow.
+    This round: its plan, counts and times are those of the new rows.
     """
-    while True:
-        cache.reserve(plan.length + reserve)
-        there = compact_plan(plan, selector, decoder.stored_layers)
-        try:
-            return fuse_into(cache, decoder, there, selector, source, timeline, patience)
-        except RecordMissing as missing:
-            plan = plan.without_all(in_original(plan, there, missing.unusable), missing.stored)
-            if missing.stored:  # the thread that reads it still may write into these buffers
-                cache = copied(decoder, cache, there.segments[0].stop)
+    *fused, question = before.plan.segments
+    plan = extend_plan(as_resident(fused), chunks, question.ids)
+    return fuse(decoder, plan, selector, source, timeline=timeline, patience=patience, cache=before.cache)
 
 
 def joined(before: Fused, now: Fused) -> Fused:
-    """The rounds before and a further one as if they were one pass: the whole prompt's plan, counts and times summed.
+    """Add a round to those before it, as if they were one pass: the whole prompt's plan, with counts and times summed.
 
-    `tokens.rows` counts every question that was computed, `tokens.fresh` the last one only.
+    `tokens.rows` counts every computed question, `tokens.fresh` the last one only.
     """
     start = before.plan.segments[-1].start
     plan = Plan((*before.plan.segments[:-1], *now.plan.segments[1:]))
@@ -374,14 +358,14 @@ def joined(before: Fused, now: Fused) -> Fused:
         timing=_sum(before.timing, now.timing),
         bytes_read=before.bytes_read + now.bytes_read,
         read_set=before.read_set + now.read_set,
-        recomputed=_behind(before.recomputed, now.recomputed, start),
+        recomputed=_spliced(before.recomputed, now.recomputed, start),
         shifted=before.shifted + now.shifted,
-        reasons={name: _behind(before.reasons.get(name, none), now.reasons.get(name, none), start) for name in names},
+        reasons={name: _spliced(before.reasons.get(name, none), now.reasons.get(name, none), start) for name in names},
     )
 
 
-def _behind(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tensor:
-    """Rows (bool) of the prompt: up to `start` those of `before`, from there on those of `now`."""
+def _spliced(before: torch.Tensor, now: torch.Tensor, start: int) -> torch.Tensor:
+    """Join rows of the prompt (bool): up to `start` those of `before`, from there on those of `now`."""
     return torch.cat([before[:start], now[start:]])
 
 
@@ -390,7 +374,7 @@ def _sum(a: FuseTiming, b: FuseTiming) -> FuseTiming:
 
 
 def copied(decoder: Decoder, cache: PromptCache, length: int) -> PromptCache:
-    """The first `length` rows in buffers of their own, with as much room."""
+    """Copy the first `length` rows into a cache of the same capacity."""
     copy = decoder.new_cache(cache.buffers[0].keys.shape[2])
     for new, old in zip(copy.buffers, cache.buffers, strict=True):
         new.keys[:, :, :length] = old.keys[:, :, :length]

@@ -1,7 +1,7 @@
-"""Select the rows that are recomputed, layer by layer: by what they would become, or by the question's attention.
+"""Layer-wise selection of recomputed rows, by their deviation or by the question's attention.
 
-`LayerwiseSelection` ranks the candidates before some layers and keeps the highest; `question_attention` runs the
-question's rows over the reused cache once and sums up how much they look at each cached token.
+`LayerwiseSelection` ranks the rows before some layers and keeps the highest. `question_attention` runs the question's
+rows over the reused cache once and sums up their attention to each cached token.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ _BLOCK = 64  # rows whose weights exist at a time: memory grows with the prompt'
 
 
 class LayerwiseSelection:
-    """Watches one pass: waits for each layer's records, and drops rows before the layers a selector names.
+    """The rows of one pass: waits for each layer's records, and drops rows before the layers that a selector names.
 
     A pre-hook on the decoder layers exchanges the rows that the model's own loop passes on, so the model's forward
-    stays untouched. To rank candidates the hook runs the layer up to its cache write (norm and QKV projection only).
-    Keys and values that this gives for dropped rows are newer than the stored ones and are kept.
+    stays untouched. To rank rows the hook runs the layer up to its cache write (norm and QKV projection only). The
+    keys and values that this gives for dropped rows are newer than the stored ones, and are cached.
 
     Attributes
     ----------
-    rows : the rows of the layer that runs.
+    rows : the rows of the current layer.
     computed : number of rows computed, by layer.
     """
 
@@ -71,7 +71,7 @@ class LayerwiseSelection:
         self._kept: torch.Tensor | None = None  # indices into the first layer's rows; None: all
 
     def on_update(self, layer: int, rows: int) -> None:
-        """The cache is about to take this layer's rows: their place must have been loaded before."""
+        """Wait for a layer's records before the cache takes its rows."""
         self._note_span(f"compute to layer {layer}", rows)
         self._loader.wait(layer)
         self.computed.append(rows)
@@ -79,17 +79,17 @@ class LayerwiseSelection:
         self._since = time.perf_counter()
 
     def on_updated(self, layer: int) -> None:
-        """The layer's rows are in the cache: those that are reused beside them are shifted."""
+        """Shift the layer's reused rows once its computed rows are in the cache."""
         self._shifting(self._shift.after, layer)
 
     def _shifting(self, step: Callable[..., None], *given: Any) -> None:
-        """A step of the shift, whose time is told apart."""
+        """Run a step of the shift, and time it."""
         started = time.perf_counter()
         step(*given)
         self.shift_s += time.perf_counter() - started
 
     def end(self) -> None:
-        """The pass is through."""
+        """Note the end of the pass."""
         self._note_span("compute to logits", self.computed[-1])
 
     def _note_span(self, name: str, rows: int) -> None:
@@ -97,7 +97,7 @@ class LayerwiseSelection:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks on every layer from the first narrowing on."""
+        """Hook every layer from the first narrowing on."""
         first = min(self.targets)
         handles = [
             module.register_forward_pre_hook(for_this_pass(self._hook(layer)), with_kwargs=True)
@@ -123,12 +123,12 @@ class LayerwiseSelection:
         return narrow
 
     def _choose(self, module: Any, layer: int, hidden: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor:
-        """Indices (ascending) of the current rows that stay: all that are not cached, and the highest worth."""
+        """Choose the current rows to keep: all that are not cached, and the highest scores; ascending indices."""
         self._loader.wait(layer)
         started = time.perf_counter()
         keys, values = _kv_of(module, hidden, kwargs)
         buffer = self._cache.buffers[layer]
-        # All but the worth is known without the device: it is waited for once.
+        # Only the scores need the device, which is waited for once.
         order = torch.tensor(self.rows.order)
         reused = self._cached[order]
         among = reused.nonzero()[:, 0]
@@ -148,17 +148,17 @@ class LayerwiseSelection:
         self.rows = QueryRows.of(order[chosen], self._decoder.device, self.rows.position_ids)
         self._cache.rows = self.rows
         self.select_s += add_span(self._timeline, "select", started, layer=layer)
-        self._shifting(self._shift.follow, self.rows, self._spared(order[~keep]))
+        self._shifting(self._shift.follow, self.rows, self._refreshed(order[~keep]))
         return indices
 
-    def _spared(self, dropped: torch.Tensor) -> torch.Tensor:
-        """Bool `[length]`: rows that the layer has made anew and drops."""
+    def _refreshed(self, dropped: torch.Tensor) -> torch.Tensor:
+        """Return dropped rows, whose keys and values are this layer's new ones, bool `[length]`."""
         rows = torch.zeros_like(self._cached)
         rows[dropped] = True
         return rows
 
     def _with_rows(self, kwargs: dict[str, Any], keep: torch.Tensor | None = None) -> dict[str, Any]:
-        """The layer's arguments for the current rows (`keep`: of the arguments' rows; else of the first layer's)."""
+        """Cut a layer's arguments to the current rows: to `keep` of their rows, else from those of the first layer."""
         keep = self._kept if keep is None else keep
         if keep is None:
             return kwargs
@@ -169,7 +169,7 @@ class LayerwiseSelection:
 
 
 def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV:
-    """Rotated keys and values `[1, kv_heads, rows, head_dim]` that a layer makes of its input."""
+    """Run a layer up to its cache write; return its rotated keys and values `[1, kv_heads, rows, head_dim]`."""
     probe = LayerProbe(until="cache")
     probe.run(module.forward, hidden, **(kwargs | {name: probe.cache for name in CACHES if name in kwargs}))
     assert probe.kv is not None, "the layer did not write to its cache"
@@ -180,7 +180,7 @@ def _kv_of(module: Any, hidden: torch.Tensor, kwargs: dict[str, Any]) -> LayerKV
 
 
 class _Watch:
-    """Sums up the attention of the last rows of a pass, layer by layer; `ends`: the pass with the last one asked."""
+    """Sum of the attention of a pass's last rows; `ends`: the pass ends with the last of `layers`."""
 
     def __init__(self, rows: QueryRows, count: int, layers: range, length: int, pooling: Pooling, ends: bool) -> None:
         self._rows, self._count = rows, count
@@ -189,11 +189,11 @@ class _Watch:
 
     @property
     def mean(self) -> torch.Tensor:
-        """Over the layers, float32 `[length]`."""
+        """Return the mean over the layers, float32 `[length]`."""
         return self._total / len(self._layers)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
-        """Add a layer's weights: the mean over heads, then over rows as the pooling says."""
+        """Add a layer's weights: their mean over heads, then pooled over rows."""
         if layer not in self._layers:
             return
         count = 1 if self._pooling == "last" else self._count
@@ -214,15 +214,15 @@ class _Watch:
 def question_attention(
     decoder: Decoder, plan: Plan, cache: PromptCache, loader: Loader, layers: range, pooling: Pooling = "rows"
 ) -> torch.Tensor:
-    """Attention of the question over all that is there, cached rows as they are reused, at their true positions.
+    """Measure the question's attention to the whole prompt, over reused rows at their true positions.
 
-    Question and holes are computed, these at every layer; their rows in the cache are those of this pass.
+    Question and holes are computed, holes at every layer; the cache takes their rows.
 
     Parameters
     ----------
-    layers : whose attention counts; the mean is taken over them.
-    pooling : what a layer's rows become: the L2 norm over all of them (`rows`, InfoFlow KV), the `last` row, which the
-        answer begins at, or the geometric mean of the two (`both`).
+    layers : layers that count; the mean is taken over them.
+    pooling : of a layer's rows: their L2 norm (`rows`, InfoFlow KV), the `last` row, which predicts the answer's first
+        token, or the geometric mean of the two (`both`).
 
     Returns
     -------

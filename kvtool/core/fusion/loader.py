@@ -1,6 +1,7 @@
-"""Load layers ahead: read, decode and rotate them into the prompt's buffers while one computes.
+"""Load layers ahead of the compute: read, decode and rotate them into the prompt's buffers.
 
-On the CPU they are placed at once, on a GPU through pinned memory by a stream of its own.
+A read set says which records a layer needs: no row sees further back than its window. A CPU places them at once, a GPU
+through pinned memory, in a stream of its own.
 """
 
 from __future__ import annotations
@@ -8,43 +9,172 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
 from kvtool.core.common.timeline import Timeline, add_span
-from kvtool.core.fusion.chunk_cache import ChunkCache
-from kvtool.core.fusion.cuda_placing import CudaPlacing
-from kvtool.core.fusion.placing import Placing, Turning
-from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
+from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, Placing
+from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.selectors.base import Selector
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, RecordMissing
+from kvtool.core.kernels.attention.dispatch import first_read
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.model.prompt_cache import PromptCache
 
+
+@dataclass(frozen=True, slots=True)
+class ReadSet:
+    """The segments that are read, layer by layer.
+
+    Attributes
+    ----------
+    read : by layer.
+    skipped : by layer, segments that only a model without windows would read.
+    unwritten : by layer, spans of rows that are never loaded, although attention may still load them.
+    """
+
+    read: tuple[tuple[Segment, ...], ...]
+    skipped: tuple[tuple[Segment, ...], ...]
+    unwritten: tuple[tuple[slice, ...], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, selector: Selector, windows: Sequence[int | None], device: str = "cpu") -> ReadSet:
+        """Find the records that a selector's pass over a plan can need, whichever rows it will choose on its way.
+
+        Parameters
+        ----------
+        windows : number of positions that a row sees at each stored layer; None: all before it.
+        """
+        layers = len(windows)
+        # A segment with more rows in the plan than in the store is computed at every layer.
+        needed = tuple(one for one in selector.reads(plan, layers) if one.kept == one.source.kept)
+        sizes = () if selector.reads_all else {*windows}
+        seen = {size: _Seen.through(size, plan, selector, layers) for size in sizes if size is not None}
+        read, skipped, unwritten = list[tuple[Segment, ...]](), list[tuple[Segment, ...]](), list[tuple[slice, ...]]()
+        for window in windows:
+            through = None if window is None else seen.get(window)
+            hidden = () if through is None else tuple(one for one in needed if not through.shows(one))
+            starts = {one.start for one in hidden}
+            read.append(tuple(one for one in needed if one.start not in starts))
+            skipped.append(hidden)
+            unwritten.append(() if through is None else tuple(through.passed(one, device) for one in hidden))
+        return cls(tuple(read), tuple(skipped), tuple(unwritten))
+
+    @classmethod
+    def whole(cls, plan: Plan, layers: int) -> ReadSet:
+        """Read all that is cached, at every layer."""
+        return cls((tuple(plan.cached),) * layers, ((),) * layers, ((),) * layers)
+
+    def __add__(self, later: ReadSet) -> ReadSet:
+        """Join the sets of two rounds over one prompt."""
+        sides = (self.read, later.read), (self.skipped, later.skipped), (self.unwritten, later.unwritten)
+        read, skipped, unwritten = (tuple(a + b for a, b in zip(*side, strict=True)) for side in sides)
+        return ReadSet(read, skipped, unwritten)
+
+    def to_json(self) -> dict[str, int]:
+        """Count the records that were read, and those that no computed row could see."""
+        return {"records_read": sum(map(len, self.read)), "records_spared": sum(map(len, self.skipped))}
+
+    def bytes_skipped(self, sizes: Callable[[Segment], Sequence[int]]) -> int:
+        """Sum the bytes of records that no computed row could see.
+
+        Parameters
+        ----------
+        sizes : bytes of a segment's records, by layer; empty where they count for nothing.
+        """
+        skipped: dict[int, tuple[Segment, list[int]]] = {}
+        for layer, segments in enumerate(self.skipped):
+            for segment in segments:
+                skipped.setdefault(segment.start, (segment, []))[1].append(layer)
+        total = 0
+        for segment, layers in skipped.values():
+            of_segment = sizes(segment)
+            total += sum(of_segment[layer] for layer in layers if layer < len(of_segment))
+        return total
+
+    def shares(self, plan: Plan) -> list[float]:
+        """Return the share of layers that reads each segment of a plan."""
+        starts = [{one.start for one in read} for read in self.read]
+        return [sum(segment.start in read for read in starts) / len(starts) for segment in plan.segments]
+
+    def clear(self, cache: PromptCache) -> None:
+        """Zero the rows that are never loaded: 0 × NaN would poison masked attention."""
+        for buffer, spans in zip(cache.buffers, self.unwritten, strict=True):
+            for span in spans:
+                buffer.keys[:, :, span].zero_()
+                buffer.values[:, :, span].zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """Places that the rows of a pass see through a window.
+
+    Attributes
+    ----------
+    places : number of seen places before each, int64 `[length + 1]`.
+    first : the first seen place.
+    """
+
+    places: torch.Tensor
+    first: int
+
+    @classmethod
+    def through(cls, window: int, plan: Plan, selector: Selector, layers: int) -> _Seen:
+        rows = _computed(plan, selector, layers).nonzero()[:, 0].tolist()
+        positions = plan.positions.tolist()
+        seen = torch.zeros(plan.length, dtype=torch.bool)
+        behind = 0
+        for row in rows:
+            begin = bisect_left(positions, positions[row] - window + 1)
+            seen[max(begin, behind) : row + 1] = True
+            behind = row + 1
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
+        return cls(counts, int(seen.nonzero()[0]) if bool(seen.any()) else plan.length)
+
+    def shows(self, segment: Segment) -> bool:
+        """Return True if any row of a segment is seen."""
+        return bool(self.places[segment.stop] > self.places[segment.start])
+
+    def passed(self, segment: Segment, device: str) -> slice:
+        """Return the rows of an unseen segment that attention may still load."""
+        begin = first_read(self.first, device)
+        return slice(max(segment.start, begin), max(segment.stop, begin))
+
+
+def _computed(plan: Plan, selector: Selector, layers: int) -> torch.Tensor:
+    """Return the rows that a pass may compute, bool `[length]`."""
+    if selector.asked(plan, layers) or selector.narrowing(plan, layers):
+        return plan.mask("hit", "miss", "fresh")
+    return selector.rows(plan) & plan.mask("hit", "exact") | plan.mask("miss", "fresh")
+
+
 _MOST_WORKERS = 4
-_CORES_A_WORKER = 4  # the others compute
-_LOOKS = 0.02  # seconds between two looks at what is waited for
-_ENVELOPE_BYTES = 256  # at most, around a record's payload, what aligns it, and its line in the table of a layer
+_CORES_A_WORKER = 4  # the rest compute
+_LOOKS = 0.02  # seconds between two looks at a slow record
+_ENVELOPE_BYTES = 256  # at most, around a record's payload: header, alignment, and its line in a layer's table
 
 
 def default_workers() -> int:
-    """Threads that load; each holds one layer's records at a time."""
+    """Return the number of loading threads; each holds one layer's records at a time."""
     return max(1, min(_MOST_WORKERS, (os.cpu_count() or 1) // _CORES_A_WORKER))
 
 
 class Loader:
-    """Fills a prompt cache layer by layer in threads of its own.
+    """A loader that fills a prompt cache layer by layer in its own threads.
 
     Memory is bounded by one layer's records for each thread: buffers are preallocated for the whole prompt, and a
-    layer's bytes are dropped when they stand there. Every key is rotated once, in the buffer, to its absolute position.
-    A layer's records are asked for in the order of their chunks' relevance.
+    layer's bytes are dropped once they are placed. Every key is rotated once, to its absolute position. A layer's
+    records are read in the order of their chunks' relevance.
 
     Parameters
     ----------
-    read : the segments that are read, of each layer.
+    read : the segments that are read, by layer.
     """
 
     def __init__(
@@ -70,7 +200,7 @@ class Loader:
         self._turn, self._making = threading.Lock(), threading.Lock()
         self._made: RopeTables | None = None
         count = min(workers or default_workers(), decoder.stored_layers) if self._segments else 1
-        self._turning = self._shared() if decoder.device.startswith("cuda") and self._segments else None
+        self._rotation = self._shared() if decoder.device.startswith("cuda") and self._segments else None
         layers = _layers_of(self._read)
         self._workers = [_Worker(_placing_for(decoder, self._segments), layers) for _ in range(count)]
         names = ["kvtool-loader", *(f"kvtool-loader-{number}" for number in range(1, count))]
@@ -97,12 +227,12 @@ class Loader:
             if self._given_up and not thread.is_alive():
                 worker.placing.finish()
         if not self._given_up:
-            for placing, mark in self._placed.values():  # whoever waits for the computing lets go of what was read
+            for placing, mark in self._placed.values():  # then nothing that was read is needed any more
                 placing.wait(mark)
 
     @property
     def stats(self) -> ReadStats:
-        """What all threads have read so far."""
+        """Return what all threads have read so far."""
         return ReadStats(
             bytes_read=sum(worker.stats.bytes_read for worker in self._workers),
             read_s=sum(worker.stats.read_s for worker in self._workers),
@@ -110,12 +240,12 @@ class Loader:
         )
 
     def placing_s(self) -> tuple[float, float]:
-        """Seconds of copying into the buffers, and of rotating keys."""
+        """Return the seconds of copying into the buffers, and of rotating keys."""
         spent = [worker.placing.seconds() for worker in self._workers]
         return sum(upload for upload, _ in spent), sum(rotate for _, rotate in spent)
 
     def wait(self, layer: int) -> None:
-        """Return when `layer` stands in the buffers; raise what went wrong if it never will."""
+        """Wait until `layer` is in the buffers. Raises the error of a loading thread."""
         if not self._ready[layer].is_set():
             started = time.perf_counter()
             while not self._ready[layer].wait(_LOOKS):
@@ -129,7 +259,7 @@ class Loader:
             placing.wait(mark)
 
     def _give_up_slow(self) -> None:
-        """Raise if a record has been read for longer than there is patience; decoding may take its time."""
+        """Raise RecordMissing if reading a record exceeds the patience; decoding may take longer."""
         now = time.perf_counter()
         for worker in self._workers:
             reading = worker.stats.reading
@@ -139,9 +269,9 @@ class Loader:
     def _run(self, worker: _Worker) -> None:
         try:
             with torch.inference_mode(), worker.placing.at_work():
-                turning = self._turning or Turning(self._decoder.rotary, self.table)
+                rotation = self._rotation or KeyRotation(self._decoder.rotary, self.table)
                 while not self._stop and self._error is None and (layer := self._next()) is not None:
-                    self._load(layer, turning, worker)
+                    self._load(layer, rotation, worker)
                     self._ready[layer].set()
         except BaseException as error:  # handed to the thread that waits
             self._error = error
@@ -152,9 +282,11 @@ class Loader:
 
     @torch.inference_mode()
     def _is_held(self) -> bool:
-        """Place all layers here and now where they are held on the device: a thread would only take turns with this
-        one, for work that is over before the first layer has computed."""
-        if self._turning is None or not self._turning.in_one_launch or not isinstance(self._source, ChunkCache):
+        """Place all layers at once if the chunk cache holds them on the device; return whether it did.
+
+        A thread would only compete with this one, for work that ends before the first layer has computed.
+        """
+        if self._rotation is None or not self._rotation.in_one_launch or not isinstance(self._source, ChunkCache):
             return False
         even = all(len(segments) == len(self._segments) for segments in self._read)
         layers = self._source.whole(self._segments, len(self._ready)) if even else None
@@ -162,7 +294,7 @@ class Loader:
         if layers is None or not isinstance(placing, CudaPlacing):
             return False
         started = time.perf_counter()
-        if not placing.place_held(self._segments, layers, self._cache.buffers, self._turning):
+        if not placing.place_held(self._segments, layers, self._cache.buffers, self._rotation):
             return False
         add_span(self._timeline, "place", started)
         for ready in self._ready:
@@ -174,14 +306,16 @@ class Loader:
             return next(self._left, None)
 
     @torch.inference_mode()
-    def _shared(self) -> Turning:
-        """For all threads, in the stream of the computing, for which those of the threads wait at first: on a GPU each
-        of its operations would cost every thread what it costs one. What is tried once is tried here, too."""
-        return Turning(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
+    def _shared(self) -> KeyRotation:
+        """Make one rotation for all threads of a GPU: each of its launches would cost every thread as much again.
+
+        The compute stream makes it, and the streams of the threads wait for that first.
+        """
+        return KeyRotation(self._decoder.rotary, self.table, self._decoder.rotary.by_kernel)
 
     @property
     def table(self) -> RopeTables:
-        """Of the positions of all places up to the last one that is read; made once, by whoever needs it first."""
+        """Return cos and sin of all places up to the last one that is read; made once, at the first use."""
         with self._making:
             if self._made is None:
                 self._made = self._table()
@@ -197,7 +331,7 @@ class Loader:
             positions[segment.start : segment.stop] = torch.tensor(segment.positions)
         return self._decoder.rotary.table(positions.to(device))
 
-    def _load(self, layer: int, turning: Turning, worker: _Worker) -> None:
+    def _load(self, layer: int, rotation: KeyRotation, worker: _Worker) -> None:
         segments = self._read[layer]
         if not segments:
             return
@@ -207,13 +341,13 @@ class Loader:
         if self._stop:
             return
         started = time.perf_counter()
-        mark = worker.placing.place(segments, layers, self._cache.buffers[layer], turning, layer)
+        mark = worker.placing.place(segments, layers, self._cache.buffers[layer], rotation, layer)
         self._placed[layer] = worker.placing, mark
         add_span(self._timeline, "upload and rotate", started, layer=layer)
 
 
 class _Worker:
-    """What one loading thread has to itself."""
+    """The state of one loading thread."""
 
     def __init__(self, placing: Placing, layers: Mapping[int, Sequence[int]]) -> None:
         self.placing = placing
@@ -221,7 +355,7 @@ class _Worker:
 
 
 def _layers_of(read: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:
-    """By the start of a segment, the layers that are read of it."""
+    """Return by the start of each segment the layers that are read of it."""
     layers: dict[int, list[int]] = {}
     for layer, segments in enumerate(read):
         for segment in segments:

@@ -1,32 +1,41 @@
-"""Place a layer's keys and values in the prompt's buffers, keys rotated, where the model computes in main memory."""
+"""Place a layer's keys and values in the prompt's buffers, keys rotated: in main memory, or on a GPU.
+
+On a GPU a CUDA stream of its own does the work. Records are read into pinned memory and uploaded as their bytes are, in
+one copy with the table that says where each one is; one launch rotates the keys and scatters all rows
+(`kernels/rope_triton.py`). Without Triton, and for a model that rotates in another way, torch's operations do.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from kvtool.core.cache.buffers import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
+from kvtool.core.kernels import rope_triton
 from kvtool.core.kernels.rope import RopeTables
+from kvtool.core.kernels.rope_triton import Piece, Side
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.rope import Copy, Rotary
 
 
 @dataclass(frozen=True)
-class Turning:
-    """Puts positions on keys.
+class KeyRotation:
+    """Rotation of a prompt's keys.
 
     Attributes
     ----------
     table : cos and sin of the positions of all places of the prompt up to the last cached one.
-    in_one_launch : keys on a GPU can be rotated on their way (`Rotary.by_kernel`).
+    in_one_launch : True if one GPU kernel rotates and scatters keys (`Rotary.by_kernel`).
     """
 
     rotary: Rotary
@@ -34,55 +43,52 @@ class Turning:
     in_one_launch: bool = False
 
     def __call__(self, turns: Sequence[tuple[Copy, int]], beside: Sequence[Copy], layer: int) -> None:
-        """Rotate keys to their places, each run beginning at one; copy what goes beside them as it is."""
+        """Rotate runs of keys, each from its first place on; copy the values as they are."""
         placed = [(out, keys, self.table[start : start + out.shape[2]]) for (out, keys), start in turns]
         self.rotary.place(placed, beside, layer)
 
     @cached_property
     def flat(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
-        (angles,) = self.table.by_name.values()
-        return angles.cos[0], angles.sin[0]
+        """Return cos and sin of the only RoPE, float32 `[tokens, rotary_dim]`."""
+        (cos_sin,) = self.table.by_name.values()
+        return cos_sin.cos[0], cos_sin.sin[0]
 
 
 class Placing:
-    """Puts a layer's un-rotated keys and values into the prompt's buffers, and rotates the keys once.
+    """Places a layer's un-rotated keys and values into the prompt's buffers in main memory, and rotates the keys once.
 
-    This one serves buffers in main memory. Each belongs to one thread.
-
-    Attributes
-    ----------
-    upload_s, rotate_s : seconds that the thread has spent with both.
+    Each belongs to one thread. `upload_s` and `rotate_s` are the seconds that this thread has spent.
     """
 
     def __init__(self) -> None:
         self.upload_s = self.rotate_s = 0.0
 
     def seconds(self) -> tuple[float, float]:
-        """What copying and rotating have taken."""
+        """Return the seconds of copying and of rotating."""
         return self.upload_s, self.rotate_s
 
     def at_work(self) -> AbstractContextManager[object]:
-        """Within it, what the calling thread computes on a GPU is put where the placing itself works."""
+        """Return a context in which the calling thread uses the CUDA stream of this placing."""
         return contextlib.nullcontext()
 
     def room(self, size: int) -> memoryview:
-        """Memory for a record of the layer that is read next; it may be used again for the next but one."""
+        """Allocate memory for a record of the next layer; the next but one may reuse it."""
         return aligned(size)
 
     def place(
-        self, segments: Sequence[Segment], layers: Sequence[LayerKV], buffer: BufferLayer, turning: Turning, layer: int
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotation: KeyRotation,
+        layer: int,
     ) -> int:
-        """Place one layer: rotated on their way, values beside them, all is read once and written once.
+        """Place one layer, in one pass over its keys and values; return a mark for `wait`.
 
         Parameters
         ----------
-        layers : keys and values of each segment, read since the layer before was placed.
-        layer : its number.
-
-        Returns
-        -------
-        A mark to give `wait`.
+        layers : keys and values of each segment, read since the previous layer was placed.
+        layer : number of the layer.
         """
         began = time.perf_counter()
         spans = [slice(segment.start, segment.stop) for segment in segments]
@@ -91,13 +97,327 @@ class Placing:
         ]
         beside = [(buffer.values[:, :, span], values[None]) for span, (_, values) in zip(spans, layers, strict=True)]
         started = time.perf_counter()
-        turning(turns, beside, layer)
+        rotation(turns, beside, layer)
         self.rotate_s += time.perf_counter() - started
         self.upload_s += started - began
         return 0
 
     def wait(self, mark: int) -> None:
-        """Let the calling thread's computations wait until what was placed is there."""
+        """Let the calling thread's computations wait until the marked layer is placed."""
 
     def finish(self) -> None:
-        """Wait until nothing that was given is read any more."""
+        """Wait until no source tensor is read any more."""
+
+
+Moments: TypeAlias = "tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]"  # begun, uploaded, placed
+_ALIGN = 64
+_LEAST, _MOST = 2**16, 2**25  # bytes of a block, unless a record is larger: pinned memory comes in powers of two
+
+
+@dataclass(slots=True)
+class _Block:
+    """A block of pinned memory whose first `used` bytes are allocated."""
+
+    memory: torch.Tensor
+    address: int
+    bytes: memoryview
+    used: int = 0
+
+    @classmethod
+    def of(cls, size: int) -> _Block:
+        memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return cls(memory, memory.data_ptr(), memory.numpy().data)
+
+
+class PinnedBuffer:
+    """A bump allocator of pinned memory for one layer, which a copy a block uploads to the device.
+
+    Parameters
+    ----------
+    size : expected bytes of a layer's records.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = min(size, _MOST)
+        self._blocks: list[_Block] = []
+        self._current = 0
+
+    def room(self, size: int) -> memoryview:
+        """Allocate private, writable memory on a 64-byte boundary, valid until `clear`."""
+        return self._room(size, self._size)
+
+    def small(self, size: int) -> memoryview:
+        """Allocate as `room` does, without space for a whole layer of records."""
+        return self._room(size, _LEAST)
+
+    def _room(self, size: int, block_size: int) -> memoryview:
+        while self._current < len(self._blocks):
+            block = self._blocks[self._current]
+            if block.used + size <= len(block.bytes):
+                break
+            self._current += 1
+        else:
+            block = _Block.of(max(size, block_size, 1))
+            self._blocks.append(block)
+        start = block.used
+        block.used = min(len(block.bytes), -(-(start + size) // _ALIGN) * _ALIGN)
+        return block.bytes[start : start + size]
+
+    def clear(self) -> None:
+        """Free all allocations."""
+        self._current = 0
+        for block in self._blocks:
+            block.used = 0
+
+    def find(self, address: int) -> tuple[int, int] | None:
+        """Return the block number and offset of an address; None if it is not in here."""
+        for number, block in enumerate(self._blocks):
+            if block.address <= address < block.address + block.used:
+                return number, address - block.address
+        return None
+
+    def targets(self, device: torch.device) -> list[torch.Tensor]:
+        """Allocate device memory for every used block, uint8."""
+        return [torch.empty(block.used, dtype=torch.uint8, device=device) for block in self._in_use]
+
+    def upload(self, targets: list[torch.Tensor]) -> None:
+        """Start copying every used block to the device."""
+        for block, target in zip(self._in_use, targets, strict=True):
+            target.copy_(block.memory[: block.used], non_blocking=True)
+
+    @property
+    def _in_use(self) -> list[_Block]:
+        return self._blocks[: self._current + 1]
+
+
+def _between_s(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float:
+    ended.synchronize()
+    return float(begun.elapsed_time(ended)) / 1e3
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A layer in flight, until the stream has placed it.
+
+    Attributes
+    ----------
+    read : tensors that the stream reads.
+    """
+
+    staging: PinnedBuffer
+    placed: torch.cuda.Event | None = None
+    read: Sequence[LayerKV] = ()
+
+    def free(self) -> None:
+        """Wait until the layer is placed, and release its memory."""
+        if self.placed is not None:
+            self.placed.synchronize()
+        self.placed, self.read = None, ()
+        self.staging.clear()
+
+
+class CudaPlacing(Placing):
+    """Places into buffers on a GPU. While one layer is uploaded, the next is read into another buffer.
+
+    Parameters
+    ----------
+    compute : the stream in which the buffers were made and will be read.
+    layer_bytes : expected bytes of a layer's records.
+    """
+
+    def __init__(self, compute: torch.cuda.Stream, layer_bytes: int) -> None:
+        super().__init__()
+        self._compute = compute
+        self._stream = torch.cuda.Stream(compute.device)
+        self._stream.wait_stream(compute)
+        self._in_flight = [_InFlight(PinnedBuffer(layer_bytes)) for _ in range(2)]
+        self._moments: list[Moments] = []
+
+    def seconds(self) -> tuple[float, float]:
+        """Return the device's seconds between events; staging in the thread counts as copying."""
+        uploads = sum(_between_s(begun, uploaded) for begun, uploaded, _ in self._moments)
+        return self.upload_s + uploads, sum(_between_s(uploaded, placed) for _, uploaded, placed in self._moments)
+
+    def at_work(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def room(self, size: int) -> memoryview:
+        """Allocate pinned memory, that of the layer before the last."""
+        return self._next().staging.room(size)
+
+    def _next(self) -> _InFlight:
+        """Return the layer that is read or placed now."""
+        flight = self._in_flight[0]
+        if flight.placed is not None:
+            flight.free()
+        return flight
+
+    def place(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotation: KeyRotation,
+        layer: int,
+    ) -> int:
+        started = time.perf_counter()
+        flight = self._next()
+        layers = _staged(layers, flight.staging)
+        if all(side.is_cuda for kv in layers for side in kv):
+            flight.staging.clear()  # these records were decoded on the device
+        if rotation.in_one_launch and all(_fits(each, buffer) for each in layers):
+            turns = rotation.flat if rotation.rotary.rotates(layer) else None
+            moments = self._launch(segments, layers, buffer, turns, flight.staging)
+        else:
+            moments = self._put(segments, layers, buffer, partial(rotation, layer=layer), flight.staging)
+        flight.read, flight.placed = layers, moments[2]
+        self._in_flight.reverse()
+        self._moments.append(moments)
+        self.upload_s += time.perf_counter() - started
+        return len(self._moments) - 1
+
+    def place_held(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[Sequence[LayerKV]],
+        buffers: Sequence[BufferLayer],
+        rotation: KeyRotation,
+    ) -> bool:
+        """Place all layers from the device's own memory, in the compute stream; return False if they do not fit.
+
+        They fit if one launch can place each layer. Where they do not, nothing is placed.
+        """
+        if not all(_fits(kv, buffer) for kvs, buffer in zip(layers, buffers, strict=True) for kv in kvs):
+            return False
+        started = time.perf_counter()
+        self._in_flight[0].read = [kv for kvs in layers for kv in kvs]  # until it is waited for
+        table = rope_triton.described(
+            [
+                Piece(Side.of(keys), Side.of(values), segment.start, segment.stop - segment.start)
+                for kvs in layers
+                for segment, (keys, values) in zip(segments, kvs, strict=True)
+            ]
+        )
+        there = torch.from_numpy(table).to(buffers[0].keys.device, non_blocking=True)
+        begun, uploaded, placed = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+        begun.record(self._compute)
+        uploaded.record(self._compute)
+        for layer, buffer in enumerate(buffers):
+            cos, sin = rotation.flat if rotation.rotary.rotates(layer) else (None, None)
+            some = slice(layer * len(segments), (layer + 1) * len(segments))
+            rope_triton.place(table[some], there[some], buffer.keys, buffer.values, cos, sin)
+        placed.record(self._compute)
+        self._in_flight[0].placed = placed
+        self._moments.append((begun, uploaded, placed))
+        self.upload_s += time.perf_counter() - started
+        return True
+
+    def wait(self, mark: int) -> None:
+        self._moments[mark][2].wait()
+
+    def finish(self) -> None:
+        for flight in self._in_flight:
+            flight.free()
+
+    def _launch(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        turns: tuple[torch.Tensor, torch.Tensor] | None,
+        staging: PinnedBuffer,
+    ) -> Moments:
+        """Place a layer by one copy and one launch."""
+        table = np.frombuffer(staging.small(8 * rope_triton.FIELDS * len(layers)), np.int64)
+        targets = staging.targets(buffer.keys.device)
+        addresses = [target.data_ptr() for target in targets]
+
+        def side(numbers: torch.Tensor) -> Side:
+            found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
+            return Side.of(numbers, None if found is None else addresses[found[0]] + found[1])
+
+        pieces = [
+            Piece(side(keys), side(values), segment.start, segment.stop - segment.start)
+            for segment, (keys, values) in zip(segments, layers, strict=True)
+        ]
+        table[:] = rope_triton.described(pieces).reshape(-1)
+        begun = self._now()
+        staging.upload(targets)
+        uploaded = self._now()
+        found = staging.find(table.ctypes.data)
+        assert found is not None
+        there = targets[found[0]][found[1] : found[1] + table.nbytes]
+        cos, sin = turns or (None, None)
+        rope_triton.place(
+            table.reshape(-1, rope_triton.FIELDS), there.view(torch.int64), buffer.keys, buffer.values, cos, sin
+        )
+        return begun, uploaded, self._now()
+
+    def _put(
+        self,
+        segments: Sequence[Segment],
+        layers: Sequence[LayerKV],
+        buffer: BufferLayer,
+        rotate: Callable[[Sequence[tuple[Copy, int]], Sequence[Copy]], None],
+        staging: PinnedBuffer,
+    ) -> Moments:
+        """Place a layer by torch's operations; keys of neighbouring segments are rotated in one call."""
+        begun = self._now()
+        targets = staging.targets(buffer.keys.device)
+        staging.upload(targets)
+        uploaded = self._now()
+        runs: list[tuple[int, int]] = []
+        for segment, (keys, values) in zip(segments, layers, strict=True):
+            buffer.keys[0, :, segment.start : segment.stop].copy_(_there(keys, staging, targets))
+            buffer.values[0, :, segment.start : segment.stop].copy_(_there(values, staging, targets))
+            if runs and runs[-1][1] == segment.start:
+                runs[-1] = (runs[-1][0], segment.stop)
+            else:
+                runs.append((segment.start, segment.stop))
+        spans = [(buffer.keys[:, :, start:stop], start) for start, stop in runs]
+        rotate([((span, span), start) for span, start in spans], [])
+        return begun, uploaded, self._now()
+
+    def _now(self) -> torch.cuda.Event:
+        """Record an event in the stream."""
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record(self._stream)
+        return moment
+
+
+def _staged(layers: Sequence[LayerKV], staging: PinnedBuffer) -> Sequence[LayerKV]:
+    """Return the layers on the device or in pinned memory; those in other memory are copied there, end to end."""
+    strays = [layer for layer in layers if not all(side.is_cuda or staging.find(side.data_ptr()) for side in layer)]
+    if not strays:
+        return layers
+    sides = [keys for keys, _ in strays], [values for _, values in strays]
+    size = sum(side.nbytes for layer in strays for side in layer)
+    room = torch.frombuffer(staging.room(size), dtype=strays[0][0].dtype)
+    places = room.split([sum(side.numel() for side in some) for some in sides])
+    brought = iter(zip(*(_end_to_end(*pair) for pair in zip(sides, places, strict=True)), strict=True))
+    return [layer if all(layer is not stray for stray in strays) else next(brought) for layer in layers]
+
+
+def _end_to_end(some: Sequence[torch.Tensor], room: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Concatenate keys or values of several chunks `[kv_heads, tokens, head_dim]` in a piece of memory."""
+    sizes, (heads, _, head_dim) = [side.shape[1] for side in some], some[0].shape
+    whole = room.view(heads, sum(sizes), head_dim)
+    torch.cat(list(some), 1, out=whole)
+    split: Sequence[torch.Tensor] = whole.split(sizes, 1)
+    return split
+
+
+def _fits(layer: LayerKV, buffer: BufferLayer) -> bool:
+    keys, values = layer
+    return rope_triton.fits(keys, buffer.keys) and rope_triton.fits(values, buffer.values)
+
+
+def _there(numbers: torch.Tensor, staging: PinnedBuffer, targets: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a tensor's uploaded view on the device."""
+    found = None if numbers.is_cuda else staging.find(numbers.data_ptr())
+    if found is None:
+        return numbers
+    block, start = found
+    whole = targets[block][start:]
+    whole = whole[: len(whole) // numbers.itemsize * numbers.itemsize].view(numbers.dtype)
+    return whole.as_strided(numbers.shape, numbers.stride())

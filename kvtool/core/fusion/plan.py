@@ -1,32 +1,36 @@
-"""Lay out a prompt as segments with absolute positions, and say what of it is cached."""
+"""Plan a prompt: segments at absolute positions, each with the KV that is stored of it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.codec.levels import known, level_of
 from kvtool.core.common.types import Ids
+from kvtool.core.records.read import Unusable, kept_rows
 
-Status = Literal["hit", "exact", "miss", "fresh", "standing"]
+if TYPE_CHECKING:
+    from kvtool.core.cache.link import RecordReader
+
+Status = Literal["hit", "exact", "miss", "fresh", "resident"]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A segment as it is wanted: its token ids, and where its KV is kept.
+    """A wanted segment: its token ids, and where its KV is stored.
 
     Attributes
     ----------
-    lead_in : digest of the token ids behind which the stored rows were prefilled.
-    level : codec level to read, or None when nothing is stored there; `reason` then says why.
-    kept : which of its tokens have a row there, ascending; None: all.
-    stored : there is a record of it all the same: at another level than the one asked for, or too slow to wait for.
-    sensitivity : one little-endian float16 a token (records/encode.py), or empty where none was kept.
-    relevance : to the question, the more the higher: what is asked for first when records are read.
+    lead_in : digest of the token ids that the stored rows were prefilled after.
+    level : codec level to read; None where nothing is stored, for which `reason` gives the cause.
+    kept : tokens that have a stored row, ascending; None: all.
+    stored : True if a record exists although `level` is None: at another level, or too slow to wait for.
+    sensitivity : one little-endian float16 a token (records/encode.py); empty where none was stored.
+    relevance : to the question; records of higher relevance are read first.
     """
 
     ids: Ids
@@ -41,25 +45,25 @@ class Candidate:
 
     @property
     def rows(self) -> Sequence[int]:
-        """Which of its tokens are stored."""
+        """Return the tokens that have a stored row."""
         return range(len(self.ids)) if self.kept is None else self.kept
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and what full prefill gives), `miss`
-    (should be cached, is computed in place), `fresh` (never cached: the question) or `standing` (its fused rows are in
-    the prompt cache from an earlier round, and are neither read nor computed again).
+    """A run of the prompt. `status`: `hit` (cached), `exact` (cached, and equal to full prefill), `miss` (a hole:
+    should be cached, is computed in place), `fresh` (never cached: the question) or `resident` (fused in an earlier
+    round: its rows are in the prompt cache, and are neither read nor computed again).
 
-    A token has a *place*, the row of the prompt's buffers that its key and value stand in, and a *position*, by which
-    the key is rotated. They differ where rows before it, or of its own segment, are not there (fusion/engine.py).
+    A token has a *place*, its row in the prompt's buffers, and a *position*, by which its key is rotated. They differ
+    where earlier rows, or rows of its own segment, are not stored (fusion/engine.py).
 
     Attributes
     ----------
-    ids : of the tokens that have a place.
-    start : place of the first.
+    ids : tokens that have a place.
+    start : place of the first one.
     first : position of the source's first token; None: `start`.
-    kept : which of the source's tokens have a place, ascending; None: all.
+    kept : tokens of the source that have a place, ascending; None: all.
     """
 
     ids: Ids
@@ -76,12 +80,12 @@ class Segment:
 
     @property
     def position(self) -> int:
-        """Of the source's first token."""
+        """Return the position of the source's first token."""
         return self.start if self.first is None else self.first
 
     @property
     def positions(self) -> Sequence[int]:
-        """Of each token that has a place."""
+        """Return the position of each token that has a place."""
         first = self.position
         return range(first, first + len(self.ids)) if self.kept is None else [first + token for token in self.kept]
 
@@ -97,39 +101,39 @@ class Plan:
     Attributes
     ----------
     segments : in prompt order; the first is the prefix, the last the question. In the plan of a later round
-        (`extend_plan`) the first is all that stands.
+        (`extend_plan`) the first is all that is resident.
     """
 
     segments: tuple[Segment, ...]
 
     @property
     def ids(self) -> list[int]:
-        """Of the tokens that have a place."""
+        """Return the tokens that have a place."""
         return [token for segment in self.segments for token in segment.ids]
 
     @property
     def text_ids(self) -> list[int]:
-        """Of all tokens of the prompt's text."""
+        """Return all tokens of the prompt's text."""
         return [token for segment in self.segments for token in segment.source.ids]
 
     @property
     def length(self) -> int:
-        """How many tokens have a place."""
+        """Return the number of tokens that have a place."""
         return self.segments[-1].stop
 
     @property
     def dropped(self) -> int:
-        """How many tokens have none: what lies between the place and the position of all that follows the chunks."""
+        """Return the number of tokens without a place: the last segment's position less its place."""
         return self.segments[-1].position - self.segments[-1].start
 
     @property
     def positions(self) -> torch.Tensor:
-        """int64 `[length]`: the position of each place."""
+        """Return the position of each place, int64 `[length]`."""
         return torch.tensor([position for segment in self.segments for position in segment.positions])
 
     @property
     def position_ids(self) -> list[int] | None:
-        """The position of each place, where some differ from it; None: none does."""
+        """Return the position of each place; None where every token is at its place."""
         return self.positions.tolist() if self.dropped else None
 
     @property
@@ -146,16 +150,16 @@ class Plan:
 
     @property
     def context_tokens(self) -> int:
-        """Cached tokens of chunks: what a ratio is a share of."""
+        """Count the cached tokens of chunks, which a recompute ratio is a share of."""
         return sum(len(segment.ids) for segment in self.cached_chunks)
 
     @property
     def levels(self) -> list[str]:
-        """The levels at which its chunks are read, finest first."""
+        """Return the levels at which chunks are read, finest first."""
         return known(segment.source.level for segment in self.cached_chunks)
 
     def mask(self, *statuses: Status) -> torch.Tensor:
-        """Bool `[length]`: positions of the segments with one of these statuses."""
+        """Return the places of segments with one of these statuses, bool `[length]`."""
         mask = torch.zeros(self.length, dtype=torch.bool)
         for segment in self.segments:
             if segment.status in statuses:
@@ -163,13 +167,13 @@ class Plan:
         return mask
 
     def hit_rows(self) -> torch.Tensor:
-        """Bool `[length]`: rows of chunks whose stored KV is not what full prefill gives."""
+        """Return the rows of chunks whose stored KV differs from full prefill, bool `[length]`."""
         rows = self.mask("hit")
         rows[: self.segments[0].stop] = False
         return rows
 
     def sensitivity(self) -> torch.Tensor:
-        """float32 `[length]`: what was kept of each cached token, the mean of these where nothing was."""
+        """Return each token's stored sensitivity, float32 `[length]`; their mean where none is stored."""
         values = torch.full((self.length,), torch.nan, dtype=torch.float32)
         for segment in self.cached:
             if segment.source.sensitivity:
@@ -179,24 +183,41 @@ class Plan:
         return values.nan_to_num(values.nanmean().nan_to_num(1.0).item())
 
     def without(self, segment: Segment, reason: str, stored: bool = False) -> Plan:
-        """The plan with `segment`'s record given up: a hole, and nothing behind it is exact any more by luck."""
+        """Return the plan with `segment` as a hole: its record is not read."""
         source = replace(segment.source, stored=True) if stored else segment.source
         hole = replace(segment, status="miss", reason=reason, source=source)
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
     def without_all(self, unusable: Sequence[tuple[Segment, str]], stored: bool = False) -> Plan:
-        """The plan with the records of several segments given up, each for its reason."""
+        """Return the plan with several segments as holes, each for its reason."""
         plan = self
         for segment, reason in unusable:
             plan = plan.without(segment, reason, stored)
         return plan
 
 
+def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Add to candidates which of their rows are stored at their level; an unreadable one becomes a hole.
+
+    The records say it: only of a level that drops rows is a record read, that of the first layer.
+    """
+    made = list(candidates)
+    for level in {one.level for one in candidates if one.level is not None}:
+        numbers = [number for number, one in enumerate(made) if one.level == level]
+        found = kept_rows(store, [made[number].chunk_id for number in numbers], level)
+        for number, rows in zip(numbers, found, strict=True):
+            if isinstance(rows, Unusable):
+                made[number] = replace(made[number], level=None, kept=None, reason=rows.reason)
+            else:
+                made[number] = replace(made[number], kept=rows)
+    return made
+
+
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
     """Lay out a prompt.
 
-    A cached segment is exact when the ids before it in the prompt are the lead-in it was prefilled behind, and its
-    level loses nothing: its rows are then what full prefill gives. Stored rows know their lead-in by digest.
+    A cached segment is exact when the ids before it are the lead-in it was prefilled after, and its level loses
+    nothing. Stored rows know their lead-in by digest.
     """
     segments: list[Segment] = []
     before: list[int] = []
@@ -207,24 +228,18 @@ def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequenc
     return Plan(tuple(segments))
 
 
-def extend_plan(before: Plan, chunks: Sequence[Candidate]) -> Plan:
-    """The plan of a further round: what stands before the question stays, `chunks` and the question come behind it."""
-    *stand, question = before.segments
-    return plan_after(standing(stand), chunks, question.ids)
+def extend_plan(resident: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
+    """Plan a further round: chunks and a question after rows that are in the prompt cache already."""
+    laid_out = build_plan(resident, chunks, question)
+    return Plan((replace(laid_out.segments[0], status="resident"), *laid_out.segments[1:]))
 
 
-def plan_after(stands: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
-    """The plan of what comes behind rows that are in the prompt cache already."""
-    laid_out = build_plan(stands, chunks, question)
-    return Plan((replace(laid_out.segments[0], status="standing"), *laid_out.segments[1:]))
-
-
-def standing(segments: Sequence[Segment], behind: Sequence[int] = ()) -> Candidate:
-    """Fused segments, and tokens that were appended to their cache, as the one that a further plan stands behind."""
+def as_resident(segments: Sequence[Segment], appended: Sequence[int] = ()) -> Candidate:
+    """Join fused segments, and tokens that were appended to their cache, into one that a further plan begins with."""
     ids = [token for segment in segments for token in segment.source.ids]
     there = [position for segment in segments for position in segment.positions]
-    grown = range(len(ids), len(ids) + len(behind))
-    return Candidate((*ids, *behind), kept=(*there, *grown) if len(there) < len(ids) else None)
+    grown = range(len(ids), len(ids) + len(appended))
+    return Candidate((*ids, *appended), kept=(*there, *grown) if len(there) < len(ids) else None)
 
 
 def _place(candidate: Candidate, before: list[int]) -> Segment:

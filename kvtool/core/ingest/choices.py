@@ -7,7 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError

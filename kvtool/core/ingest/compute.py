@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile

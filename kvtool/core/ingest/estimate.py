@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache import space
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.machine import cores, cpu_name
@@ -88,11 +87,11 @@ def remember_speed(store: Store, fingerprint: str, options: IngestOptions, token
     """Keep the speed of a run for the next one's forecast."""
     if tokens >= _FEWEST_TOKENS and seconds > 0:
         marks = _marks(fingerprint, options)
-        write_side(store, _SPEED, {**marks, "tokens_per_second": tokens / seconds})
+        store.write_side(_SPEED, {**marks, "tokens_per_second": tokens / seconds})
 
 
 def _speed(store: Store, fingerprint: str, options: IngestOptions) -> float | None:
-    speed = read_side(store, _SPEED, **_marks(fingerprint, options)).get("tokens_per_second")
+    speed = store.read_side(_SPEED, **_marks(fingerprint, options)).get("tokens_per_second")
     return speed if isinstance(speed, float) and speed > 0 else None
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
@@ -28,8 +28,7 @@ from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.stream import Stream
-from kvtool.core.session.identity import lead_ins_of
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.ingest.storer import Storer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
@@ -18,7 +18,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.ingest.storer import Batch, Storer
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 
 
 def far_storer(

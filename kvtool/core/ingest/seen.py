@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvtool.core import __version__
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.readers import UnreadableFile
 from kvtool.core.corpus.walk import Failure
@@ -137,7 +136,7 @@ class Seen:
             failures = self._failed
         packed = b64encode(b"".join(sorted(marks))).decode("ascii")
         at = store.dropped_revision() if whole else None
-        write_side(store, _NAME, {"format": _FORMAT, "marks": packed, "failures": failures, "whole": at})
+        store.write_side(_NAME, {"format": _FORMAT, "marks": packed, "failures": failures, "whole": at})
 
     def _may_fail(self, row: object) -> bool:
         path = row.get("path") if isinstance(row, dict) else None
@@ -161,7 +160,7 @@ def _mark(path: str, status: os.stat_result, held: str) -> bytes:
 
 
 def _read(store: Store) -> tuple[set[bytes], _Failures, int | None]:
-    kept = read_side(store, _NAME, format=_FORMAT)
+    kept = store.read_side(_NAME, format=_FORMAT)
     failures = kept.get("failures", {})
     try:
         data = b64decode(kept.get("marks", ""), validate=True)

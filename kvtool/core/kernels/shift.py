@@ -17,7 +17,7 @@ import torch
 
 from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.native.builder import BYTES, STORED, Fields, FunctionBuilder, Value, module
-from kvtool.core.native.isa import Isa
+from kvtool.core.native.isa import Isa, isa_here
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import lanes_for, rotate, total
@@ -110,6 +110,15 @@ class _Code:
 
     keep: Callable[[int], None]
     add: Function
+
+
+def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence[str | None]) -> ShiftKernel | None:
+    """Make a kernel for this machine, with the parameters of `ShiftKernel`; None where there is no machine code."""
+    isa = isa_here()
+    try:
+        return None if isa is None else ShiftKernel(spans, layers, isa, rotations)
+    except ValueError:
+        return None
 
 
 class ShiftKernel:

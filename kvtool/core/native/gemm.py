@@ -7,7 +7,9 @@ in float32 the same bit for bit on every CPU that has fused multiply-add. One co
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -110,15 +112,38 @@ def gemm(isa: Isa, tile: Tile, pitch: int) -> FunctionBuilder:
 
 
 def _summed(tile: Tile, pitch: int, a: Value, panel: Value, steps: Value) -> list[Value]:
-    """The tile's sums over the depth: one step is a column of `a` times a row of weights."""
-    k, multiply = a.k, dot_pairs if tile.pairs else fma
-    deep = k.loop(steps, panel, *[k.zeros(tile.width)] * (tile.rows * tile.vectors))
-    weights, *sums = deep.values
-    column = a.at(deep.index)
-    loaded = [weights.load(number * tile.width, tile.width) for number in range(tile.vectors)]
-    for row in range(tile.rows):
-        factor = column.load(row * pitch).splat(tile.width)
-        for number in range(tile.vectors):
-            at = row * tile.vectors + number
-            sums[at] = multiply(factor, loaded[number], sums[at])
-    return deep.close(weights.at(tile.columns), *sums)[1:]
+    """Sum the tile over the depth: a step is a column of `a` times a row of weights."""
+
+    def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
+        column, weights = a.at(step), panel.at(step * tile.columns)
+        loaded = [weights.load(number * tile.width, tile.width) for number in range(tile.vectors)]
+        return (column.load(row * pitch).splat(tile.width) for row in range(tile.rows)), loaded
+
+    return accumulate(steps, [a.k.zeros(tile.width)] * (tile.rows * tile.vectors), factors, pairs=tile.pairs)
+
+
+Factors: TypeAlias = Callable[[Value], tuple[Iterable[Value], Sequence[Value]]]
+
+
+def accumulate(
+    steps: Value, sums: Sequence[Value], factors: Factors, *, pairs: bool = False, unroll: int = 1
+) -> list[Value]:
+    """Add to sums, over some steps, the product of each of a step's first factors with each of its second ones.
+
+    Every matrix product keeps such a tile of sums in registers; the products differ in how factors are loaded.
+
+    Parameters
+    ----------
+    sums : what is added to, row by row of the tile: each first factor with all second ones.
+    factors : loads those of a step, by its number; the first ones one after the other, where registers are few.
+    pairs : factors are two bfloat16 in the place of a float32 (AVX-512 BF16).
+    unroll : steps in a round of the loop: their number is a multiple of it.
+    """
+    k, multiply = steps.k, dot_pairs if pairs else fma
+    deep = k.loop(steps // unroll if unroll > 1 else steps, *sums)
+    grown = list(deep.values)
+    for part in range(unroll):
+        step = deep.index * unroll + part if unroll > 1 else deep.index
+        (rows, columns), onto = factors(step), iter(grown)
+        grown = [multiply(row, column, next(onto)) for row in rows for column in columns]
+    return deep.close(*grown)

@@ -11,6 +11,11 @@ from kvtool.core.native.isa import NEON
 MAGIC = 1.5 * 2.0**23  # adding it to a small float32 leaves the nearest whole number in the lowest bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LOWEST, _HIGHEST = -87.0, 88.0
+# 2^f for -.5 ≤ f ≤ .5 is 1 + f·(c₁ + f·(c₂ + …)), least squares of the relative error, weighted until it is even:
+# 9e-8 with five, and 1e-4 with three, which is nothing next to bfloat16's 4e-3.
+EXP2 = (0.6931470036506653, 0.24022242426872253, 0.05550733581185341, 0.009671512991189957, 0.001326472731307149)
+EXP2_BFLOAT16 = (0.6932829022407532, 0.2422109842300415, 0.055008936673402786)
+_LEAST = -126.0  # the exponent of the least normal float32; below it the power is taken for 0
 _GELU = (0.7978845608028654, 0.044715)  # √(2/π)
 
 
@@ -68,6 +73,22 @@ def exp(value: Value) -> Value:
         sum_ = fma(sum_, rest, factor)
     sum_ = fma(sum_, rest * rest, rest) + 1.0
     return sum_ * ((power.to("i32") + 127) << 23).bitcast("float")
+
+
+def exp2(exponents: Value, polynomial: Sequence[float]) -> Value:
+    """Compute 2^x for x ≤ 0, lane by lane; exactly 0 below 2^-126, and for -∞.
+
+    Parameters
+    ----------
+    polynomial : `EXP2` or `EXP2_BFLOAT16`, of what is left of x beyond the nearest whole number.
+    """
+    shifted = exponents + MAGIC
+    rest = exponents - (shifted - MAGIC)
+    value = rest.like(polynomial[-1])
+    for factor in [*reversed(polynomial[:-1]), 1.0]:
+        value = fma(value, rest, factor)
+    power = (value.bitcast("i32") + (shifted.bitcast("i32") << 23)).bitcast("float")
+    return (exponents < _LEAST).select(rest.like(0.0), power)
 
 
 def sigmoid(value: Value) -> Value:

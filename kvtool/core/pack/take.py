@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 
-from kvtool.core.cache.origin import HERE
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, UsageError

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import RAW
-from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.fusion.source import ReadStats
+from kvtool.core.fusion.source import ChunkCache, ReadStats
 
 if TYPE_CHECKING:
     from kvtool.core.model.prefill import ChunkKV

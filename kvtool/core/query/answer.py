@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.timeline import add_span
 from kvtool.core.evaluate.scoring import score
-from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
+from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.decode.native import prepare_engine
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.finding import reply_chunk
 from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
@@ -204,7 +203,7 @@ def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]
     """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
     return [
-        reply_chunk(
+        ReplyChunk.of(
             session.store,
             hit,
             tokens=len(segment.source.ids),
@@ -221,7 +220,7 @@ def _standing_chunks(session: Session, asked: Asked) -> list[ReplyChunk]:
         return []
     tokens = asked.behind.chunks
     return [
-        reply_chunk(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
+        ReplyChunk.of(session.store, hit, tokens=tokens[hit.passage.chunk_id], status="standing") for hit in asked.again
     ]
 
 
@@ -322,6 +321,5 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
 
 
 def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
-    counts = asdict(fused.tokens)
-    kinds = {name: counts[name] for name in ("prompt", "standing", "reused", "recomputed", "fresh", "dropped")}
-    return kinds | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)}
+    shifted = int(fused.shifted.rows.sum())
+    return fused.tokens.to_json() | {"shifted": shifted, "generated": len(said.ids)}

@@ -18,7 +18,6 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.warmth import joined
 from kvtool.core.errors import KvtoolError, UsageError
-from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import request_of
 from kvtool.core.retrieval.finder import Finder
@@ -109,7 +108,7 @@ def _named(row: Mapping[str, Any]) -> list[bytes]:
 def _found(finder: Finder, row: Mapping[str, Any], options: QueryOptions) -> list[bytes]:
     """The chunks that a question is answered from; none where it finds nothing, or is no request."""
     try:
-        hits = chunks_for(finder, request_of(row), options).hits
+        hits = options.find(finder, request_of(row)).hits
     except (KvtoolError, ValueError):
         return []
     return [*dict.fromkeys(hit.passage.chunk_id for hit in hits)]

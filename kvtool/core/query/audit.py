@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import MISSING, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from kvtool.core.common.timeline import add_span
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, shortened
-from kvtool.core.evaluate.reference import Forced, Reference
+from kvtool.core.evaluate.reference import SAME, Forced, Reference
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.model.decoder import out_of_memory_hint
+from kvtool.core.query.answer import answer
 from kvtool.core.query.chains import answer_chain
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Reply, Request
+from kvtool.core.session.session import Session
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply
     from kvtool.core.session.session import Session
+
 
 _READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
 
@@ -145,3 +150,32 @@ def changes_of(selector: Selector) -> dict[str, Any]:
         and each.default is not MISSING
         and (value := getattr(selector, each.name)) != each.default
     }
+
+
+def compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
+    """Answer in full and in each of `modes`, and measure how far each reply is from the full one.
+
+    `kl_first`: KL in nats of the first token's distribution. `kl_answer`: mean over the reference's own greedy answer,
+    teacher-forced, end token included. Every run starts at the question's text: retrieval counts in each TTFT.
+
+    Raises
+    ------
+    UsageError : `options` ask for deferred loading, with which every mode might stop at another prompt.
+    """
+    if options.defer:
+        raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
+    with session.lock:  # each answer as the model gives it, to its end
+        return _compare(session, request, replace(options, stop_repeats=False), modes)
+
+
+def _compare(session: Session, request: Request, options: QueryOptions, modes: Sequence[str]) -> list[Reply]:
+    full = answer(session, request, replace(options, fusion=REFERENCE))
+    reference = Reference.of(session.decoder, full.fused, full.generated)
+    full.comparison = SAME.to_json() | {"answer_equal": True}
+    replies = [full]
+    for mode in (mode for mode in dict.fromkeys(modes) if mode != REFERENCE):
+        reply = answer(session, request, replace(options, fusion=mode), again=len(replies) > 1)
+        distance = reference.force(reply.fused).distance
+        reply.comparison = distance.to_json() | {"answer_equal": reply.generated.ids == full.generated.ids}
+        replies.append(reply)
+    return replies

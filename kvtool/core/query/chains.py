@@ -11,8 +11,7 @@ from kvtool.core.cache.identity import chunk_id, ids_digest
 from kvtool.core.cache.stretches import StretchInfo, least_used
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, fuse_prefix
-from kvtool.core.fusion.state_checkpoint import StoredPrefix, encoded
+from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, encoded, fuse_prefix
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -34,7 +33,7 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
         )
     found = find(session, plan) if selector.uses_cache else StoredPrefix((), ())
     if not options.force:
-        session.check_beginning([segment.ids for segment in plan.segments[:-1]], found)
+        session.check_prefix([segment.ids for segment in plan.segments[:-1]], found)
     return fuse_prefix(
         session.decoder, plan, selector, found, session.store.read_part, options.max_tokens, session.timeline
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
@@ -17,16 +17,16 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.generate import Generated, generate
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.answer import Begun, OnText, begin_answer
-from kvtool.core.query.follow_up import searched
 from kvtool.core.query.layout import Standing, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.query.trial import Trial, check_room
-from kvtool.core.query.turn_layout import TurnLayout
-from kvtool.core.query.turns import Stands, Turn, marked
+from kvtool.core.query.turns import Stands, Trial, Turn, TurnLayout, check_room, marked
 
 if TYPE_CHECKING:
+    from kvtool.core.query.reply import Request
+    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
+
 
 Lend = Callable[[], AbstractContextManager["Session"]]
 
@@ -158,7 +158,7 @@ class Conversation:
     def give(self, session: Session, question: Request, answer: str) -> Begun:
         """Add a turn whose answer is known: as if it had been said. It need not have found anything."""
         begun = self.begin(session, question, must_find=False)
-        counts = {name: count for name, count in asdict(begun.outcome.fused.tokens).items() if name != "rows"}
+        counts = begun.outcome.fused.tokens.to_json()
         places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
         ids = self._ids_of(begun, answer)
         self._add(Turn(question.question, answer, places, counts), begun, Stands.after(begun, begun.known, ids))
@@ -244,3 +244,38 @@ class _Now:
     earlier: tuple[Turn, ...] = ()
     laid: tuple[TurnLayout, ...] = ()
     stands: Stands | None = None
+
+
+# A vague follow-up is searched with the questions before it, as `samples/benchmarks/follow_ups.py` measured. Answers
+# are left out: those of small models mislead the search.
+RARE = 0.05  # share of the chunks that a rare word stands in at most
+ENOUGH = 4  # rare words of a question that is searched alone
+NAMES = 3  # rare words of a question that says what is talked about
+BACK = 16  # questions back at most: looking through all of them at each turn is quadratic
+
+
+def searched(session: Session, request: Request, before: Sequence[str]) -> Request:
+    """Return a request with the text that it is searched by, where it names no passages itself."""
+    if request.chunks or request.documents or request.search:
+        return request
+    return replace(request, search=search_text(request.question, before, session.finder))
+
+
+def search_text(question: str, before: Sequence[str], finder: Finder) -> str:
+    """The text that a question is searched by.
+
+    One that has fewer than `ENOUGH` rare words is searched together with those before it, back to the last that says
+    what is talked about. It counts twice, so that a new subject is found beside the old one.
+
+    Parameters
+    ----------
+    before : the questions before it, the last one last.
+    """
+    if not before or finder.rare_words(question, RARE) >= ENOUGH:
+        return question
+    context: list[str] = []
+    for earlier in before[: -BACK - 1 : -1]:
+        context.insert(0, earlier)
+        if finder.rare_words(earlier, RARE) >= NAMES:
+            break
+    return " ".join([*context, question, question])

@@ -7,8 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvtool.core.cache.side import read_side, write_side
-
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
@@ -124,12 +122,12 @@ def keep_threshold(store: Store, fingerprint: str, mode: str, value: float, fact
     facts : what it was measured on; for people.
     """
     modes = _modes(store, fingerprint) | {mode: {"threshold": value, **facts}}
-    return write_side(store, _name(fingerprint), {"format": _FORMAT, "probed": PROBED, "modes": modes})
+    return store.write_side(_name(fingerprint), {"format": _FORMAT, "probed": PROBED, "modes": modes})
 
 
 def _modes(store: Store, fingerprint: str) -> dict[str, Any]:
     """What was kept, by mode; nothing where that cannot be read, or was measured in another way."""
-    modes = read_side(store, _name(fingerprint), format=_FORMAT, probed=PROBED).get("modes")
+    modes = store.read_side(_name(fingerprint), format=_FORMAT, probed=PROBED).get("modes")
     return modes if isinstance(modes, dict) else {}
 
 

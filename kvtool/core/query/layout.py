@@ -15,14 +15,12 @@ from kvtool.core.codec.levels import enough_loss, known
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan, plan_after
-from kvtool.core.fusion.source import with_rows
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
-from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.retrieval.passages import Hit, Passage, stands_in
-from kvtool.core.session.levels import smallest_allowed
+from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.session.identity import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
@@ -113,11 +111,11 @@ def lay_out(
         left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
         if not left and behind is None and must_find:
             raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
-        chunks = with_rows(session.store, [found for _, found in left])
+        chunks = with_stored_rows(session.store, [found for _, found in left])
         if behind is None:
             plan = build_plan(_prefix(session, parts.prefix), chunks, question)
         else:
-            plan = plan_after(behind.tokens, chunks, question)
+            plan = extend_plan(behind.tokens, chunks, question)
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)
@@ -161,7 +159,7 @@ def _found(
     """Find the chunks for a request: those that are new, those that stand already, and how many were cut. Where
     something stands, a question that finds nothing is asked of that."""
     try:
-        hits, cut = chunks_for(session.finder, request, options, session.recent_chunks)
+        hits, cut = options.find(session.finder, request, session.recent_chunks)
     except NothingFoundError:
         if behind is None and must_find:
             raise
@@ -175,7 +173,7 @@ def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str
     """Lay the same prompt out with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
-    return replace(asked, plan=build_plan(prefix.source, with_rows(session.store, chunks), question.ids))
+    return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
 
 
 def parts_for(session: Session, options: QueryOptions) -> PromptParts:
@@ -211,7 +209,7 @@ def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candi
     ids is damaged, or somebody else's, and nothing of it is used. None: its document holds it no more, and neither does
     the store, so nothing is left of it."""
     place = hit.passage
-    info, text = _info(session, place.chunk_id), _text(session, place)
+    info, text = _info(session, place.chunk_id), session.finder.own_text(place)
     if text is None:
         if info is None:
             what = f"chunk {place.chunk_id.hex()[:12]} of {place.source}"
@@ -239,15 +237,6 @@ def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
     if len(text) <= most or not any(entry.origin.is_foreign for entry in session.store.files_with([place.source])):
         return False
     return len(text) > _MOST_CHARACTERS * most or len(chunk_tokens(session.tokenizer, [text])[0]) > most
-
-
-def _text(session: Session, place: Passage) -> str | None:
-    """Return the text of a passage; None where its document is lost, damaged or holds it no more."""
-    with suppress(DamagedError):
-        document = session.finder.document(place.source)
-        if document is not None and stands_in(document, place):
-            return document.text[place.start : place.end]
-    return None
 
 
 def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: str, max_loss: float) -> Candidate:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,14 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
 from kvtool.core.model.options import NetworkOptions, system_option
 from kvtool.core.options.option import Options, option
+from kvtool.core.query.defer import spans
 from kvtool.core.retrieval.options import embedder_option
+from kvtool.core.retrieval.passages import Found, in_order
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 if TYPE_CHECKING:
+    from kvtool.core.query.reply import Request
+    from kvtool.core.retrieval.finder import Finder, Retrieval
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
@@ -196,6 +200,35 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             raise UsageError(
                 "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
             )
+
+    @property
+    def retrieval(self) -> Retrieval:
+        """Return how chunks are found; `--defer` cuts none, since the answer decides how many it needs."""
+        from kvtool.core.retrieval.finder import Retrieval
+
+        min_score = 0.0 if self.defer else self.min_score
+        return Retrieval(self.retriever, self.embedder, self.only, self.offline, min_score)
+
+    def find(self, finder: Finder, request: Request, prefer: Container[bytes] | None = None) -> Found:
+        """Find the chunks for a request, or look up those that it names, in the order of the prompt.
+
+        Parameters
+        ----------
+        prefer : ids of chunks that come first among those of the same score.
+
+        Raises
+        ------
+        UsageError : there is no such chunk or document. KvtoolError : nothing was found. See `Finder.find`.
+        """
+        if not request.question.strip():
+            raise UsageError("the question is empty", "ask something")
+        if request.chunks or request.documents:
+            return Found(finder.named(request.chunks, request.documents))
+        hits, cut = finder.find(request.search or request.question, self.top_k, self.retrieval, prefer=prefer)
+        if not self.defer:
+            return Found(in_order(hits, self.order), cut)
+        rounds = spans(len(hits), self.defer_first)
+        return Found([hit for start, stop in rounds for hit in in_order(hits[start:stop], self.order)])
 
     def check(self) -> None:
         """Refuse what is chosen for a whole prompt where it is loaded in rounds."""

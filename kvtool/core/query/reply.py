@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
 from kvtool.core.fusion.selectors import AUTO
+from kvtool.core.retrieval.passages import Hit, place_and_text
 
 if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
@@ -70,6 +73,25 @@ class ReplyChunk:
     since_ingest: str = ""
     origin: str = ""
     text: str = field(default="", repr=False)
+
+    @classmethod
+    def of(cls, store: Store, hit: Hit, *, tokens: int = 0, status: str = "", reason: str = "") -> ReplyChunk:
+        """Describe a chunk that was found, with its text."""
+        place, text = place_and_text(store, hit.passage)
+        return cls(
+            id=hit.passage.chunk_id.hex(),
+            source=hit.passage.source,
+            start=hit.passage.start,
+            end=hit.passage.end,
+            line=place.line,
+            label=place.label,
+            score=None if math.isnan(hit.score) else hit.score,
+            tokens=tokens,
+            status=status,
+            reason=reason,
+            origin=store.origin_of(hit.passage.source),
+            text=text,
+        )
 
     @property
     def place(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.timeline import add_span
-from kvtool.core.fusion.engine import Fused, extend_fused, fuse, fuse_after, joined
+from kvtool.core.fusion.engine import Fused, extend_fused, fuse, joined
 from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.fusion.source import KVSource
@@ -115,9 +115,8 @@ def fuse_on(session: Session, behind: Standing, plan: Plan, selector: Selector, 
     if isinstance(cache, StateCache):
         chained = extend_prefix(decoder, cache, plan, selector, options.max_tokens, timeline)
         return Outcome(chained.fused, None, [], chained)
-    fused = fuse_after(
-        decoder, cache, plan, selector, session.source, options.max_tokens, timeline, options.load_timeout
-    )
+    reserve, patience = options.max_tokens, options.load_timeout
+    fused = fuse(decoder, plan, selector, session.source, reserve, timeline, patience, cache)
     return Outcome(fused, None, [])
 
 
@@ -133,7 +132,6 @@ def text_of(decoder: Decoder, begun: GreedyPrefix) -> str:
 
 
 def _round(step: Step, verdict: RoundVerdict, sure: float | None, took: float) -> Round:
-    counts = step.now.tokens
     new = step.now.plan.chunks
     return Round(
         chunks=tuple(segment.source.chunk_id.hex() for segment in new),
@@ -141,5 +139,5 @@ def _round(step: Step, verdict: RoundVerdict, sure: float | None, took: float) -
         confidence=sure,
         bytes_read=step.now.bytes_read,
         milliseconds=took,
-        tokens={name: getattr(counts, name) for name in ("prompt", "standing", "reused", "recomputed", "fresh")},
+        tokens={kind: count for kind, count in step.now.tokens.to_json().items() if kind != "dropped"},
     )

@@ -2,7 +2,7 @@
 computed.
 
 CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4): what is fetched next, how fine, and what
-is computed from its text instead, `core.streaming.both_ends` says; the simulator of `kvtool bench stream` runs the same
+is computed from its text instead, `core.streaming.both_ends` says; samples/benchmarks/stream.py simulates the same
 policy. Here it meets a network.
 """
 
@@ -20,15 +20,14 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.codec.rans.coder import compile_ahead
 from kvtool.core.common.timeline import add_span
-from kvtool.core.fusion.chunk_cache import ChunkCache, held_on
 from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
-from kvtool.core.fusion.plan import Plan, Segment, build_plan
+from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import KVSource, with_rows
+from kvtool.core.fusion.source import ChunkCache, KVSource, held_on
 from kvtool.core.query.ahead import COMPUTED, Ahead
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.fill import compute_alone, stands_alone
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.streaming.both_ends import BothEnds
 from kvtool.core.streaming.estimate import make_estimator
 from kvtool.core.streaming.ladder import Ladder, Part, Rung
@@ -232,5 +231,5 @@ def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Pl
             sources[number] = replace(sources[number], level=None, reason=_TEXT, stored=True)
         else:
             sources[number] = replace(sources[number], level=level)
-    prefix, *chunks = with_rows(store, sources)
+    prefix, *chunks = with_stored_rows(store, sources)
     return build_plan(prefix, chunks, plan.segments[-1].ids)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
-from kvtool.core.cache.origin import HERE, ORIGIN, Origin
+from kvtool.core.cache.identity import HERE, ORIGIN, Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.common.progress import Events

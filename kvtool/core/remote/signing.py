@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.origin import HERE, Origin
+from kvtool.core.cache.identity import HERE, Origin
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
 from kvtool.core.remote import checks
 

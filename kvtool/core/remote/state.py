@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvtool.core.codec.levels import NO_PROFILE
-from kvtool.core.session.levels import losses_by_maker
+from kvtool.core.session.identity import losses_by_maker
 
 State = Mapping[str, Any]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
+from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.layout import atomic_write
-from kvtool.core.cache.origin import HERE
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import nested, profiled
@@ -74,14 +73,14 @@ class Front:
                 raise
             warn(f"{error.message}: only what is here already is used", error.hint)
             return False
-        if read_side(store, _ADOPTED, catalogue=self.mark).get("unnamed"):
+        if store.read_side(_ADOPTED, catalogue=self.mark).get("unnamed"):
             text = f"{url} does not say which profile its lossy records are of: --level auto leaves them alone"
             warn(text, "push to it again")
         return True
 
     def _adopt(self, lock_wait: float) -> None:
         """Take over what the catalogue describes, once for each catalogue."""
-        adopted = read_side(self._store, _ADOPTED, rules=_RULES)
+        adopted = self._store.read_side(_ADOPTED, rules=_RULES)
         if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
             return
         with self._store.writer(lock_wait) as writer:
@@ -101,7 +100,7 @@ class Front:
         keep_copies(self._blobs, self._digest, self._root)
         self._tell(report)
         unnamed = any(level not in chunk.makers for chunk in now.chunks.values() for level in profiled(chunk.levels))
-        write_side(self._store, _ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
+        self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
         """Take the descriptions over; KV gives way to them. Raises NoSpaceError: there is none that could."""

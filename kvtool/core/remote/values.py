@@ -11,9 +11,8 @@ from typing import Any
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, stated_size
-from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.identity import HERE, ID_BYTES, ORIGIN
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
-from kvtool.core.cache.origin import HERE, ORIGIN
 from kvtool.core.cache.record import Kind, decode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError

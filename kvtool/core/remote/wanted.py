@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtool.core.cache import keys
-from kvtool.core.cache.origin import Origin
+from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.errors import DamagedError, StoreFormatError, UsageError

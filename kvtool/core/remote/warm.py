@@ -16,8 +16,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.errors import RemoteError
 from kvtool.core.remote.front import plan_room
 from kvtool.core.remote.tier import Place, Tier
-from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.levels import MeasuredLosses, smallest_allowed
+from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, smallest_allowed
 from kvtool.core.upkeep.inventory import turns
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.common.globs import regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
+from kvtool.core.model.preemption import run_pending
 from kvtool.core.retrieval import bm25
 from kvtool.core.retrieval.embed import Embeds, embedder_of
 from kvtool.core.retrieval.index import Index, index_of
@@ -111,11 +113,20 @@ class Finder:
             kept = search.helpful(question, hits, retrieval.min_score)
             return Found(kept, len(hits) - len(kept))
 
+    def named(self, chunks: Sequence[str], documents: Sequence[str]) -> list[Hit]:
+        """Look up chunks by their names, or all chunks of documents. Raises UsageError for an unknown one."""
+        hits: list[Hit] = []
+        for name in chunks or documents:
+            places = self.places.of_chunks(name) if chunks else self.places.of_document(name)
+            hits += [Hit(place, math.nan) for place in places]
+            run_pending()
+        return hits
+
     def _search(self, retrieval: Retrieval) -> Search:
         if not len(self.index):
             raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
         allowed = self._allowed(retrieval.only) if retrieval.only else None
-        return Search(self.index, self.text, allowed, self._own_text)
+        return Search(self.index, self.text, allowed, lambda passage: (self.own_text(passage) or "").strip())
 
     def _best(self, search: Search, question: str, top_k: int, retrieval: Retrieval) -> list[Hit]:
         meaning = self._meaning(retrieval)
@@ -140,13 +151,13 @@ class Finder:
             self._warn(f"names in {passage.source} were not followed: {error.message}", REPAIR)
             return ""
 
-    def _own_text(self, passage: Passage) -> str:
-        """The text of a passage alone; "" where its document is damaged or gone."""
+    def own_text(self, passage: Passage) -> str | None:
+        """Return the text of a passage; None if its document is damaged, gone or has changed there."""
         with suppress(DamagedError):
             document = self.document(passage.source)
             if document is not None and stands_in(document, passage):
-                return document.text[passage.start : passage.end].strip()
-        return ""
+                return document.text[passage.start : passage.end]
+        return None
 
     def _text(self, passage: Passage) -> str:
         """The text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""

@@ -1,7 +1,7 @@
 """Question → chunks, best first: what matches it, and, in a second hop, what the best matches and itself name.
 
-Measured by the recall of all gold paragraphs among five (`samples/recall.py`, samples/results/retrieval.md). A hop
-costs no model.
+Measured by the recall of all gold paragraphs among five (samples/results/retrieval.md). A hop costs no
+model.
 """
 
 from __future__ import annotations

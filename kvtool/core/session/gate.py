@@ -1,7 +1,7 @@
-"""Keep the results of a model's conformance checks next to the store, one file for each model and arithmetic.
+"""Conformance results of a model, stored next to the store: one file for each model and arithmetic.
 
-The gate lets a model answer from fused caches only where these are what full recompute gives. `session/gate_checks.py`
-measures that at a model's first meeting with a store, and needs torch.
+The gate lets a model answer from fused caches only if these agree with full recompute. `session/gate_checks.py`
+measures that when a model first uses a store, and needs torch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field
 from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import GateError
 
@@ -22,13 +21,13 @@ GATE_FORMAT = 1
 
 @dataclass(frozen=True, slots=True)
 class ConformanceCheck:
-    """A law, and how far the model is from it: RMS difference over the reference's standard deviation."""
+    """A law of kvtool/docs/design.md and a model's error: RMS difference over the reference's standard deviation."""
 
     law: int
     name: str
     difference: float
     allowed: float
-    arithmetic: str = ""  # what computed it, such as "bfloat16 on cpu"; "": an earlier kvtool did not say
+    arithmetic: str = ""  # such as "bfloat16 on cpu"; "" of an earlier kvtool
 
     @property
     def passed(self) -> bool:
@@ -37,17 +36,16 @@ class ConformanceCheck:
 
 @dataclass(frozen=True, slots=True)
 class ConformanceResult:
-    """The result of a model's checks, kept under the model's fingerprint and what it computes in.
+    """The checks of a model, stored by its fingerprint and its arithmetic.
 
     Attributes
     ----------
-    of_others : what is lost, in nats a token, by records that another arithmetic has made ("float32 on cpu") in place
-        of one's own.
+    cross_dtype_loss : nats a token that records of another arithmetic ("float32 on cpu") lose against this one's own.
     """
 
     fingerprint: str
     checks: tuple[ConformanceCheck, ...]
-    of_others: dict[str, float] = field(default_factory=dict)
+    cross_dtype_loss: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
@@ -55,9 +53,9 @@ class ConformanceResult:
 
     @property
     def compared(self) -> set[Arithmetic]:
-        """Return the arithmetics whose records were compared with one's own."""
+        """Return the arithmetics whose records were compared with this one's own."""
         known = (Arithmetic(*names) for names in product(NUMBER_FORMATS, DEVICE_KINDS))
-        return {one for one in known if str(one) in self.of_others}
+        return {one for one in known if str(one) in self.cross_dtype_loss}
 
     def to_json(self) -> dict[str, Any]:
         rows = [asdict(check) | {"passed": check.passed} for check in self.checks]
@@ -67,8 +65,8 @@ class ConformanceResult:
             "passed": self.passed,
             "checks": rows,
         }
-        if self.of_others:
-            row["loss_by_arithmetic"] = self.of_others
+        if self.cross_dtype_loss:
+            row["loss_by_arithmetic"] = self.cross_dtype_loss
         return row
 
     @classmethod
@@ -78,8 +76,8 @@ class ConformanceResult:
             ConformanceCheck(**{key: check[key] for key in keys}, arithmetic=str(check.get("arithmetic", "")))
             for check in row["checks"]
         )
-        of_others = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
-        return cls(row["fingerprint"], checks, of_others)
+        cross_dtype_loss = {str(name): float(loss) for name, loss in row.get("loss_by_arithmetic", {}).items()}
+        return cls(row["fingerprint"], checks, cross_dtype_loss)
 
     def enforce(self) -> None:
         """Refuse fused answers when a check failed."""
@@ -93,30 +91,30 @@ class ConformanceResult:
 
 
 def stored_result(store: Store, model: str, arithmetic: Arithmetic) -> ConformanceResult | None:
-    """Return the result of a model that computes in this, from its first meeting with this store; None before that."""
+    """Return the stored result of a model that computes in `arithmetic`; None before its first use of the store."""
     try:
-        return ConformanceResult.from_json(read_side(store, _file(model, arithmetic), format=GATE_FORMAT))
+        return ConformanceResult.from_json(store.read_side(_file(model, arithmetic), format=GATE_FORMAT))
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # missing or unreadable: the gate is run again
+        return None  # missing or unreadable: the checks are run again
 
 
 def known_result(store: Store, model: str) -> ConformanceResult | None:
-    """Return the results of a model in every arithmetic that has met the store as one; None before the first."""
+    """Merge the stored results of a model in all arithmetics; None before the first."""
     found = [
-        verdict
+        result
         for names in product(NUMBER_FORMATS, DEVICE_KINDS)
-        if (verdict := stored_result(store, model, Arithmetic(*names))) is not None
+        if (result := stored_result(store, model, Arithmetic(*names))) is not None
     ]
     if not found:
         return None
-    losses = [one.of_others for one in found]
+    losses = [one.cross_dtype_loss for one in found]
     worst = {made: max(row.get(made, 0.0) for row in losses) for made in sorted({*chain.from_iterable(losses)})}
     return ConformanceResult(model, tuple(check for one in found for check in one.checks), worst)
 
 
 def keep_result(store: Store, result: ConformanceResult, arithmetic: Arithmetic) -> None:
-    """Keep a result next to the store; where it cannot be kept, the gate is run again next time."""
-    write_side(store, _file(result.fingerprint, arithmetic), result.to_json())
+    """Store a result next to the store; if that fails, the checks are run again next time."""
+    store.write_side(_file(result.fingerprint, arithmetic), result.to_json())
 
 
 def _file(model: str, arithmetic: Arithmetic) -> str:

@@ -1,8 +1,8 @@
-"""Measure how far a model is from the laws of kvtool/docs/design.md, on a store's own chunks.
+"""Conformance checks of a model on a store's chunks: its error in each law (invariant) of kvtool/docs/design.md.
 
-A model meets the laws when it first meets a store. Law 6, that records and states of another arithmetic serve as well
-as one's own, is measured when such are first used: what a store keeps does not depend on what computed it by name, but
-it does by rounding.
+They run when a model first uses a store. Law 6, that records and states of another arithmetic serve as well as this
+one's own, is measured when such are first used: the arithmetic is no part of a record's name, but its rounding is part
+of the numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import fuse_prefix
+from kvtool.core.fusion.prefix_cache import ReadPart, StoredPrefix, encode_part, fuse_prefix
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import MemorySource
-from kvtool.core.fusion.state_checkpoint import ReadPart, StoredPrefix, encode_part
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
 
 _Number = TypeVar("_Number", int, float)
 MAX_CHUNKS, MAX_TOKENS = 3, 256
-_MAX_PREFIX_TOKENS = 768  # of a stored prefix whose states are compared: no state can be cut
+_MAX_PREFIX_TOKENS = 768  # of a compared prefix: a state cannot be cut
 _COPIED = 32  # first tokens of each chunk that the copy task is made of
-_LOOKED_AT = 8  # of the store's chunks, to find some that can be read
+_CANDIDATES = 8  # of the store's chunks, to find some that can be read
 _QUESTION: Ids = (11, 7, 5, 3, 2)  # any ids do: the laws hold for all
 SHIFT = 137
 
@@ -71,11 +70,11 @@ TURNS = {torch.float32: 1, torch.bfloat16: 3, torch.float16: 3}
 def gate_store(
     store: Store, decoder: Decoder, identity: StoreIdentity, chunks: Sequence[Ids] | None = None
 ) -> ConformanceResult | None:
-    """Return the result that the store keeps, or measure and keep one; None if there is no chunk to check with.
+    """Return the stored result, or measure and store one; None without a chunk to check with.
 
     Parameters
     ----------
-    chunks : token ids of those to check with; None: some of the store's.
+    chunks : token ids to check with; None: some of the store's.
     """
     arithmetic = decoder.loaded.arithmetic
     result = stored_result(store, identity.fingerprint, arithmetic)
@@ -84,14 +83,14 @@ def gate_store(
     chunks = _own_chunks(store, identity) if chunks is None else chunks
     if not chunks:
         return None
-    result = check_laws(decoder, identity.fingerprint, identity.prefix, chunks)
+    result = check_invariants(decoder, identity.fingerprint, identity.prefix, chunks)
     keep_result(store, result, arithmetic)
     return result
 
 
 def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
     chunks = []
-    for chunk_id in store.chunk_ids()[:_LOOKED_AT]:
+    for chunk_id in store.chunk_ids()[:_CANDIDATES]:
         with contextlib.suppress(DamagedError):
             info = store.chunk_info(chunk_id)
             if info is not None and info.token_ids != identity.prefix:
@@ -99,22 +98,21 @@ def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
     return chunks
 
 
-def check_laws(
+def check_invariants(
     decoder: Decoder, fingerprint: str, prefix: Ids, chunks: Sequence[Ids], question: Ids = _QUESTION
 ) -> ConformanceResult:
-    """Check laws 1, 3, 4 and 7 on some chunks (token ids; long ones are cut); of a model that keeps states, law 3.
+    """Check laws 1, 3, 4 and 7 on some chunks (token ids; long ones are cut); of a recurrent model, law 3.
 
-    The chunks are prefilled here behind the plain prefix, whatever the store's lead-in: so the laws say exactly what
-    must come out.
+    The chunks are prefilled here after the plain prefix, whatever the store's lead-in: then the laws hold exactly.
     """
     chunks = [ids[:MAX_TOKENS] for ids in chunks[:MAX_CHUNKS]]
     arithmetic = str(decoder.loaded.arithmetic)
-    if decoder.keeps_states:  # nothing passes through the store's format here
+    if decoder.keeps_states:  # no number is rounded to the store's format here
         allowed, turns = TOLERANCE[decoder.dtype], TURNS[decoder.dtype]
-        off = _least(lambda turn: _states_off(decoder, prefix, _turned(chunks, turn), question), allowed, turns)
+        off = _least(lambda turn: _prefix_error(decoder, prefix, _turned(chunks, turn), question), allowed, turns)
         check = ConformanceCheck(3, "a question behind a stored beginning", off, allowed, arithmetic)
         return ConformanceResult(fingerprint, (check,))
-    bench = _Bench(decoder, prefix, chunks, question)
+    bench = _Prompts(decoder, prefix, chunks, question)
     everything = max(map(len, chunks))
     logits, turns = _roughest(TOLERANCE, decoder), _roughest(TURNS, decoder)
     keys = _roughest(KEY_TOLERANCE, decoder)
@@ -134,8 +132,7 @@ def check_laws(
 
 
 def _roughest(by_dtype: dict[torch.dtype, _Number], decoder: Decoder, *others: torch.dtype) -> _Number:
-    """The largest of what belongs to the formats that numbers pass through: that of the arithmetic, and that in which
-    keys and values are kept."""
+    """Return the largest value of the formats that numbers are rounded to: the arithmetic's and the store's."""
     return max(by_dtype[dtype] for dtype in (decoder.dtype, decoder.kv_dtype, *others))
 
 
@@ -144,7 +141,7 @@ def _turned(chunks: Sequence[Ids], turn: int) -> list[Ids]:
 
 
 def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float:
-    """The first difference that is allowed, else the smallest of all turns."""
+    """Measure until a difference is allowed; return it, else the smallest of all turns."""
     found = float("inf")
     for turn in range(turns):
         found = min(found, measure(turn))
@@ -154,7 +151,7 @@ def _least(measure: Callable[[int], float], allowed: float, turns: int) -> float
 
 
 def _distance(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """RMS of the difference over the reference's own (around its mean); infinite where a number is not finite."""
+    """Return the RMS difference over the reference's standard deviation; infinity if a number is not finite."""
     if not bool(torch.isfinite(other).all()):
         return float("inf")
     wide = reference.double()
@@ -162,8 +159,8 @@ def _distance(reference: torch.Tensor, other: torch.Tensor) -> float:
     return float((wide - other.double()).square().mean().sqrt() / spread)
 
 
-class _Bench:
-    """The chunks, their KV behind the prefix, and the prompt that they make."""
+class _Prompts:
+    """The chunks, their KV after the prefix, and the prompts that they make."""
 
     def __init__(self, decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> None:
         self._decoder, self._prefix, self._chunks, self._question = decoder, prefix, chunks, question
@@ -173,7 +170,7 @@ class _Bench:
         self._kv = _by_id(decoder, prefix, kvs)
 
     def distance(self, selector: Selector, count: int, turn: int = 0) -> float:
-        """Logits of a mode against full prefill, over a prompt of `count` chunks, beginning with number `turn`."""
+        """Compare a mode's logits with full prefill, over a prompt of `count` chunks from number `turn` on."""
         order = [(index + turn) % len(self._chunks) for index in range(count)]
         chunks = {b"%d" % number: self._chunks[number] for number in order}
         plan = _plan(self._prefix, chunks, self._question, ids_digest(self._prefix))
@@ -186,7 +183,7 @@ class _Bench:
         return self._references[ids]
 
     def shifted(self, turn: int = 0) -> float:
-        """Stored keys moved to positions `SHIFT` later, against a prefill whose position ids are shifted."""
+        """Compare stored keys, rotated to positions `SHIFT` later, with a prefill at shifted position ids."""
         decoder, number = self._decoder, turn % len(self._chunks)
         ids = [*self._prefix, *self._chunks[number]]
         cache = decoder.new_cache(len(ids))
@@ -203,8 +200,7 @@ class _Bench:
         return worst
 
     def lossless(self) -> float:
-        """0 when every lossless codec gives back what it was given, bit for bit. (A plugin's is held to that whenever
-        it writes, and is no reason to refuse a model.)"""
+        """Return 0 if every lossless codec decodes to the same bits; a plugin's is checked whenever it writes."""
         kv = self._kv[b"0"]
         own = kv.layers[0]
         for codec in (CODECS[level] for level in exact() if plugin_of(level) is None):
@@ -217,7 +213,7 @@ class _Bench:
 
 
 def _by_id(decoder: Decoder, prefix: Ids, kvs: Sequence[ChunkKV]) -> dict[bytes, ChunkKV]:
-    """KV of chunks by their number, and of the prompt's own beginning."""
+    """Return the KV of chunks by their number, and of the prompt's prefix."""
     found = {b"%d" % number: kv for number, kv in enumerate(kvs)}
     if prefix:
         found[b"prefix"] = prefill_chunks(decoder, LeadIn(decoder, ()), [PrefillItem(prefix)])[0]
@@ -225,15 +221,16 @@ def _by_id(decoder: Decoder, prefix: Ids, kvs: Sequence[ChunkKV]) -> dict[bytes,
 
 
 def _plan(prefix: Ids, chunks: dict[bytes, Ids], question: Ids, lead_in: bytes = b"") -> Plan:
-    """A prompt of stored chunks, by id."""
+    """Plan a prompt of stored chunks, given by id."""
     candidates = [Candidate(ids, chunk, lead_in, RAW) for chunk, ids in chunks.items()]
     return build_plan(Candidate(prefix, b"prefix", ids_digest([]), RAW if prefix else None), candidates, question)
 
 
-def _states_off(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> float:
-    """Answer a prompt, store its beginning as bytes, read it back; return how far the logits behind it are from full
-    prefill's. Models differ in whether their forward goes on from a state with several tokens at once; some begin anew
-    without a word."""
+def _prefix_error(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question: Ids) -> float:
+    """Answer a prompt, encode its prefix, restore it; return the distance of the question's logits to full prefill's.
+
+    Models differ in whether their forward continues a state with several tokens at once; some silently restart.
+    """
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
     full, _ = decoder.prefill(plan.ids)
     names = tuple(b"%d" % number for number in range(len(plan.segments) - 1))
@@ -251,54 +248,54 @@ def _nothing(stretch: bytes, place: Place) -> memoryview:
     raise AssertionError("nothing is stored yet")
 
 
-# ---- law 6: what another arithmetic has made ---------------------------------------------------------------------
+# ---- law 6: KV of another arithmetic -----------------------------------------------------------------------------
 
-Chunk = tuple[Ids, ChunkKV]  # token ids and KV of as many
-Compared = tuple[ConformanceCheck, float]  # how far logits are from each other, and what is lost in nats a token
+Chunk = tuple[Ids, ChunkKV]  # token ids and their KV
+Compared = tuple[ConformanceCheck, float]  # the check, and the loss in nats a token
 
 
-def gate_records(
+def cross_dtype_records(
     store: Store, decoder: Decoder, identity: StoreIdentity, result: ConformanceResult, chunk_ids: Sequence[bytes]
 ) -> ConformanceResult:
-    """Add to a result what it lacks of records among these that another arithmetic has made; it is kept."""
+    """Add to a result the loss of these chunks' records of other arithmetics, unless it has it; store the result."""
 
     def check(made: Arithmetic, allowed: float) -> Compared | None:
         chunks = [*islice(_chunks_of(store, identity, made, chunk_ids, decoder.stored_layers), MAX_CHUNKS)]
-        return _check_records(decoder, identity, made, chunks, allowed) if chunks else None
+        return _compare_records(decoder, identity, made, chunks, allowed) if chunks else None
 
-    return _with_others(store, decoder, result, store.arithmetics(chunk_ids), check)
+    return _add_cross_dtype(store, decoder, result, store.arithmetics(chunk_ids), check)
 
 
-def gate_beginning(
+def cross_dtype_prefix(
     store: Store, decoder: Decoder, result: ConformanceResult, segments: Sequence[Ids], found: StoredPrefix
 ) -> ConformanceResult:
-    """Add to a result what it lacks of a prompt's stored beginning that another arithmetic has made; it is kept."""
+    """Add to a result the loss of a prompt's stored prefix of other arithmetics, unless it has it; store the result."""
 
     def check(made: Arithmetic, allowed: float) -> Compared | None:
-        count = _made_beginning(segments, found, made)
+        count = _made_prefix(segments, found, made)
         some, read = found.of(range(count)), store.read_part
-        return check_beginning(decoder, segments[:count], some, made, read, allowed) if count else None
+        return compare_prefix(decoder, segments[:count], some, made, read, allowed) if count else None
 
     makers = (info.arithmetic for info in found.infos[: found.usable] if info)
-    return _with_others(store, decoder, result, makers, check)
+    return _add_cross_dtype(store, decoder, result, makers, check)
 
 
-def _with_others(
+def _add_cross_dtype(
     store: Store,
     decoder: Decoder,
     result: ConformanceResult,
     makers: Iterable[Arithmetic | None],
     check: Callable[[Arithmetic, float], Compared | None],
 ) -> ConformanceResult:
-    """The result with what it lacks of these makers, as `check` finds it; kept where something was found."""
+    """Add the loss of each of these makers that the result lacks, as `check` measures it; store it if any was added."""
     own, found = decoder.loaded.arithmetic, result
     for made in sorted({maker for maker in makers if maker not in (None, own)}):
         if made in result.compared:
             continue
         measured = check(made, _roughest(TOLERANCE, decoder, getattr(torch, made.dtype)))
         if measured is not None:
-            others = found.of_others | {str(made): measured[1]}
-            found = replace(found, checks=(*found.checks, measured[0]), of_others=others)
+            others = found.cross_dtype_loss | {str(made): measured[1]}
+            found = replace(found, checks=(*found.checks, measured[0]), cross_dtype_loss=others)
     if found is not result:
         keep_result(store, found, own)
     return found
@@ -307,23 +304,23 @@ def _with_others(
 def _chunks_of(
     store: Store, identity: StoreIdentity, made: Arithmetic, chunk_ids: Sequence[bytes], layers: int
 ) -> Iterator[Chunk]:
-    """Those of some chunks that this arithmetic has made, as they are stored without loss; long ones are cut."""
+    """Read the chunks that this arithmetic has made and that are stored without loss; long ones are cut."""
     for chunk_id in chunk_ids:
         with contextlib.suppress(DamagedError):
             info, level = store.chunk_info(chunk_id), exact_level(store, chunk_id)
-            # One behind a lead-in of its own (`neighbour`, or an earlier one of the store) cannot be made again by it.
+            # A chunk after another lead-in (`neighbour`, or an earlier one of the store) cannot be made again here.
             if info and level and (info.arithmetic, info.lead_in) == (made, identity.lead_in.digest()):
                 kv = read_chunk(store, chunk_id, level, layers)
                 cut = ([side[:, :MAX_TOKENS] for side in sides] for sides in (kv.keys, kv.values))
                 yield info.token_ids[:MAX_TOKENS], ChunkKV(*cut)
 
 
-def _check_records(
+def _compare_records(
     decoder: Decoder, identity: StoreIdentity, made: Arithmetic, chunks: Sequence[Chunk], allowed: float
 ) -> Compared:
-    """Hold records that were made in `made` against what this decoder makes of the same chunks.
+    """Compare records that were made in `made` with this decoder's own records of the same chunks.
 
-    The prompt is the chunks, none of them recomputed, and the model copies their beginnings.
+    The prompt is these chunks, none of them recomputed, and the model copies their first tokens.
     """
     lead_in = LeadIn(decoder, identity.lead_in.ids)
     own = [prefill_chunks(decoder, lead_in, [PrefillItem(ids)])[0] for ids, _ in chunks]
@@ -333,30 +330,32 @@ def _check_records(
 
 
 def _copied_from(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> torch.Tensor:
-    """Log-probabilities of the copy task behind a prompt of these records."""
+    """Return log-probabilities of the copy task after a prompt of these records."""
     first, script = copy_task(chunks)
     plan = _plan(prefix, {b"%d" % number: ids for number, ids in enumerate(chunks)}, (first,))
     fused = fuse(decoder, plan, Reuse(), MemorySource(_by_id(decoder, prefix, kvs)), reserve=len(script))
     return copy_log_probs(decoder, fused.logits, fused.cache, script)
 
 
-def _made_beginning(segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic) -> int:
-    """How many segments of a stored beginning to check with: they end with a state, and this arithmetic has made some
-    of them. They have `_MAX_PREFIX_TOKENS` at most, or there are no fewer; 0: it has made nothing of it."""
+def _made_prefix(segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic) -> int:
+    """Count the segments of a stored prefix to compare: they end with a state, and this arithmetic has made some.
+
+    They have `_MAX_PREFIX_TOKENS` at most, unless the first such state is later; 0: it has made none.
+    """
     infos, tokens = found.infos[: found.usable], list(accumulate(map(len, segments)))
     first = next((number for number, info in enumerate(infos, 1) if info and info.arithmetic == made), len(infos) + 1)
     ends = [number for number, info in enumerate(infos, 1) if number >= first and info and info.states]
     return max((end for end in ends if tokens[end - 1] <= _MAX_PREFIX_TOKENS), default=ends[0] if ends else 0)
 
 
-def check_beginning(
+def compare_prefix(
     decoder: Decoder, segments: Sequence[Ids], found: StoredPrefix, made: Arithmetic, read: ReadPart, allowed: float
 ) -> Compared | None:
-    """Hold a beginning of a prompt as it is stored against what this decoder computes of it; None: it is damaged.
+    """Compare a stored prefix of a prompt with this decoder's own one; None if it is damaged.
 
     Parameters
     ----------
-    segments : token ids of the beginning, the prompt's own instruction first; `found` names as many stretches.
+    segments : token ids of the prefix, the prompt's instruction first; `found` names as many checkpoints.
     allowed : the largest difference of logits that rounding explains.
     """
     prefix, *chunks = segments
@@ -373,12 +372,11 @@ def check_beginning(
 
 
 def _compared(decoder: Decoder, name: str, own: torch.Tensor, theirs: torch.Tensor, allowed: float) -> Compared:
-    """Compare log-probabilities over what another arithmetic has made with those over one's own.
+    """Compare log-probabilities over another arithmetic's KV with those over this one's own.
 
     Returns
     -------
-    How far they are from each other, and the loss: KL divergence from one's own, in nats, as the mean over tokens;
-    infinite where a number is not finite.
+    The check, and the loss: KL divergence in nats, the mean over tokens; infinity for a number that is not finite.
     """
     loss = float(F.kl_div(theirs, own, reduction="none", log_target=True).sum(-1).mean())
     check = ConformanceCheck(6, name, _distance(own, theirs), allowed, str(decoder.loaded.arithmetic))
@@ -386,14 +384,21 @@ def _compared(decoder: Decoder, name: str, own: torch.Tensor, theirs: torch.Tens
 
 
 def copy_task(chunks: Sequence[Ids]) -> tuple[int, list[int]]:
-    """Return a text that copies the beginnings of chunks: its first token, which ends the prompt, and those that
-    follow. A model that cannot find in a cache what was in the prompt cannot copy it."""
+    """Make a text that copies the first tokens of chunks: its first token, which ends the prompt, and the others.
+
+    A model can only copy what it finds in its cache.
+    """
     first, *script = [token for ids in chunks for token in ids[:_COPIED]]
     return first, script
 
 
 def copy_log_probs(decoder: Decoder, logits: torch.Tensor, cache: PromptCache, script: Sequence[int]) -> torch.Tensor:
-    """Log-probabilities, float64 `[1 + len(script), vocabulary]`: behind a prompt, whose last token's logits are given,
-    and behind each token of the script. The cache needs room for it."""
+    """Return log-probabilities after a prompt and after each token of a script, float64 `[1 + script, vocabulary]`.
+
+    Parameters
+    ----------
+    logits : of the prompt's last token.
+    cache : of the prompt, with room for the script.
+    """
     rows = [logits[None], *([decoder.extend(script, cache)] if script else [])]
     return torch.cat(rows).double().log_softmax(-1)

@@ -1,19 +1,22 @@
-"""Identify a store by what it is made with: model, the prompt's fixed parts, lead-in, and how documents are split."""
+"""The identity of a store: model, the prompt's fixed parts, lead-in, splitting, codec profiles and their losses."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
-from kvtool.core.cache.identity import chunk_id, ids_digest
-from kvtool.core.cache.origin import HERE, Origin
+from kvtool.core.cache.identity import HERE, Origin, chunk_id, ids_digest
+from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.errors import DamagedError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.model.files import ModelFiles, Once, unnoticed
 from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
@@ -22,8 +25,10 @@ from kvtool.core.model.support import ONLY_EXACTLY
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.codec.profile import Profile
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.records.encode import LeadIns
+
 
 NEIGHBOUR = "neighbour"
 # Stores of earlier versions may have a lead-in of trained rows, which are no longer computed with. Its chunks have
@@ -34,35 +39,34 @@ LEARNED = "learned"
 
 @dataclass(frozen=True, slots=True)
 class LeadInIds:
-    """What stands before every chunk when it is prefilled.
+    """Token ids that every chunk is prefilled after.
 
     Attributes
     ----------
     mode : `warm`, `prefix`, `neighbour`, `bos`, `sink:N`, `none` or the name of a file; or `LEARNED`.
-    ids : token ids shared by all chunks; `neighbour` adds the document's chunk before.
+    ids : shared by all chunks; `neighbour` adds the document's previous chunk.
     """
 
     mode: str
     ids: Ids
 
     def digest(self, before: Ids = ()) -> bytes:
-        """Digest of what a chunk is prefilled behind; `before` are the chunk's own ids."""
+        """Return the digest of the ids that a chunk is prefilled after; `before` is its own part of them."""
         return ids_digest([*self.ids, *before])
 
 
 @dataclass(frozen=True, slots=True)
 class StoreIdentity:
-    """Kept in the store's manifest; a chunk's id follows from it and the chunk's token ids.
+    """The settings in a store's manifest; a chunk's id follows from them and the chunk's token ids.
 
     Attributes
     ----------
     fingerprint : of the model's weights, configuration and tokenizer, and of `dtype`.
-    dtype : the number format that keys and values are kept in; what computes them is the machine's choice.
+    dtype : number format of stored keys and values; each machine chooses what it computes in.
     prefix : token ids before the first chunk of a prompt, as they were when the store was made.
     answer_header : token ids after the question.
-    system : the instruction they were made from.
-    keeps_states : the model keeps a recurrent state, so that only a prompt's beginning can be reused
-        (fusion/prefix_cache.py).
+    system : the instruction that both were made from.
+    keeps_states : True for a recurrent model, of which only a prompt's prefix can be reused (fusion/prefix_cache.py).
     """
 
     model: str
@@ -77,21 +81,20 @@ class StoreIdentity:
     keeps_states: bool = False
 
     def chunk_id(self, ids: Ids, before: Ids = ()) -> bytes:
-        """Id of a chunk behind this lead-in (and `before`, its own part of it)."""
+        """Return the id of a chunk after this lead-in, and `before`, its own part of it."""
         return self._id(ids, self.lead_in.digest(before))
 
     def wanted(self, ids: Ids, before: Ids = ()) -> ChunkSpec:
-        """A chunk behind this lead-in, as it is to be made."""
+        """Specify a chunk after this lead-in."""
         return ChunkSpec(self.chunk_id(ids, before), ids, before, self.lead_in.digest(before))
 
     @property
     def most_tokens(self) -> int:
-        """Return how many tokens a chunk has at the very most: what follows its text, and a cut at the next good place,
-        may take it beyond what it was split by."""
+        """Return the largest number of tokens of a chunk: the end of a sentence may exceed the size it was split by."""
         return 2 * self.split.max_tokens + 64
 
     def check_movable(self, what: str) -> None:
-        """Refuse what needs chunks that can stand anywhere. Raises UsageError."""
+        """Refuse what needs movable chunks. Raises UsageError."""
         if self.keeps_states:
             needed = "that would need a state that is the same wherever its chunk stands"
             raise UsageError(
@@ -101,24 +104,24 @@ class StoreIdentity:
 
     @property
     def wanted_prefix(self) -> ChunkSpec:
-        """The prompt's beginning, as it is to be made."""
+        """Specify the chunk of the prompt's prefix."""
         return ChunkSpec(self.prefix_id, self.prefix, (), ids_digest([]))
 
     @property
     def prefix_id(self) -> bytes:
-        """Id of the record that holds the prompt's beginning; nothing stands before it."""
+        """Return the id of the prompt's prefix, which is prefilled after nothing."""
         return self._id(self.prefix, ids_digest([]))
 
     def _id(self, ids: Ids, lead_in: bytes) -> bytes:
         return chunk_id(namespace=self.namespace, model_fingerprint=self.fingerprint, lead_in=lead_in, token_ids=ids)
 
     def settings_digest(self) -> str:
-        """Digest of all that decides which chunks a file gives; a file's entry carries it."""
+        """Return the digest of all settings that decide a file's chunks; a file's entry has it."""
         text = json.dumps([self.fingerprint, self.namespace, asdict(self.split), asdict(self.lead_in)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def to_manifest(self) -> dict[str, Any]:
-        """The identity as JSON values; where no states are kept they are those of stores that knew of none."""
+        """Return the manifest; without states it is that of stores before there were any."""
         row = asdict(self)
         if not self.keeps_states:
             del row["keeps_states"]
@@ -126,7 +129,7 @@ class StoreIdentity:
 
     @classmethod
     def from_manifest(cls, manifest: dict[str, Any]) -> StoreIdentity | None:
-        """The identity in a store's manifest; None in a new store."""
+        """Read the identity in a store's manifest; None in a new store."""
         if "identity" not in manifest:
             return None
         try:
@@ -143,12 +146,7 @@ class StoreIdentity:
 
 
 def store_identity(store: Store) -> StoreIdentity:
-    """What a store was made with.
-
-    Raises
-    ------
-    StoreNotFoundError : nothing was ever ingested into it.
-    """
+    """Read a store's identity. Raises StoreNotFoundError if nothing was ever ingested into it."""
     identity = StoreIdentity.from_manifest(store.manifest())
     if identity is None:
         raise StoreNotFoundError(f"the store at {store.path} is empty", "run `kvtool ingest PATH` first")
@@ -167,11 +165,11 @@ def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
 
 
 def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
-    """The files of a store's model, wherever the user has it now: by default where it was.
+    """Find the files of a store's model, by default where they were.
 
     Parameters
     ----------
-    made_by : who named the model that the store was made with.
+    made_by : origin of the model's name in the manifest.
 
     Raises
     ------
@@ -183,13 +181,13 @@ def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin =
 
 
 def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool, once: Once = unnoticed) -> ModelFiles:
-    """Find the model that the user asks for, else the one that a store names.
+    """Find the model that the user names, else the one that the store names.
 
-    One that somebody else has named is not fetched from anywhere without the user's word.
+    A model that another person's store names is not downloaded unless the user names it, too.
 
     Raises
     ------
-    ModelError : as `resolve`; or it would have to be fetched.
+    ModelError : as of `resolve`; or it would have to be downloaded.
     """
     if asked or stored == DEFAULT_MODEL or not made_by.is_foreign:
         return resolve(asked or stored, offline=offline, once=once)
@@ -201,14 +199,120 @@ def resolve_named(asked: str | None, stored: str, made_by: Origin, offline: bool
 
 
 def check_same_model(files: ModelFiles, known: StoreIdentity) -> None:
-    """Refuse a model other than the one a store was built with.
-
-    Raises
-    ------
-    ModelError : weights, configuration or tokenizer differ.
-    """
+    """Refuse another model than the store's. Raises ModelError if weights, configuration or tokenizer differ."""
     if model_fingerprint(files, known.dtype) != known.fingerprint:
         raise ModelError(
             f"the store was built with another model than {files.ref} (it was {known.model})",
             "use that model, or another --store for this one",
         )
+
+
+class MeasuredLosses:
+    """Measured losses of the lossy levels, by codec profile: KL of the answer in nats a token, as of `compress`.
+
+    An unreadable state counts as not measured. Once a named predictor has made records, the loss of records without a
+    profile is unknown: they look like those of `auto`. A level without profiles has one loss.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._rows: dict[str, dict[str, float]] = {}
+        self._alone: dict[str, float] = {}
+        self._maker = NO_PROFILE.hex()
+        with suppress(DamagedError, AttributeError, KeyError, TypeError, ValueError):
+            state = store.codec_state()
+            self._maker = state.get("profile") or self._maker
+            measured = {
+                maker: {level: float(rows[level]["kl_answer"]) for level in lossy(rows)}
+                for maker, rows in losses_by_maker(state).items()
+            }
+            for rows in measured.values():
+                self._alone |= {level: loss for level, loss in rows.items() if not level_of(level).profiled}
+            if state.get("named_predictor"):
+                measured.pop(NO_PROFILE.hex(), None)
+            self._rows = measured
+
+    def of(self, chunk_id: bytes, levels: Iterable[str]) -> dict[str, float]:
+        """Return the losses of a chunk's lossy levels that were measured with its records' profiles."""
+        measured = {level for rows in self._rows.values() for level in rows}.union(self._alone)
+        found = {level: self._loss(chunk_id, level) for level in measured.intersection(levels)}
+        return {level: loss for level, loss in found.items() if loss is not None}
+
+    def _loss(self, chunk_id: bytes, level: str) -> float | None:
+        if not level_of(level).profiled:
+            return self._alone[level]
+        return self._rows.get(self._store.made_with(chunk_id, level) or "", {}).get(level)
+
+    def of_new(self, level: str) -> float | None:
+        """Return the loss of records with the store's current profile; None if not measured."""
+        return self._alone.get(level, self._rows.get(self._maker, {}).get(level))
+
+    def at_most(self) -> dict[str, float]:
+        """Return by level the largest loss of any stored chunk, of levels whose chunks' losses are all known."""
+        lost: dict[str, float] = {}
+        for chunk in self._store.chunk_ids() if self._rows or self._alone else ():
+            stored = lossy(self._store.levels(chunk))
+            own = self.of(chunk, stored)
+            for level in stored:
+                lost[level] = max(lost.get(level, 0.0), own.get(level, math.inf))
+        return {level: lost[level] for level in lossy(lost) if lost[level] < math.inf}
+
+
+def losses_by_maker(state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Read the rows of a store's codec state by profile (`NO_PROFILE` for none) and level.
+
+    Older stores have one row a level: that of the profile in use.
+    """
+    rows = dict(state.get("losses") or {})
+    old = {level: rows.pop(level) for level in lossy(rows)}
+    if old:
+        maker = state.get("profile") or NO_PROFILE.hex()
+        rows[maker] = rows.get(maker, {}) | old
+    return {maker: dict(levels) for maker, levels in rows.items() if levels}
+
+
+def allowed_levels(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> list[str]:
+    """Choose the levels of a chunk that lose nothing, or at most `max_loss`; the finest first."""
+    return [level for level in known(levels) if level_of(level).lossless or losses.get(level, math.inf) <= max_loss]
+
+
+def smallest_allowed(levels: Sequence[str], losses: Mapping[str, float], max_loss: float) -> str | None:
+    """Choose the smallest level of a chunk whose loss is allowed; without one, the level that loses least."""
+    exactly = min((level_of(level).bits for level in exact(levels)), default=math.inf)
+    allowed = [level for level in lossy(allowed_levels(levels, losses, max_loss)) if level_of(level).bits < exactly]
+    return next(iter((*reversed(allowed), *reversed(exact(levels)), *_least_lossy(levels, losses))), None)
+
+
+def _least_lossy(levels: Sequence[str], losses: Mapping[str, float]) -> list[str]:
+    """Order the finest lossy level that stores all rows, and the levels that drop rows, by their losses."""
+    finest = lossy(whole(levels))[:1]
+    sparse = [level for level in lossy(levels) if level_of(level).share < 100]
+    unknown = dict.fromkeys(finest, 0.0)
+    return sorted([*finest, *sparse], key=lambda level: losses.get(level, unknown.get(level, math.inf)))
+
+
+class ProfileCache:
+    """A cache of a store's codec profiles by digest; each is read and checked once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._read: dict[bytes, Profile] = {}
+
+    def __call__(self, digest: bytes) -> Profile:
+        """Return a profile. Raises DamagedError if it is missing or damaged."""
+        from kvtool.core.codec.profile import Profile, digest_of
+
+        found = self._read.get(digest)
+        if found is None:
+            data = self._store.profile(digest)
+            if data is None or digest_of(data) != digest:
+                raise DamagedError(
+                    f"the codec profile {digest.hex()} is not in the store", "make it anew with `kvtool compress --fit`"
+                )
+            found = self._read[digest] = Profile.from_bytes(data)
+        return found
+
+    def current(self) -> Profile | None:
+        """Return the profile of new records; None before the first `compress`. Raises DamagedError if it is lost."""
+        digest = self._store.codec_state().get("profile", "")
+        return self(bytes.fromhex(digest)) if digest else None

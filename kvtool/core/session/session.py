@@ -1,4 +1,4 @@
-"""Hold a store with its model: what answering, ingesting and measuring all open, and share."""
+"""Session: a store with its model, which answering, ingesting and measuring open and share."""
 
 from __future__ import annotations
 
@@ -11,20 +11,25 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.arithmetic import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
-from kvtool.core.fusion.chunk_cache import ChunkCache, RecentChunks, held_on
-from kvtool.core.fusion.source import KVSource, StoreSource
+from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.session.gate import ConformanceResult, stored_result
-from kvtool.core.session.identity import LEARNED, StoreIdentity, model_files, store_identity
-from kvtool.core.session.levels import MeasuredLosses, ProfileCache
+from kvtool.core.session.identity import (
+    LEARNED,
+    MeasuredLosses,
+    ProfileCache,
+    StoreIdentity,
+    model_files,
+    store_identity,
+)
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
-    from kvtool.core.fusion.state_checkpoint import StoredPrefix
+    from kvtool.core.fusion.prefix_cache import StoredPrefix
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
@@ -38,19 +43,19 @@ _OLD_LEAD_IN = (
 
 
 class Session:
-    """Holds a store and what belongs to it: the model, its lead-in, codec profiles and losses, the gate's result, this
-    machine's speeds, the search index and the place where KV is read. It does nothing with them.
+    """A store and what belongs to it: model, lead-in, codec profiles and losses, gate result, this machine's speeds,
+    search index, and source of KV.
 
-    All of that is made at its first use and kept; :meth:`refresh` takes in what other writers changed. Threads may
-    share a session: what runs the model holds `lock`, since selectors hook into it.
+    Each is made at its first use; :meth:`refresh` follows the changes of other writers. Threads may share a session: a
+    thread that runs the model holds `lock`, since selectors hook into the model.
 
     Parameters
     ----------
-    wanted : the model as the user names it, and where it is to run.
-    identity : what the store is about to be made with; None: what it was made with.
-    gradients : they will be asked for; a model that is only run forward is laid out for speed.
-    decoder : the store's model where it is loaded already.
-    warn : told what the user should know although the work goes on.
+    wanted : the model as the user names it, and its device.
+    identity : of the store that is being made; None: the identity in the store's manifest.
+    gradients : True if gradients will be computed; the model is packed for speed otherwise.
+    decoder : the store's model if it is loaded already.
+    warn : reports problems that do not stop the work.
 
     Raises
     ------
@@ -59,10 +64,10 @@ class Session:
     Attributes
     ----------
     lock : held by the thread that runs the model.
-    warn_once : as `warn`, but what was said is not said again, though every question would.
-    timeline : collects what ran when; None: nobody wants to know.
-    say : told before the machine's speeds are measured, which takes seconds.
-    recent_chunks : the chunks that need not be read again; None where nothing is kept.
+    warn_once : as `warn`, without repeating a text for every question.
+    timeline : collects spans; None: nothing is timed.
+    say : reports that the machine's speeds are about to be measured, which takes seconds.
+    recent_chunks : the chunks that are held in memory; None without :meth:`cache_chunks`.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class Session:
         self.losses = MeasuredLosses(store)
         self.recent_chunks: RecentChunks | None = None
         self._conformance: ConformanceResult | None = None
-        self._revision = -1  # of what was read of the store before this
+        self._revision = -1  # of the store, at the last refresh
         if decoder is not None:
             self.decoder = decoder
         if self.identity.lead_in.mode == LEARNED:
@@ -101,24 +106,24 @@ class Session:
         gradients: bool = False,
         warn: Warn = warn_nobody,
     ) -> Self:
-        """A session whose model is loaded.
+        """Open a session with its model loaded.
 
         Raises
         ------
         StoreNotFoundError : nothing was ever ingested into the store.
-        ModelError : the model that is wanted is another than the store's, or cannot be loaded.
+        ModelError : the wanted model is not the store's, or cannot be loaded.
         """
         session = cls(store, wanted, gradients=gradients, warn=warn)
         _ = session.decoder
         return session
 
     def refresh(self) -> None:
-        """Take in what the store says of itself now; where nothing has changed this costs one look.
+        """Reload what other writers have changed; without a new revision nothing is read.
 
         Raises
         ------
-        ModelError : it was made anew with another model.
-        StoreFormatError : another store stands in its place.
+        ModelError : the store was made anew with another model.
+        StoreFormatError : the store was replaced by another one.
         """
         revision = self.store.revision()
         if revision == self._revision:
@@ -138,20 +143,20 @@ class Session:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """The model's files. Raises ModelError where they are another model's than the store's."""
+        """Find the model's files. Raises ModelError if they are not the store's model."""
         return model_files(self.identity, self._wanted, self.store.made_by())
 
     @property
     def is_loaded(self) -> bool:
-        """Whether the model is in memory."""
+        """Return True if the model is in memory."""
         return "decoder" in self.__dict__
 
     @cached_property
     def decoder(self) -> Decoder:
-        """The model, loaded at the first use. Raises ModelError.
+        """Load the model at the first use. Raises ModelError.
 
-        A store's numbers stay in the store's format. What the model computes in follows from what it was published in
-        and from what this machine is fast in, unless the user names it.
+        KV is stored in the store's number format. The model computes in the format that this machine is fast in, unless
+        the user names one.
         """
         import torch
 
@@ -166,7 +171,7 @@ class Session:
 
     @property
     def arithmetic(self) -> Arithmetic:
-        """What the model computes in here; where it is not loaded, what it would. Raises ModelError, UsageError."""
+        """Return the arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
         if self.is_loaded:
             return self.decoder.loaded.arithmetic
         from kvtool.core.model.load import resolve_device, resolve_dtype
@@ -176,14 +181,14 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, which needs no loaded model."""
+        """Load the tokenizer, which needs no loaded model."""
         from kvtool.core.model.load import load_tokenizer
 
         return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
 
     @cached_property
     def layers(self) -> int:
-        """How many layers have records of a chunk: one that is stored with another number is not this model's."""
+        """Return the number of layers that a chunk has records of; a chunk with another number is not this model's."""
         from kvtool.core.model.load import supported_config
         from kvtool.core.model.support import kept_layers
 
@@ -191,8 +196,10 @@ class Session:
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """How many positions a row sees at each layer that has records; None: all before it. Where the model is not
-        loaded this is what its configuration states."""
+        """Return the number of positions that a row sees at each stored layer; None: all before it.
+
+        While the model is not loaded, its configuration says so.
+        """
         from kvtool.core.model.kinds import stated_windows
         from kvtool.core.model.load import supported_config
 
@@ -202,30 +209,30 @@ class Session:
 
     @property
     def parts(self) -> PromptParts:
-        """The store's own beginning of a prompt, and its answer header."""
+        """Return the store's own prefix of a prompt, and its answer header."""
         return PromptParts(self.identity.prefix, self.identity.answer_header)
 
     @cached_property
     def lead_in(self) -> LeadIn:
-        """What chunks are prefilled behind."""
+        """Compute the lead-in, which chunks are prefilled after."""
         from kvtool.core.model.prefill import LeadIn
 
         return LeadIn(self.decoder, self.identity.lead_in.ids)
 
     @cached_property
     def unused_states(self) -> int:
-        """How many chunks have states of their own, as an earlier kvtool computed them behind a lead-in."""
+        """Count the chunks with states of their own, which only earlier versions of kvtool made."""
         if not (self.identity.keeps_states and self.identity.lead_in.ids):
             return 0
         return sum(info.alone for info in self.store.stretches().values())
 
     def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> None:
-        """Run the gate at a model's first meeting with the store, and refuse the model if it failed.
+        """Run the conformance checks at a model's first use of the store, and refuse the model if it failed.
 
         Parameters
         ----------
-        chunk_ids : of those that are about to be used: the first of them that another arithmetic has made are held
-            against what is made here.
+        chunk_ids : chunks that are about to be used; some that another arithmetic has made are compared with this one's
+            own records.
 
         Raises
         ------
@@ -237,27 +244,28 @@ class Session:
             return
         known = {None, self.arithmetic, *self._conformance.compared}
         if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
-            from kvtool.core.session.gate_checks import gate_records
+            from kvtool.core.session.gate_checks import cross_dtype_records
 
-            self._conformance = gate_records(self.store, self.decoder, self.identity, self._conformance, chunk_ids)
+            self._conformance = cross_dtype_records(
+                self.store, self.decoder, self.identity, self._conformance, chunk_ids
+            )
         self._conformance.enforce()
 
-    def check_beginning(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
-        """Hold what another arithmetic has made of a prompt's beginning against what is made here, when it is first
-        used.
+    def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
+        """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use.
 
         Parameters
         ----------
-        segments : token ids of the prompt's segments; `found` tells what is stored of each.
+        segments : token ids of the prompt's segments, of which `found` are the checkpoints.
 
         Raises
         ------
         GateError : with the measured numbers.
         """
         if self._conformance is not None:
-            from kvtool.core.session.gate_checks import gate_beginning
+            from kvtool.core.session.gate_checks import cross_dtype_prefix
 
-            self._conformance = gate_beginning(self.store, self.decoder, self._conformance, segments, found)
+            self._conformance = cross_dtype_prefix(self.store, self.decoder, self._conformance, segments, found)
             self._conformance.enforce()
 
     def _meet(self) -> ConformanceResult | None:
@@ -269,27 +277,27 @@ class Session:
 
     @cached_property
     def finder(self) -> Finder:
-        """What finds chunks: the search index, and the vectors if there are any."""
+        """Open the finder of chunks: the search index, and vectors if the store has some."""
         return Finder(self.store, self.warn)
 
     @cached_property
     def source(self) -> KVSource:
-        """Where KV is read: the store, behind a memory of what was read if :meth:`cache_chunks` was called."""
+        """Return the source of KV: the store, cached in memory after :meth:`cache_chunks`."""
         return StoreSource(self.store, self.decoder, self.profiles)
 
     @cached_property
     def speeds(self) -> SpeedBook:
-        """How fast this machine computes and loads."""
+        """Return this machine's speeds of computing and loading."""
         from kvtool.core.session.speeds import SpeedBook
 
         return SpeedBook(self.store, self.decoder, self.identity.fingerprint, self.say)
 
     def cache_chunks(self, limit: int) -> None:
-        """Hold what is loaded, up to `limit` bytes, for the questions to come, and prefer it on ties of score."""
+        """Cache loaded chunks in memory, up to `limit` bytes, and prefer them on ties of score."""
         self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
         self.recent_chunks = RecentChunks(limit)
 
     def holds(self, segment: Segment) -> bool:
-        """Whether all of a segment's KV is held in memory."""
-        source = self.__dict__.get("source")  # one that is not there yet holds nothing, and would load the model
+        """Return True if all of a segment's KV is held in memory."""
+        source = self.__dict__.get("source")  # a new source holds nothing, and would load the model
         return isinstance(source, ChunkCache) and source.holds(segment, self.layers)

@@ -1,4 +1,4 @@
-"""Measure once how fast this machine computes passes of a model and loads records of a store, and keep it there."""
+"""Calibration of the cost model: measure once this machine's speeds of a model's passes and of loading records."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.cache.side import read_side, write_side
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chunk_cache import held_on
 from kvtool.core.fusion.cost import MEMORY, LoadSpeed, PassSpeed, Speeds, fit, fit_pass, read_numbers
 from kvtool.core.fusion.loader import Loader
-from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, with_rows
+from kvtool.core.fusion.plan import Candidate, Segment, with_stored_rows
+from kvtool.core.fusion.source import KVSource, MemorySource, RecordMissing, StoreSource, held_on
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.preemption import run_pending, uninterrupted
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -42,36 +40,35 @@ Say = Callable[[str], None]
 
 
 class SpeedBook:
-    """The speeds of one model on this machine, measured at the first need and kept in a file beside the store.
+    """The speeds of one model on this machine, measured at the first use and stored next to the store.
 
-    The file is one for a model, with a row for each device, core and thread count and dtype. What cannot be read is
-    measured again; what is measured while the machine is busy, or for a store that cannot be written, serves this
-    process only.
+    A model has one file, with a row for each device, core and thread count and dtype. An unreadable file is measured
+    again. Speeds of a busy machine, or of a read-only store, serve this process only.
 
     Parameters
     ----------
-    say : told before something is measured.
+    say : reports what is about to be measured.
     """
 
     def __init__(self, store: Store, decoder: Decoder, fingerprint: str, say: Say = lambda text: None) -> None:
         self._say = say
         self._store, self._decoder = store, decoder
-        self._file = _SpeedFile(store, fingerprint)
+        self._fingerprint = fingerprint
         self._machine = machine_of(decoder.device, str(decoder.dtype).removeprefix("torch."))
         self._passes: PassSpeed | None = None
         self._loads: dict[str, LoadSpeed] = {}
         self._unreadable: set[str] = set()
 
     def speeds(self, levels: Sequence[str], own: Sequence[bytes]) -> Speeds:
-        """Speeds with those of loading at these levels, `MEMORY` too; a level none of whose records can be read is
-        left out.
+        """Return the speeds, with those of loading at these levels (`MEMORY`, too) that have a readable record.
 
         Parameters
         ----------
-        own : chunks of the prompt; others are measured where there are any, since a record is read faster again.
+        own : chunks of the prompt; others are measured if possible, since a second read of a record is faster.
         """
         if self._passes is None:
-            self._recall()
+            stored = _stored_speeds(self._store, self._fingerprint, self._machine)
+            self._passes, self._loads = stored or (None, {})
         missing = [level for level in levels if level not in self._loads and level not in self._unreadable]
         if self._passes is None or missing:
             self._measure(missing, own)
@@ -101,44 +98,35 @@ class SpeedBook:
             else:
                 self._loads[level] = speed
         if not busy:
-            self._file.keep(self._machine, self._passes, self._loads, self._decoder.stored_layers)
-
-    def _recall(self) -> None:
-        if (found := self._file.row(self._machine)) is not None:
-            self._passes, self._loads = found
+            measured = Speeds(self._passes, self._loads, self._decoder.stored_layers).to_json()
+            machines = _machines(self._store, self._fingerprint) | {self._machine: measured}
+            self._store.write_side(_file(self._fingerprint), {"format": FORMAT, "machines": machines})
 
 
 def recalled(store: Store, fingerprint: str, device: str, dtype: str, layers: int) -> Speeds | None:
-    """What was measured of a model on this machine, without the model; None if nothing was."""
-    found = _SpeedFile(store, fingerprint).row(machine_of(device, dtype))
+    """Return a model's stored speeds on this machine, without loading it; None if not measured."""
+    found = _stored_speeds(store, fingerprint, machine_of(device, dtype))
     return None if found is None else _on(device, *found, layers)
 
 
-class _SpeedFile:
-    """A model's speeds beside the store, a row for each machine."""
+def _stored_speeds(store: Store, fingerprint: str, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
+    """Read a machine's speeds of a model; None without a readable row."""
+    try:
+        row = _machines(store, fingerprint)[machine]
+        loads = {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
+        return read_numbers(PassSpeed, row["pass"]), loads
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
 
-    def __init__(self, store: Store, fingerprint: str) -> None:
-        self._store = store
-        self._name = f"speeds/{fingerprint[:16]}.json"
 
-    def row(self, machine: str) -> tuple[PassSpeed, dict[str, LoadSpeed]] | None:
-        """A machine's; None where nothing can be read."""
-        try:
-            row = self._value()["machines"][machine]
-            passes = read_numbers(PassSpeed, row["pass"])
-            return passes, {str(level): read_numbers(LoadSpeed, one) for level, one in row["loads"].items()}
-        except (ValueError, TypeError, KeyError, AttributeError):
-            return None
+def _machines(store: Store, fingerprint: str) -> dict[str, Any]:
+    """Read the rows of all machines; empty if the file is missing or unreadable."""
+    rows = store.read_side(_file(fingerprint), format=FORMAT).get("machines")
+    return rows if isinstance(rows, dict) else {}
 
-    def keep(self, machine: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> None:
-        """Put a machine's row; a store that cannot be written stays as it is, and it is measured again next time."""
-        machines = self._value().get("machines", {}) | {machine: Speeds(passes, loads, layers).to_json()}
-        write_side(self._store, self._name, {"format": FORMAT, "machines": machines})
 
-    def _value(self) -> dict[str, Any]:
-        """What was kept; empty where that is nothing or nothing of ours."""
-        value = read_side(self._store, self._name, format=FORMAT)
-        return value if isinstance(value.get("machines"), dict) else {}
+def _file(fingerprint: str) -> str:
+    return f"speeds/{fingerprint[:16]}.json"
 
 
 def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int) -> Speeds:
@@ -153,13 +141,13 @@ def _on(device: str, passes: PassSpeed, loads: dict[str, LoadSpeed], layers: int
 
 
 def machine_of(device: str, dtype: str) -> str:
-    """What speeds hold for."""
+    """Name the machine that speeds are valid for."""
     name = torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name()
     return f"{device} ({name}), {cores()} cores, {torch.get_num_threads()} threads, {dtype}"
 
 
 def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence[bytes]) -> dict[str, list[Candidate]]:
-    """Some chunks that are stored at each of these levels, in an order that does not depend on the ingest's."""
+    """Choose chunks that are stored at each of these levels, in an order independent of the ingest's."""
     others = sorted(set(store.chunk_ids()) - set(own))
     random.Random(0).shuffle(others)
     found: dict[str, list[Candidate]] = {level: [] for level in levels}
@@ -174,16 +162,16 @@ def find_samples(store: Store, layers: int, levels: Sequence[str], own: Sequence
         if info is not None and info.layers == layers:
             for level in set(wanted) & set(store.levels(chunk)):
                 found[level].append(Candidate(info.token_ids, chunk, level=level))
-    return {level: [one for one in with_rows(store, chunks) if one.level] for level, chunks in found.items()}
+    return {level: [one for one in with_stored_rows(store, chunks) if one.level] for level, chunks in found.items()}
 
 
 # ---- computing ---------------------------------------------------------------------------------------------------
 
 
 def measure_pass(decoder: Decoder) -> PassSpeed:
-    """Time passes of a few row counts, the first rows of a prompt and rows scattered over a longer one.
+    """Time passes over the first rows of a prompt, of some sizes, and over rows scattered in a longer one.
 
-    Every size is timed in every round and its least counts: what disturbs one round does not bend the fit.
+    Every size is timed in every round, and its least time counts: one disturbed round does not bend the fit.
     """
     shapes = _shapes(decoder)
     works = [_work(decoder, positions) for positions in shapes]
@@ -199,7 +187,7 @@ def measure_pass(decoder: Decoder) -> PassSpeed:
 
 
 def _shapes(decoder: Decoder) -> list[range]:
-    """Prompt positions of each pass."""
+    """Return the prompt positions of each pass."""
     longest = max(1, min(decoder.context, _LONGEST))
     sizes = [rows for rows in _ROWS.get(decoder.device.split(":")[0], _ROWS["cpu"]) if rows <= longest] or [longest]
     step = max(1, longest // sizes[len(sizes) // 2])
@@ -207,10 +195,10 @@ def _shapes(decoder: Decoder) -> list[range]:
 
 
 def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
-    """A pass of rows at these positions, over a cache of what stands before them; it tells how long it took."""
+    """Prepare a pass over rows at these positions of a prompt; each call returns its seconds."""
     cache = decoder.new_cache(positions[-1] + 1)
     cache.set_length(positions[-1] + 1)
-    for buffer in cache.buffers:  # what happens to stand there may be slow to compute with
+    for buffer in cache.buffers:  # arbitrary memory may hold numbers that are slow to compute with
         buffer.keys.zero_()
         buffer.values.zero_()
     chosen = random.Random(0)
@@ -232,7 +220,7 @@ def _work(decoder: Decoder, positions: range) -> Callable[[], float]:
 
 
 def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> LoadSpeed | None:
-    """Time the loading of single chunks and of groups, each for the first time; None: none of them can be read."""
+    """Time the first loading of single chunks and of groups; None if none can be read."""
     left = list(chunks)
     samples: list[_Loaded] = []
     started = time.perf_counter()
@@ -265,7 +253,7 @@ def measure_load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]
 
 
 def measure_memory(decoder: Decoder) -> LoadSpeed:
-    """Time the loading of chunks that are held decoded, as `ChunkCache` holds them."""
+    """Time the loading of chunks that `ChunkCache` holds."""
     there = held_on(decoder)
     chunks = {bytes([number]): _of_ones(decoder, there) for number in range(_WANTED)}
     candidates = [Candidate((0,) * _HELD_TOKENS, chunk, level=MEMORY) for chunk in chunks]
@@ -282,7 +270,7 @@ def _of_ones(decoder: Decoder, there: torch.device | None) -> ChunkKV:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One sample of loading."""
+    """A sample of loading."""
 
     chunks: int
     tokens: int
@@ -291,12 +279,12 @@ class _Loaded:
 
 
 def _usual(samples: Sequence[_Loaded]) -> _Loaded:
-    """The median by seconds a token: a record's first reading is wanted, not its fastest."""
+    """Return the median by seconds a token: the fastest read of a record is not its first."""
     return sorted(samples, key=lambda sample: sample.seconds / sample.tokens)[(len(samples) - 1) // 2]
 
 
 def _load(decoder: Decoder, source: KVSource, chunks: Sequence[Candidate]) -> _Loaded | None:
-    """Load chunks as a query does; None: one of them is damaged."""
+    """Load chunks as a query does; None if one of them is damaged."""
     segments: list[Segment] = []
     for chunk in chunks:
         ids = tuple(chunk.ids[token] for token in chunk.rows)

@@ -55,7 +55,7 @@ class Task:
 
 
 class Policy(Protocol):
-    """Says what to fetch, and what to compute meanwhile. Its driver (lab/simulator, or query/fetching.py over a
+    """Says what to fetch, and what to compute meanwhile. Its driver (a simulator, or query/fetching.py over a
     network) keeps to this order:
 
     1. While fewer than `depth` fetches are outstanding: `next(now)`. Send what it returns; None: nothing to ask for

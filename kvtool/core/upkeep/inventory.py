@@ -1,10 +1,11 @@
-"""What a store holds, as plans see it: documents from the coldest to the warmest, chunks, bytes in pages."""
+"""Inventory of a store: documents from the least to the most used, chunks, bytes in pages, and counts of each."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache import keys, space, tables
 from kvtool.core.cache.environment import PAGE_BYTES
@@ -13,9 +14,13 @@ from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import in_turn
 from kvtool.core.codec.levels import lossy
+from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import DamagedError
-from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses, StoreIdentity
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+
 
 _NODE = 64  # bytes of a row beside its value: node, key, offset
 _PAGE_HEADER = 16
@@ -297,3 +302,46 @@ def pages(size: int) -> int:
     if size >= _OWN_PAGES_FROM:
         return -(-(size + _PAGE_HEADER) // PAGE_BYTES) * PAGE_BYTES
     return (size + _NODE) // 2
+
+
+def sizes_of(store: Store) -> dict[str, Any]:
+    """Count a store's chunks. Raises DamagedError if its manifest is damaged.
+
+    Returns
+    -------
+    `Store.stats`, with `chunks` and `tokens` of documents only; `beginning`: `id`, `tokens`, `levels[{level, bytes}]`
+    of the prompt's prefix, or None; and `unfinished`: `files`, `chunks`, `tokens`, `bytes` of interrupted ingests.
+    Records, bytes and levels are of all three.
+    """
+    sizes, identity = store.stats(), StoreIdentity.from_manifest(store.manifest())
+    beginning = None if identity is None else _own_beginning(store, identity)
+    if beginning is not None:
+        sizes = sizes | {"chunks": sizes["chunks"] - 1, "tokens": sizes["tokens"] - beginning["tokens"]}
+    unfinished = _unfinished(store)
+    sizes = sizes | {name: sizes[name] - unfinished[name] for name in ("chunks", "tokens")}
+    return sizes | {"beginning": beginning, "unfinished": unfinished}
+
+
+def _unfinished(store: Store) -> dict[str, int]:
+    """Count the chunks of files whose ingest was interrupted."""
+    found = {"files": len(store.unfinished()), "chunks": 0, "tokens": 0, "bytes": 0}
+    with suppress(DamagedError):  # a document, whose references are then unknown, or such a chunk
+        for chunk in store.unfinished_chunks():
+            sizes, info = store.sizes_here(chunk), store.chunk_info(chunk)
+            found["chunks"] += 1
+            found["tokens"] += len(info.token_ids) if info is not None and sizes else 0
+            found["bytes"] += sum(sizes.values())
+    return found
+
+
+def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | None:
+    """Describe the prompt's prefix, a chunk that no document has."""
+    try:
+        info = store.chunk_info(identity.prefix_id)
+    except DamagedError:
+        return None
+    if info is None:
+        return None
+    levels = store.sizes_here(identity.prefix_id)
+    tokens = len(info.token_ids) if levels else 0
+    return {"id": identity.prefix_id.hex(), "tokens": tokens, "levels": level_rows(levels)}

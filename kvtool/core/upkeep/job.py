@@ -14,7 +14,7 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import MAX_LOSS, exact, lossy
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import KvtoolError, NoSpaceError
-from kvtool.core.session.levels import MeasuredLosses
+from kvtool.core.session.identity import MeasuredLosses
 from kvtool.core.upkeep.apply import apply, bring_index_up_to_date
 from kvtool.core.upkeep.decision import Decision, advice_for, decide
 from kvtool.core.upkeep.inventory import Inventory, take_inventory

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import profiled
-from kvtool.core.session.levels import losses_by_maker
+from kvtool.core.session.identity import losses_by_maker
 
 _PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
 

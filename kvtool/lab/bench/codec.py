@@ -20,8 +20,7 @@ from kvtool.core.codec.rans import coder
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
-from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache, store_identity
 from kvtool.lab.bench.codec_tasks import Task, all_tasks
 from kvtool.lab.bench.first_call import first_call_ms
 from kvtool.lab.bench.machine import Host

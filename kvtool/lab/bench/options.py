@@ -8,11 +8,8 @@ from pathlib import Path
 from kvtool.core.codec.levels import LEVELS, NAMES
 from kvtool.core.fusion.selectors import MODES, REFERENCE
 from kvtool.core.options.option import Options, option
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
-from kvtool.core.streaming.policy import DEPTH
-from kvtool.lab.bench.peers.task import PEERS
 
-MEASURED, LINK, DRAWN = "What is measured", "Link and machine", "Files"  # headings in the commands' help
+MEASURED, DRAWN = "What is measured", "Files"  # headings in the commands' help
 
 
 def _repeat(rounds: int) -> int:
@@ -73,35 +70,6 @@ class FusionBenchOptions(Options, settings=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PeersBenchOptions(Options, settings=False):
-    """Who answers which prompts."""
-
-    peers: tuple[str, ...] = option(
-        PEERS, "Beside kvtool.", group=MEASURED, choices=PEERS, metavar="a,b", instead=",".join(PEERS)
-    )
-    fusion: tuple[str, ...] = option(
-        ("full", "union", "epic", "reuse"),
-        "Modes of kvtool.",
-        group=MEASURED,
-        choices=MODES,
-        metavar="a,b,c",
-        instead="full,union,epic,reuse",
-    )
-    context: tuple[int, ...] = option(
-        (1000,), "Tokens of the whole prompt.", group=MEASURED, metavar="N,N", lowest=1, instead="1000"
-    )
-    question_tokens: int = option(32, "Length of the question.", group=MEASURED, lowest=1)
-    new_tokens: int = option(64, "Tokens decoded behind the first.", group=MEASURED, lowest=1)
-    level: str = option("raw", "Codec level that is read.", group=MEASURED, choices=LEVELS, metavar=NAMES)
-    repeat: int = _repeat(3)
-    threads: int | None = option(None, "Of everybody's arithmetic.", group=MEASURED, lowest=1, instead="one a core")
-    resume: Path | None = option(
-        None, "Keep results here and go on from them.", group=DRAWN, metavar="FILE.jsonl", unit="path"
-    )
-    plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
-
-
-@dataclass(frozen=True, kw_only=True)
 class DecodeBenchOptions(Options, settings=False, group=MEASURED):
     """What is decoded behind which prompt, and how."""
 
@@ -113,47 +81,3 @@ class DecodeBenchOptions(Options, settings=False, group=MEASURED):
     )
     together: tuple[int, ...] = option((), "Sequences decoded at once, beside one alone.", metavar="N,N", lowest=1)
     threads: int | None = option(None, "Of all arithmetic.", lowest=1, instead="torch's own")
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamBenchOptions(Options, settings=False):
-    """Which policies meet which objectives over which links."""
-
-    shape: str | None = option(None, "KV of this model's size, instead of the store's.", group=MEASURED, metavar="NAME")
-    slo_ms: tuple[float, ...] = option(
-        (300.0, 500.0, 1000.0, 2000.0),
-        "Objectives.",
-        group=MEASURED,
-        metavar="MS,MS",
-        lowest=1,
-        instead="300,500,1000,2000",
-    )
-    context: int = option(10_000, "Tokens of all chunks.", group=MEASURED, lowest=1)
-    chunk_tokens: int = option(1500, "Tokens of a chunk, with --shape.", group=MEASURED, lowest=1)
-    levels: Path | None = option(
-        None,
-        "With --shape: bits and losses by level, as `inspect codec --json` gives them.",
-        group=MEASURED,
-        metavar="FILE.json",
-        unit="path",
-        instead="those of a small model",
-    )
-    trace: tuple[Path, ...] = option(
-        (), "Bandwidth over time.", group=LINK, metavar="FILE", unit="path", instead="generated ones"
-    )
-    predictor: str = option(DEFAULT_PREDICTOR, "How the bandwidth is predicted.", group=LINK, choices=PREDICTORS)
-    margin: float = option(
-        DEFAULT_MARGIN, "Share of the prediction not counted on.", group=LINK, unit="percentage", lowest=0, highest=0.99
-    )
-    depth: int = option(DEPTH, "Requests outstanding at once.", group=LINK, lowest=1)
-    gpu: str = option("a100", "What computes, with --shape.", group=LINK, metavar="a100|a40", suggest=("a100", "a40"))
-    prefill_tokens_per_second: float | None = option(
-        None, "How fast it prefills.", group=LINK, lowest=1e-9, instead="of the GPU, or measured"
-    )
-    decode_gb_per_s: float | None = option(None, "GB/s of decoded KV.", group=LINK, lowest=1e-9, instead="not counted")
-    write_traces: Path | None = option(
-        None, "Write the generated traces there.", group=DRAWN, metavar="FOLDER", unit="path"
-    )
-    plot: Path | None = option(
-        None, "Draw it; also FILE-classes.svg, FILE-drop.svg.", group=DRAWN, metavar="FILE.svg", unit="path"
-    )

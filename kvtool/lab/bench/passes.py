@@ -14,11 +14,10 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.errors import DamagedError
-from kvtool.core.fusion.chunk_cache import ChunkCache
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.selectors import selector_for
-from kvtool.core.fusion.source import KVSource, StoreSource
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.fusion.source import ChunkCache, KVSource, StoreSource
+from kvtool.core.session.identity import ProfileCache
 from kvtool.lab.bench.flops import Work, full_work, fused_work
 from kvtool.lab.bench.limits import synchronize
 from kvtool.lab.bench.memory import peak_memory

@@ -11,8 +11,7 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.source import with_rows
+from kvtool.core.fusion.plan import Candidate, Plan, build_plan, with_stored_rows
 from kvtool.core.records.read import exact_level
 from kvtool.core.session.identity import StoreIdentity
 
@@ -64,7 +63,9 @@ class BenchPrompt:
         """Look the pieces up and lay the prompt out, as a query does. Raises DamagedError where one is not whole."""
         empty = Candidate((), lead_in=ids_digest([]), reason="empty")
         prefix = empty if self.prefix is None else _candidate(store, self.prefix)
-        return build_plan(prefix, with_rows(store, [_candidate(store, chunk) for chunk in self.chunks]), self.question)
+        return build_plan(
+            prefix, with_stored_rows(store, [_candidate(store, chunk) for chunk in self.chunks]), self.question
+        )
 
 
 def _candidate(store: Store, piece: Stored) -> Candidate:

@@ -16,7 +16,7 @@ from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.gate import known_result
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.session.sizes import sizes_of
+from kvtool.core.upkeep.inventory import sizes_of
 from kvtool.lab.doctor.finding import Finding, failing
 
 _PROBE_BYTES = 32 * 2**20
@@ -90,7 +90,7 @@ def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
     verdict.enforce()
     worst = max((check.difference / check.allowed for check in verdict.checks if check.allowed), default=0.0)
     others = "".join(
-        f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.of_others.items()
+        f"; records made in {made} lose {nats:.2g} nats a token" for made, nats in verdict.cross_dtype_loss.items()
     )
     yield Finding("gate", "ok", f"passed by {identity.model}, its worst law at {worst:.0%} of what is allowed{others}")
 

@@ -12,7 +12,6 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Segment, build_plan
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
-from kvtool.core.query.finding import chunks_for
 from kvtool.core.query.layout import lay_out
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
     KvtoolError : a chunk stands behind a lead-in that the store does not have any more.
     """
     for request in requests:  # what cannot be found is told before the model is loaded
-        chunks_for(session.finder, request, options)
+        options.find(session.finder, request)
     _ = session.decoder  # whose context the prompts have to fit
     exactly = options.level == AUTO
     prompts = [lay_out(session, request, options, exactly=exactly, answered=False) for request in requests]

@@ -19,7 +19,7 @@ def gate(desk: Desk) -> Findings:
         for c in verdict.checks
     ]
     tables = [Table(("law", "check", "computed", "difference", "allowed", ""), tuple(rows))]
-    if others := verdict.of_others.items():
+    if others := verdict.cross_dtype_loss.items():
         tables.append(Table(("made in", "nats a token lost"), tuple((made, f"{loss:.3g}") for made, loss in others)))
     return Findings("Gate", verdict.to_json(), tables, exit_code=0 if verdict.passed else EXIT_MISFIT)
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def glance(desk: Desk) -> Findings:
     """Show what the store holds, and for which model."""
     from kvtool.core.session.gate import known_result
-    from kvtool.core.session.levels import MeasuredLosses
-    from kvtool.core.session.sizes import sizes_of
+    from kvtool.core.session.identity import MeasuredLosses
+    from kvtool.core.upkeep.inventory import sizes_of
 
     store, identity = desk.store, desk.identity
     verdict, served, sizes = known_result(store, identity.fingerprint), store.served(), sizes_of(store)

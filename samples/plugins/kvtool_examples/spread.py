@@ -25,7 +25,7 @@ class Spread(Selector):
     ratio: float = 0.15
 
     def cost(self, prompt: PromptRows) -> Cost:
-        return Cost(beside=sum(share_of(self.ratio, tokens) for tokens in prompt.hit_chunks))
+        return Cost(overlapped=sum(share_of(self.ratio, tokens) for tokens in prompt.hit_chunks))
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.zeros(plan.length, dtype=torch.bool)

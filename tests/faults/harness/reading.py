@@ -17,8 +17,7 @@ from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.records.read import read_chunk
-from kvtool.core.session.identity import store_identity
-from kvtool.core.session.levels import ProfileCache
+from kvtool.core.session.identity import ProfileCache, store_identity
 from kvtool.core.session.session import Session
 from tests.faults.harness.subject import QUESTIONS
 

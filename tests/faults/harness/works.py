@@ -17,7 +17,7 @@ from kvtool.cli.app import main
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
-from kvtool.core.fusion.state_checkpoint import decode_part
+from kvtool.core.fusion.prefix_cache import decode_part
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
 from tests.faults.harness.flips import pulled, verified

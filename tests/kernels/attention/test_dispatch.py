@@ -12,7 +12,7 @@ from kvtool.core.common.switches import ATTENTION
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention import flash_cpu
 from kvtool.core.kernels.attention.dispatch import BACKENDS, explain
-from kvtool.core.kernels.attention.flash_tile_ir import Tiling
+from kvtool.core.kernels.attention.flash_ir import Tiling
 from kvtool.core.kernels.attention.params import AttentionCall
 from kvtool.core.kernels.attention.sdpa import LONG_PREFILL
 from kvtool.core.kernels.machine import has_triton

@@ -9,7 +9,7 @@ import torch
 
 from kvtool.core.common.arithmetic import cpu_features
 from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, takes
-from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
+from kvtool.core.kernels.attention.flash_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.isa import AVX512_BF16, ISAS, runnable
 
@@ -246,5 +246,5 @@ def test_every_row_sees_something() -> None:
 
 def test_memory_of_a_thread_does_not_grow_with_the_prompt() -> None:
     """What a thread has to itself: a block of rows, a tile of keys."""
-    sizes = [Scratch.of(tiling).bytes(tiling, 128, 128) for tiling in TILINGS]
+    sizes = [tiling.scratch_bytes(128, 128) for tiling in TILINGS]
     assert max(sizes) < 500_000

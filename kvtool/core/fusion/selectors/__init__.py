@@ -1,4 +1,4 @@
-"""Register the fusion modes, without importing torch: a new one is a file here and a line below, or a plugin."""
+"""Registry of fusion modes, without importing torch: a new mode is a file here and a line below, or a plugin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 SELECTORS: dict[str, type[Selector]]  # by mode
 
-# The class of each mode; it stands in the module that is called as the mode.
+# The class of each mode, in the module with the mode's name.
 _OWN = {
     "full": "Full",
     "prefix": "Prefix",
@@ -27,9 +27,9 @@ _OWN = {
 _PLUGINS = found("selectors", own=(*_OWN, "auto"))
 MODES = (*_OWN, *_PLUGINS)
 REFERENCE = "full"  # what all modes are measured against
-EXACTLY = ("prefix", "full")  # what there is of a model that keeps states; the first is what a query takes
-AUTO = "auto"  # no mode of its own: the controller weighs one that recomputes a share against those that lose nothing
-WEIGHED = "union"  # that one
+EXACTLY = ("prefix", "full")  # the modes of a recurrent model; the first is the default
+AUTO = "auto"  # the controller (query/auto.py) chooses between a mode that recomputes a share and the lossless ones
+WEIGHED = "union"  # the mode that recomputes a share
 FUSIONS = (*MODES, AUTO)  # what `--fusion` takes
 
 __all__ = ["AUTO", "EXACTLY", "FUSIONS", "MODES", "REFERENCE", "SELECTORS", "WEIGHED", "selector_for"]
@@ -50,7 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _kind_of(mode: str) -> type[Selector]:
-    """A mode's class. Raises PluginError."""
+    """Load a mode's class. Raises PluginError."""
     if mode in _OWN:
         kind: type[Selector] = getattr(import_module(f"{__name__}.{mode}"), _OWN[mode])
         return kind
@@ -66,11 +66,11 @@ def _kind_of(mode: str) -> type[Selector]:
 
 
 def selector_for(options: object, mode: str) -> Selector:
-    """The selector of a mode; its parameters are the attributes of `options` that have their names and are not None.
+    """Make the selector of a mode; its parameters are the attributes of `options` with their names, unless None.
 
     Raises
     ------
-    UsageError : no such mode. PluginError : the plugin that it comes from cannot be used.
+    UsageError : the mode is unknown. PluginError : its plugin cannot be used.
     """
     if mode not in MODES:
         raise UsageError(f"there is no fusion mode {mode!r}", f"known: {', '.join(MODES)}")

@@ -1,4 +1,4 @@
-"""Select the cached rows that are computed again: the protocol of a fusion mode."""
+"""Protocol of a fusion mode: select the cached rows to recompute, and say what that costs."""
 
 from __future__ import annotations
 
@@ -19,71 +19,73 @@ Pooling = Literal["rows", "last", "both"]  # see fusion/layerwise_selection.py
 
 
 def share_of(share: float, context: int) -> int:
-    """⌈share · context⌉ of the decimal that was meant: 0.07 · 100 is 7, though the product is 7.000000000000001."""
+    """Return ⌈share · context⌉ of the decimal: 0.07 · 100 gives 7, though the product is 7.000000000000001."""
     return math.ceil(round(share * context, 6))
 
 
 class Selector(ABC):
-    """A fusion mode. Question and holes are always computed; a selector names the cached rows computed besides.
+    """A fusion mode. Question and holes are always computed; a selector names the cached rows to compute as well.
 
     Subclasses are frozen dataclasses whose fields are the mode's parameters.
 
     Attributes
     ----------
-    uses_cache : False: the whole prompt is computed, whatever is stored.
-    lossless : the logits are those of full prefill, by construction.
-    looked_into : its cache is: what is reused is read through windows, too, that no computed row sees.
-    knob : the field that says how much is recomputed, such as `ratio`; "" where there is none.
+    uses_cache : False if the whole prompt is computed, whatever is stored.
+    lossless : True if the logits are those of full prefill by construction.
+    reads_all : True if every cached record is read, although windows may hide some from all computed rows.
+    knob : the field that sets how much is recomputed, such as `ratio`; "" for none.
     reason : why a row is recomputed.
     """
 
     name: ClassVar[str]
     uses_cache: ClassVar[bool] = True
     lossless: ClassVar[bool] = False
-    looked_into: ClassVar[bool] = False
+    reads_all: ClassVar[bool] = False
     knob: ClassVar[str] = ""
     reason: ClassVar[str] = ""
 
     def cost(self, prompt: PromptRows) -> Cost:
-        """What it reads and computes for a prompt, as far as that can be told beforehand."""
+        """Estimate what the mode reads and computes for a prompt."""
         raise NotImplementedError(f"{self.name} does not say what it costs")
 
     def expected_seconds(self, prompt: PromptRows) -> float:
-        """Return the seconds from the laid-out prompt to the first token that the mode is expected to take."""
+        """Estimate the seconds from the planned prompt to the first token."""
         return prompt.seconds(self.cost(prompt), self.name)
 
     @property
     def amount(self) -> float:
-        """How much is recomputed, by the field that `knob` names."""
+        """Return the value of the field that `knob` names."""
         return float(getattr(self, self.knob))
 
     def with_amount(self, amount: float) -> Self:
-        """Make a selector of the same mode that recomputes so much."""
+        """Return a copy with another value of the field that `knob` names."""
         return cast(Self, replace(cast(Any, self), **{self.knob: amount}))
 
     @property
     def pooling(self) -> Pooling:
-        """How the rows of the question's attention become one, where it is asked for."""
+        """Return how the question's rows of attention are combined (`question_attention`)."""
         return "rows"
 
     @property
     def shift(self) -> bool:
-        """Whether rows that are reused move as the recomputed ones among them do (fusion/shift.py)."""
+        """Return True if reused rows are shifted as recomputed ones of their chunk change (fusion/shift.py)."""
         return False
 
     def asked(self, plan: Plan, layers: int) -> range:
-        """Layers whose question attention (fusion/layerwise_selection.py) the mode ranks rows by; empty: by none."""
+        """Return the layers whose question attention (fusion/layerwise_selection.py) ranks the rows; empty for none."""
         return range(0)
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
-        """Bool `[plan.length]`: cached rows to compute from the first layer on (exact ones are never needed).
+        """Return the cached rows to compute from the first layer on, bool `[plan.length]`; exact ones are ignored.
 
-        `attention` : float32 `[plan.length]`, how much the question looks at each position; None: it was not asked.
+        Parameters
+        ----------
+        attention : the question's attention to each place, float32 `[plan.length]`; None before it is measured.
         """
         return torch.zeros(plan.length, dtype=torch.bool)
 
     def reads(self, plan: Plan, layers: int) -> list[Segment]:
-        """Segments whose records are read: of which a row is reused, or looked at before it is computed anew."""
+        """Return the segments that are read: those with a row that is reused, or ranked before its recompute."""
         if not self.uses_cache:
             return []
         if self.asked(plan, layers) or self.narrowing(plan, layers):
@@ -92,15 +94,15 @@ class Selector(ABC):
         return [segment for segment in plan.cached if not rows[segment.start : segment.stop].all()]
 
     def reasons(self, plan: Plan, recomputed: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Why each of the recomputed rows (bool `[plan.length]`) was chosen; every row has one reason."""
+        """Return by reason the recomputed rows (bool `[plan.length]`); every row has one reason."""
         return {self.reason: recomputed}
 
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
-        """Layers before which the recomputed rows are narrowed, and how many stay."""
+        """Return by layer how many of the recomputed rows are kept from that layer on."""
         return {}
 
     def worth(self, new: LayerKV, old: LayerKV) -> torch.Tensor:
-        """What a row is worth recomputing, float32 `[rows]`: those of the highest worth stay.
+        """Score rows before they are narrowed, float32 `[rows]`: the highest scores are kept.
 
         Parameters
         ----------

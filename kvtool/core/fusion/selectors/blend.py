@@ -1,4 +1,4 @@
-"""CacheBlend (arXiv 2405.16444): selective recompute of the tokens whose KV deviates most."""
+"""CacheBlend (arXiv 2405.16444): selectively recompute the tokens whose KV deviates most."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Blend(Selector):
         for layer in range(prompt.layers):
             total += entering
             entering = min(narrowed.get(layer, entering), prompt.hits)
-        return Cost(beside=total / prompt.layers)
+        return Cost(overlapped=total / prompt.layers)
 
     def narrowing(self, plan: Plan, layers: int) -> dict[int, int]:
         return self._narrowed(plan.context_tokens, layers)
@@ -62,7 +62,7 @@ class Blend(Selector):
         return {layer: share_of(self._share(layer, check, last), context) for layer in range(check, last + 1)}
 
     def _share(self, layer: int, check: int, last: int) -> float:
-        """Share kept before `layer`: from gradual · ratio at the check layer down to ratio at the last one."""
+        """Return the share kept from `layer` on: gradual · ratio at the check layer, down to ratio at the last one."""
         if layer == last:
             return self.ratio
         left = (last - layer) / (last - check)
@@ -76,5 +76,5 @@ class Blend(Selector):
 
 
 def _squared_error(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Squared distance by row, float32 `[rows]`, of keys or of values `[1, kv_heads, rows, head_dim]`."""
+    """Return the squared distance by row, float32 `[rows]`, of keys or values `[1, kv_heads, rows, head_dim]`."""
     return (new.float() - old.float()).square().sum((0, 1, 3))

@@ -1,4 +1,4 @@
-"""EPIC (arXiv 2410.15332): AttnLink, later LegoLink."""
+"""EPIC (arXiv 2410.15332): recompute link tokens of each chunk (AttnLink, later LegoLink)."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Link = Literal["initial", "final", "boundary"]
 class Epic(Selector):
     """Recompute `link_tokens` tokens of every chunk that is not exact, clamped to the chunk (section 4, LegoLink).
 
-    Each chunk prefilled alone grows an attention sink at its start; recomputing those tokens in place tells them that
-    they are not the start. `link`: the first tokens (the paper), the last, or both sides of each seam.
+    A chunk that is prefilled separately has an attention sink at its start, which recomputing its link tokens removes.
+    `link`: the first tokens of a chunk (the paper), the last ones, or those on both sides of each boundary.
     """
 
     name: ClassVar[str] = "epic"
@@ -30,7 +30,7 @@ class Epic(Selector):
     shift: bool = True
 
     def cost(self, prompt: PromptRows) -> Cost:
-        return Cost(beside=sum(min(self.link_tokens, tokens) for tokens in prompt.hit_chunks))
+        return Cost(overlapped=sum(min(self.link_tokens, tokens) for tokens in prompt.hit_chunks))
 
     def rows(self, plan: Plan, attention: torch.Tensor | None = None) -> torch.Tensor:
         rows = torch.zeros(plan.length, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Full recompute: the reference."""
+"""Full recompute: prefill the whole prompt, the reference of all modes."""
 
 from __future__ import annotations
 

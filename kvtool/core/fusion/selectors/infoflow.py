@@ -1,4 +1,4 @@
-"""InfoFlow KV (arXiv 2603.05353): recompute what the question looks at."""
+"""InfoFlow KV (arXiv 2603.05353): recompute the tokens that the question attends to."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvtool.core.fusion.selectors.base import Pooling, Selector, share_of
 
 @dataclass(frozen=True, slots=True)
 class Infoflow(Selector):
-    """Recompute the context tokens that the question's attention over the reused KV, at true positions, is highest at.
+    """Recompute the context tokens with the highest attention of the question, over reused KV at true positions.
 
     Attributes
     ----------
     ratio : share of the cached context tokens that is recomputed, 0 … 1; ⌈ratio · N⌉ rows.
-    from_depth : the layers whose attention counts begin at this share of the model's depth, and end with the last.
-    pooling : how the rows of the question become one (question_attention).
+    from_depth : share of the model's depth from which on layers count.
+    pooling : how the question's rows are combined (question_attention).
     """
 
     name: ClassVar[str] = "infoflow"
@@ -33,9 +33,9 @@ class Infoflow(Selector):
 
     def cost(self, prompt: PromptRows) -> Cost:
         rows = min(share_of(self.ratio, prompt.context), prompt.hits)
-        if rows and self.ratio >= 1:  # nothing to rank, and what is computed anew is not read
+        if rows and self.ratio >= 1:  # nothing to rank, and recomputed chunks are not read
             return Cost(reads=("leading", "exact"), computes=("hit",))
-        return Cost(behind=rows)
+        return Cost(after=rows)
 
     def asked(self, plan: Plan, layers: int) -> range:
         ranks = 0 < self.ratio < 1 and bool(plan.hit_rows().any())
@@ -51,5 +51,5 @@ class Infoflow(Selector):
         return rows
 
     def weighed(self, plan: Plan, attention: torch.Tensor) -> torch.Tensor:
-        """What recomputing each position is worth, float32 `[plan.length]`."""
+        """Score each place by the worth of recomputing it, float32 `[plan.length]`."""
         return attention

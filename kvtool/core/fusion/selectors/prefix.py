@@ -1,4 +1,4 @@
-"""Prefix caching: reuse the longest exact beginning of the prompt, compute all that follows."""
+"""Prefix caching: reuse the longest exact prefix of the prompt, compute all that follows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvtool.core.fusion.selectors.base import Selector
 
 @dataclass(frozen=True, slots=True)
 class Prefix(Selector):
-    """Lossless: equal to full recompute by construction."""
+    """Reuse the exact prefix: equal to full recompute by construction."""
 
     name: ClassVar[str] = "prefix"
     lossless: ClassVar[bool] = True

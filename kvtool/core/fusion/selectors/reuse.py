@@ -1,4 +1,4 @@
-"""Full KV reuse (PromptCache, MLSys'24)."""
+"""Full KV reuse (Prompt Cache, MLSys'24): recompute nothing but the question."""
 
 from __future__ import annotations
 

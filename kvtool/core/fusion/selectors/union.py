@@ -1,4 +1,4 @@
-"""The union of three signals: what the question looks at, what deviates, and where chunks are linked."""
+"""Union of three signals: the question's attention, the tokens' sensitivity, and link tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from kvtool.core.fusion.selectors.infoflow import Infoflow
 
 @dataclass(frozen=True, slots=True)
 class Union(Infoflow):
-    """Rank tokens by the question's attention × their sensitivity: only a row that is looked at and wrong is worth
-    its cost. The sensitivity was kept at ingest, so that no layer is computed in full.
+    """Rank tokens by the question's attention × their sensitivity: those that are both attended to and wrong.
+
+    The sensitivity was stored at ingest, so no layer is computed in full.
 
     Attributes
     ----------
     ratio, from_depth, pooling : see Infoflow.
     weighting : power of the sensitivity; 0: attention alone.
-    union_links : first tokens of every chunk, before all others; none by default: a warm lead-in leaves them no use.
+    union_links : link tokens of every chunk, which rank first; 0 by default, since a warm lead-in makes them useless.
     """
 
     name: ClassVar[str] = "union"
@@ -40,5 +41,5 @@ class Union(Infoflow):
         return {Epic.reason: links, self.reason: recomputed & ~links}
 
     def _links(self, plan: Plan) -> torch.Tensor:
-        """Bool `[plan.length]`."""
+        """Return the link tokens, bool `[plan.length]`."""
         return Epic(self.union_links).rows(plan) if self.union_links else plan.mask()

@@ -13,8 +13,7 @@ from functools import cache
 
 import torch
 
-from kvtool.core.kernels.attention.flash_ir import JOB, attention_module
-from kvtool.core.kernels.attention.flash_tile_ir import KEYS, Scratch, Tiling
+from kvtool.core.kernels.attention.flash_ir import JOB, KEYS, Tiling, attention_module
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
@@ -30,7 +29,7 @@ name = "flash"
 def declines(call: AttentionCall) -> str:
     """Return why this backend does not serve a call, or an empty string; by features of the CPU, never by the clock.
 
-    Measured on one core of an AMD EPYC (`samples/attention.py`), 15 % of 4,096 rows over 4,096 keys, heads of
+    On one core of an AMD EPYC (`samples/benchmarks/attention.py`), 15 % of 4,096 rows over 4,096 keys, heads of
     Qwen2.5-0.5B, GFLOP/s: bfloat16 with AVX-512 BF16 350 of the plain product's 460 (`eager` 173, `sdpa` 55); float32
     with AVX2 102 of 104 (`eager` 63, `sdpa` 54).
     """
@@ -147,7 +146,7 @@ class Kernel:
         threads = torch.get_num_threads()
         blocks = self._blocks(rows.spans, query.shape[0], key.shape[0], threads)
         threads = min(threads, len(blocks) * key.shape[0])
-        size = Scratch.of(self.tiling).bytes(self.tiling, query.shape[2], value.shape[2])
+        size = self.tiling.scratch_bytes(query.shape[2], value.shape[2])
         size = -(-size // LINE) * LINE
         counters = torch.zeros(2, dtype=torch.int64)
         begins, rests = rows.begins, _rests(params, query.shape[0])

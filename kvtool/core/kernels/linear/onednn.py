@@ -6,6 +6,7 @@ import ctypes
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +16,10 @@ import torch
 
 from kvtool.core.native import builder
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
+from kvtool.core.native.gemm import accumulate
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import Job, WorkQueue
-from kvtool.core.native.simd import dot_pairs
 from kvtool.core.native.threads import launch
 
 _ROWS = 160  # a hint for the layout; measured: it serves 1 to 2,048 rows alike
@@ -259,19 +260,17 @@ def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
 
 
 def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: Value) -> list[Value]:
-    """The tile's sums; every step asks for a line of the next panel, each tile of four for another one."""
+    """Sum the tile; every step asks for a line of the next panel, each tile of four for another one."""
     rows = [x.at(columns * number).of("i32") for number in range(ROWS)]
-    deep = k.loop(columns // 2, *[k.zeros(_WIDTH)] * (ROWS * _VECTORS))
-    place = deep.index * (2 * OUTPUTS)
-    k.call_void("llvm.prefetch.p0", ahead.at(place), *(k.constant("i32", number) for number in (0, 2, 1)))
-    own = weights.at(place).of("i32")
-    loaded = [own.load(number * _WIDTH, _WIDTH) for number in range(_VECTORS)]
-    grown = []
-    for number, row in enumerate(rows):
-        pair = row.load(deep.index).splat(_WIDTH)
-        sums = deep.values[number * _VECTORS : (number + 1) * _VECTORS]
-        grown += [dot_pairs(pair, right, onto) for right, onto in zip(loaded, sums, strict=True)]
-    return deep.close(*grown)
+
+    def factors(step: Value) -> tuple[Iterable[Value], list[Value]]:
+        place = step * (2 * OUTPUTS)
+        k.call_void("llvm.prefetch.p0", ahead.at(place), *(k.constant("i32", number) for number in (0, 2, 1)))
+        own = weights.at(place).of("i32")
+        loaded = [own.load(number * _WIDTH, _WIDTH) for number in range(_VECTORS)]
+        return (row.load(step).splat(_WIDTH) for row in rows), loaded
+
+    return accumulate(columns // 2, [k.zeros(_WIDTH)] * (ROWS * _VECTORS), factors, pairs=True)
 
 
 def _store(job: Fields, sums: list[Value], row: Value, output: Value) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, narrow
+from kvtool.core.native.gemm import accumulate
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.job import Job, WorkQueue
-from kvtool.core.native.simd import dot_pairs, fma, totals
+from kvtool.core.native.simd import totals
 
 OUTPUTS = 4  # rows of W in a tile; they come in multiples of it
 # `next` is the first row of W that nobody has taken yet, `share` how many are taken at a time, `thread` how many
@@ -71,19 +72,17 @@ def _multiply(k: FunctionBuilder, job: Fields, weights: Value, taken: WorkQueue)
 
 
 def _sums(k: FunctionBuilder, columns: Value, weights: Value, x: Value) -> list[Value]:
-    """The tile's sums, row of X by row of X, each still in lanes."""
+    """Sum the tile, row of X by row of X, each sum still in lanes."""
     pairs = weights.target == "i16"
-    step = k.width * (2 if pairs else 1)
-    starts = [[side.at(columns * number) for number in range(count)]
-              for side, count in ((weights, OUTPUTS), (x, inputs(k.isa)))]  # fmt: skip
-    deep = k.loop(columns // step, *[k.zeros(k.width)] * k.width)
-    column = deep.index * step
-    some, others = ([start.load(column, step) for start in side] for side in starts)
-    product = dot_pairs if pairs else fma
-    sums = [
-        product(others[number // OUTPUTS], some[number % OUTPUTS], value) for number, value in enumerate(deep.values)
-    ]
-    return deep.close(*sums)
+    lanes = k.width * (2 if pairs else 1)
+    rows = [x.at(columns * number) for number in range(inputs(k.isa))]
+    outputs = [weights.at(columns * number) for number in range(OUTPUTS)]
+
+    def factors(step: Value) -> tuple[list[Value], list[Value]]:
+        column = step * lanes
+        return [row.load(column, lanes) for row in rows], [output.load(column, lanes) for output in outputs]
+
+    return accumulate(columns // lanes, [k.zeros(k.width)] * k.width, factors, pairs=pairs)
 
 
 def _store(job: Fields, element: str, value: Value, row: Value, output: Value) -> None:

@@ -1,0 +1,1 @@
+"""What `samples/benchmarks/gpu.py` measures on the first hour with a GPU, a stage a file."""

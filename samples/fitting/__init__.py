@@ -1,1 +1,0 @@
-"""What `samples/fitted.py` fits, and how it is judged."""

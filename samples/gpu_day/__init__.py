@@ -1,1 +1,0 @@
-"""What `samples/gpu.py` measures on the first hour with a GPU, a stage a file."""

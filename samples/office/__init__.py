@@ -1,1 +1,0 @@
-"""What `samples/documents.py` writes: facts that stand nowhere else, and a writer for each format."""

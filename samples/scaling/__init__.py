@@ -1,1 +1,0 @@
-"""Parts of `samples/scale.py`: a store of very many chunks, what is done to it, and what that takes."""

@@ -1,0 +1,261 @@
+"""Write the page of model families from what the tests cover: each family's kinds of layers, as the built model says.
+
+    python samples/tools/families.py            writes kvtool/docs/models.md and README.md's list anew
+    python samples/tools/families.py --check    says whether they are as they would be written
+
+A family is a tiny model with random weights of the real configuration class (`tests/families.py`, `tests/wrappers.py`),
+over which the laws run. It is built and asked what its layers are; nothing of the page is written by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
+from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
+from kvtool.core.fusion.selectors.union import Union  # noqa: E402
+from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
+from kvtool.core.model.decode import decode_backend  # noqa: E402
+from kvtool.core.model.decoder import Decoder  # noqa: E402
+from kvtool.core.model.kinds import LayerKind  # noqa: E402
+from kvtool.core.model.load import quiet  # noqa: E402
+from kvtool.core.model.text import text_part  # noqa: E402
+from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
+from kvtool.core.session.gate_checks import check_invariants  # noqa: E402
+from samples.tools.layer_bytes import kept, prompt, read  # noqa: E402
+from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
+from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
+from tests.model.gguf_models import IN_GGUF  # noqa: E402
+from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
+
+PAGE, README = ROOT / "kvtool" / "docs" / "models.md", ROOT / "README.md"
+NAMED = {  # of the families, in README.md
+    "Llama": "llama",
+    "Mistral": "mistral",
+    "Qwen": "qwen3",
+    "Gemma": "gemma3",
+    "gpt-oss": "gpt-oss",
+    "DeepSeek": "deepseek-v3",
+    "Kimi": "kimi-k2.5",
+}
+_LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
+PROMPT, CHUNK, QUESTION_ROWS = 4096, 512, 32  # tokens
+ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
+_HEAD = (
+    "# Model families\n\n"
+    "Which models kvtool takes is decided by what their configuration and their layers say, not by their names: a "
+    "family that is not here is tried, and refused with a reason where it cannot be served. Over each of these the "
+    "tests run the [laws](design.md#laws), with a tiny random model of the configuration class that is named; "
+    "`samples/tools/families.py` writes this page from them.\n\n"
+    "- **KV** is what one token takes in a store, in bytes of bfloat16, of that tiny model: 512 with plain keys and "
+    "values of two heads of 16 in four layers.\n"
+    f"- **`reuse`** and **`union`** are the bytes that these modes (the second with 15 %) read of a prompt of "
+    f"{PROMPT:,} tokens in chunks of {CHUNK}, and what share that is of the prompt's. Windowed layers are read as far "
+    "back as a row can see, a window being an eighth of the prompt here; `union` may come to choose any row, so it "
+    "reads all. States are not counted. The sizes of real models and what they read are in [what kinds of layers store "
+    "and read](../../samples/results/layers.md).\n"
+    "- **Tested** in full, with every mode in float32 and bfloat16, are those that differ in a kind of layer; the "
+    "others with the modes that differ in what they do.\n"
+    "- **GGUF** is the architecture under which files of the family are read, with packed weights and all that "
+    "their metadata say of layers and positions; –: `transformers` does not read them, and kvtool refuses.\n"
+)
+_ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
+_TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
+_PATHS = """## What machine code computes on a CPU
+
+Of the same tiny models in float32, where there is AVX2, and why not where it does not; the layers of the model itself and torch then serve. `kvtool query --explain` says the same of a model in use.
+
+- **Fused layers** compute a prompt's rows: everything between a layer's products and its attention in a few calls. Experts are called as the module that they are.
+- **Native decoding** computes a whole token in one call.
+- **Native attention** is that of a question's 32 rows over a prompt of 4,096 tokens.
+
+| family | fused layers | native decoding | native attention |
+| --- | --- | --- | --- |"""  # noqa: E501
+_LEFT = """## What is refused, and what it would need
+
+| what | would need |
+| --- | --- |"""
+_REFUSED = (
+    (
+        "keys chosen by their content (DeepSeek V3.2, GLM-5, MiniMax M3)",
+        "records that also hold what tokens are chosen by, and the choice made again for moved chunks",
+    ),
+    (
+        "a norm with a weight for each number of a key, behind its rotation (HunYuan): a score depends on where its "
+        "tokens stand, not only on how far apart",
+        "chunks computed at the place where they will stand",
+    ),
+    (
+        "attention over other keys and values than are kept (DiffLlama, JetMoE)",
+        "the same change made to keys and values when they are loaded",
+    ),
+    (
+        "attention by code of its own (Falcon, GPT-J, CodeGen, GPT-NeoX Japanese)",
+        "rows and masks of ours given to that code",
+    ),
+    (
+        "bidirectional attention (PaliGemma), layers that attend to images (Mllama)",
+        "a mask that is not causal; images",
+    ),
+    (
+        "`prefix` where a model's forward does not go on from a state with several tokens (Jamba): the gate finds it",
+        "a forward that does; `full` is answered",
+    ),
+    (
+        "states in a cache of a family's own (MiniMax), attention shared between layers (Zamba 2), a state in every "
+        "layer (Mamba, RWKV), states beside windows or chosen keys",
+        "a layer of the prompt cache for each of these",
+    ),
+    (
+        "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, of "
+        "StableLM with normed queries and keys, and of Qwen3.5-MoE where the two halves of an expert are packed "
+        "otherwise",
+        "a reader that knows their names and layouts; the model's original safetensors are taken",
+    ),
+    ("positions that are no rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing, and fail where the page is another one")
+    check = parser.parse_args().check
+    for path, written in ((PAGE, page()), (README, readme())):
+        if not check:
+            path.write_text(written, encoding="utf-8")
+        elif path.read_text(encoding="utf-8") != written:
+            raise SystemExit(f"{path} is not what the tests cover: run samples/tools/families.py")
+
+
+def readme() -> str:
+    """README.md, in whose list stand families that are tested, and how many there are."""
+    tested = FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS
+    named = ", ".join(name for name, family in NAMED.items() if family in tested)
+    return _LISTED.sub(f"({named} …: [{len(tested)} families]", README.read_text(encoding="utf-8"))
+
+
+def page() -> str:
+    """The whole page, in Markdown."""
+    with quiet():
+        layers, paths = zip(*rows(), strict=True)
+    left = (f"| {what} | {need} |" for what, need in _REFUSED)
+    return "\n".join([_HEAD, _TABLE, *layers, "", _PATHS, *paths, "", _LEFT, *left, ""])
+
+
+def rows() -> Iterator[tuple[str, str]]:
+    """A row of each table for each family, those with kinds of layers of their own first."""
+    for name in FAMILIES:
+        decoder = decoder_of(tiny_model(name))
+        yield row(name), path(name, decoder)
+    for name, config in WRAPPERS.items():
+        decoder = decoder_of(text_model(name))
+        yield _row(name, config(), decoder, ALL, "its text model"), path(name, decoder)
+    for name, config in HYBRIDS.items():
+        decoder = decoder_of(tiny_model(name))
+        yield _row(name, config(), decoder, exactly(decoder), "yes"), path(name, decoder)
+    for name, config in HYBRID_WRAPPERS.items():
+        decoder = decoder_of(text_model(name))
+        yield _row(name, config(), decoder, exactly(decoder), "its text model"), path(name, decoder)
+
+
+def path(name: str, decoder: Decoder) -> str:
+    """What of a family machine code computes on a CPU that has AVX2, and why not the rest."""
+    _, cache = decoder.prefill(PREFIX, reserve=1)
+    backend = decode_backend(decoder, cache)
+    backend.step(PREFIX[0])
+    fused = decoder.unfused or "yes"
+    attended = {_attended(one) for one in backends_of(decoder, QUESTION_ROWS, PROMPT)}
+    return f"| {name} | {fused} | {backend.why or 'yes'} | {'; '.join(sorted(attended))} |"
+
+
+def _attended(layers: LayerBackends) -> str:
+    reasons = dict(layers.chosen.declined)
+    return "yes" if layers.chosen.serves is flash_cpu else f"{reasons[flash_cpu.name]}: {layers.chosen.serves.name}"
+
+
+def exactly(decoder: Decoder) -> str:
+    """The modes of a model that keeps states, as far as the gate finds that it goes on from a state."""
+    return EXACT if check_invariants(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
+
+
+def row(name: str) -> str:
+    """The row of a family of text models that all modes are for."""
+    return _row(name, FAMILIES[name](), decoder_of(tiny_model(name)), ALL, "in full" if name in KINDS else "yes")
+
+
+def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> str:
+    return _ROW.format(
+        name=name,
+        config=type(config).__name__,
+        layers=layers_of(decoder),
+        kv=kept(decoder),
+        reuse=_read(decoder, Reuse()) if modes == ALL else "–",
+        union=_read(decoder, Union(0.15)) if modes == ALL else "–",
+        modes=modes,
+        tested=tested,
+        gguf=f"`{IN_GGUF[name].architecture}`" if name in IN_GGUF else "–",
+    )
+
+
+def layers_of(decoder: Decoder) -> str:
+    """What the layers are, in words."""
+    words = [_seen(decoder), *_scores(decoder.kinds), *_positions(decoder), *_shapes(decoder)]
+    return ", ".join(word for word in words if word)
+
+
+def _seen(decoder: Decoder) -> str:
+    windowed = sum(kind.window is not None for kind in decoder.kinds)
+    if decoder.keeps_states:
+        return "recurrent and full attention" if decoder.kinds else "recurrent"
+    return "full" if not windowed else "windows" if windowed == len(decoder.kinds) else "windows and full"
+
+
+def _scores(kinds: tuple[LayerKind, ...]) -> Iterator[str]:
+    if any(kind.softcap is not None for kind in kinds):
+        yield "softcap"
+    if any(kind.sinks for kind in kinds):
+        yield "sinks"
+
+
+def _positions(decoder: Decoder) -> Iterator[str]:
+    names = {kind.rotation for kind in decoder.kinds}
+    if None in names:
+        yield "no positions" if names == {None} else "no positions in some"
+    if len(names - {None}) > 1:
+        yield "RoPE by kind of layer"
+    if hasattr(getattr(decoder.base, "rotary_emb", None), "mrope_section"):
+        yield "M-RoPE"
+
+
+def _shapes(decoder: Decoder) -> Iterator[str]:
+    if any(kind.shape.joint for kind in decoder.kinds):
+        yield "latents"
+    if any(kind.source is not None for kind in decoder.kinds):
+        yield "layers that share KV"
+    text = text_part(decoder.config)
+    if any(getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "num_local_experts")):
+        yield "experts"
+
+
+def _read(decoder: Decoder, selector: Selector) -> str:
+    """What a mode reads of the prompt, windows being an eighth of it; nothing of states."""
+    own = [kind for kind in decoder.kinds if kind.source is None]
+    kinds = [kind if kind.window is None else replace(kind, window=PROMPT // 8) for kind in own]
+    some, whole = read(kinds, prompt(PROMPT, CHUNK), selector), PROMPT * kept(decoder)
+    return f"{some / 1e6:.2f} MB, {some / whole:.0%}".replace("%", " %")
+
+
+if __name__ == "__main__":
+    main()

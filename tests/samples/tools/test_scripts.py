@@ -1,0 +1,116 @@
+"""Builders' tools: intervals of batches, tables, the picture of the rooms, figures of pages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as Xml
+from pathlib import Path
+
+import pytest
+
+from samples.tools import layer_bytes, plan_of_scale
+from tests.cli.working import built, tiny
+
+__all__ = ["built", "tiny"]
+SAMPLES = Path(__file__).resolve().parents[3] / "samples"
+
+
+def run(script: str, *args: str) -> str:
+    command = [sys.executable, str(SAMPLES / script), *args]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True).stdout
+
+
+def batch(path: Path, scores: dict[str, float]) -> str:
+    rows = [{"id": name, "f1": score} for name, score in scores.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"type": "summary", "f1": 9}]), encoding="utf-8")
+    return str(path)
+
+
+def test_batches_are_paired_by_question(tmp_path: Path) -> None:
+    first = batch(tmp_path / "a.jsonl", {"x": 0.5, "y": 1.0})
+    second = batch(tmp_path / "b.jsonl", {"y": 0.5, "x": 0.0})
+    lines = run("tools/paired.py", first, second, "--score", "f1").splitlines()
+    assert lines[0].startswith("a.jsonl f1: 0.750 [")
+    assert lines[2] == "difference of f1, 2 pairs: 0.500 [0.500, 0.500]"
+
+
+def journal(path: Path, wrong: int, count: int = 4) -> str:
+    """Results of some questions, of which the first `wrong` are answered wrongly by reuse; the last is torn."""
+    head = {"type": "kvtool inspect quality", "facts": {}}
+    rows = [json.dumps(head)]
+    for place in range(count):
+        for run, score, distance in (("full", 1.0, 0.0), ("reuse", float(place >= wrong), 0.5), ("none", 0.0, 2.0)):
+            rows.append(json.dumps({"index": place, "id": None, "runs": {run: answered(score, distance)}}))
+    rows.append(json.dumps({"index": count, "id": None, "runs": {"full": answered(0, 0)}}))
+    path.write_text("\n".join(rows) + '\n{"index": 9, "ru', encoding="utf-8")
+    return str(path)
+
+
+def answered(score: float, distance: float) -> dict[str, object]:
+    scores = dict.fromkeys(("f1", "exact_match", "contains"), score)
+    distances = {"kl_first": distance, "kl_answer": distance, "top1_agrees": not distance, "answer_equal": not distance}
+    counts = {"reused": 3, "recomputed": 1, "fresh": 1, "bytes_read": 0, "levels": [], "holes": []}
+    return {**scores, **distances, **counts, "ttft_ms": 1.0, "speedup": 1.0}
+
+
+def test_tables_of_several_sets_and_of_all_together(tmp_path: Path) -> None:
+    a, b = journal(tmp_path / "a.jsonl", 1), journal(tmp_path / "b.jsonl", 0, 6)
+    said = run("tools/quality_tables.py", f"A={a}", f"B, of six={b}", "--default", "reuse")
+    assert "A: 4 questions" in said  # of the fifth one run alone is known
+    assert "all together: 10 questions" in said
+    rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("|")]
+    reuse = [row for row in rows if row[0] == "`reuse`"]
+    assert [row[5] for row in reuse] == [".750", "1.000", ".900"]
+    loss = {row[0]: row for row in rows if row[0] in ("A", "B, of six", "all together") and row[1].isdigit()}
+    assert loss["A"][2].startswith("-.250 [-.750, +.000]")
+    assert loss["all together"][5].startswith(".900 [")
+    assert loss["all together"][5].endswith("of 10")
+    assert [row[1:3] for row in rows if row[0] == "A" and not row[1].isdigit()] == [
+        ["nearest", "none does"],
+        ["cheapest", "none does"],
+    ]
+
+
+def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
+    for name, text in {
+        "low/a.py": "import kvtool.core.high.b\n",
+        "high/b.py": "from kvtool.core.low import a\n",
+    }.items():
+        path = tmp_path / "kvtool/core" / name
+        path.parent.mkdir(parents=True)
+        path.write_text(text, encoding="utf-8")
+    figure = tmp_path / "rooms.svg"
+    said = run("tools/rooms.py", str(figure), "--package", str(tmp_path / "kvtool"), "--order", "high,low")
+    assert said == "2 arrows, 1 against the order: low → high\n"
+    assert len(Xml.parse(figure).getroot().findall("{http://www.w3.org/2000/svg}path")) == 2
+
+
+def test_windows_read_less_and_latents_keep_less() -> None:
+    lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024", "--chunk-tokens", "128")
+    gemma, deepseek = (line.split(" | ") for line in lines.splitlines()[2:])
+    assert gemma[1:3] == ["4 full, 22 of 512", "26,624"]  # 26 layers, one head of 256, keys and values
+    assert float(gemma[4]) == pytest.approx((4 * 8 + 22 * 4) / (26 * 8), abs=0.01)
+    assert deepseek[1:3] == ["27 full, latents", "31,104"]  # 27 layers of 512 + 64
+    assert deepseek[4].startswith("1.00")
+
+
+@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-4-e4b", "gemma-4-26b-a4b"])
+def test_the_bytes_of_kinds_of_layers_are_those_that_the_page_has(name: str) -> None:
+    page = layer_bytes.PAGE.read_text(encoding="utf-8")
+    assert f"{layer_bytes.HEAD}\n| qwen2.5-0.5b" in page
+    assert layer_bytes.row(name, 4096, 512) in page
+
+
+def test_the_plan_of_scale_is_the_one_that_the_page_has(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (SAMPLES.parent / "kvtool" / "docs" / "scale.md").read_text("utf-8")
+    monkeypatch.setattr(sys, "argv", ["plan_of_scale.py"])
+    plan_of_scale.main()
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    assert [table in page for table in tables] == [True, True, True]
+    monkeypatch.setattr(sys, "argv", ["x", "--chunks", "1e6", "--chunk-tokens", "100", "--usd-per-gb-month", "1"])
+    plan_of_scale.main()  # 11,520 numbers of two bytes a token
+    assert "| SmolLM2-135M | raw | 2.3 | 2 | 3.3e+05 | 2 | 2,304 |" in capsys.readouterr().out
