@@ -40,11 +40,14 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    from kvtool.core.codec.rans import coder
+    from kvtool.core.codec.rans import decode_ir, encode_ir
     from kvtool.core.native.isa import ISAS
 
-    for isa, kind in product(ISAS, coder.KINDS):
-        yield f"entropy/{kind}/{isa}", lambda isa=isa, kind=kind: coder._text(ISAS[isa], kind)
+    kinds = {form: decode_ir.Decode(form) for form in (*decode_ir.FORMS, decode_ir.REFINE)}
+    kinds |= {"encode": encode_ir.Encode(False), "encode with contexts": encode_ir.Encode(True)}
+    kinds |= {name: getattr(encode_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
+    for isa, (name, kind) in product(ISAS, kinds.items()):
+        yield f"entropy/{name}/{isa}", lambda isa=isa, kind=kind: kind(ISAS[isa])
 
 
 def _transforms() -> Kernels:
@@ -59,9 +62,9 @@ def _transforms() -> Kernels:
             kinds |= {f"forward {depth}": transform_ir.Forward(form, pitch)}
             kinds |= {f"backward {depth}": transform_ir.Backward(form, pitch)}
         for what, kind in kinds.items():
-            yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind.text(ISAS[name])
+            yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind(ISAS[name])
     pairs = transform_ir.Backward("bfloat16", transform_ir.pitch_of(96), pairs=True)
-    yield "codec/backward pairs/bfloat16/avx512", lambda: pairs.text(AVX512)
+    yield "codec/backward pairs/bfloat16/avx512", lambda: pairs(AVX512)
 
 
 def _flash() -> Kernels:
@@ -75,21 +78,20 @@ def _flash() -> Kernels:
 
 
 def _quantised() -> Kernels:
-    from kvtool.core.kernels.linear.gemv_ir import product as multiply
-    from kvtool.core.kernels.linear.gemv_ir import share, unpack
+    from kvtool.core.kernels.linear.gemm_ir import product as multiply
+    from kvtool.core.kernels.linear.gemm_ir import share, small_gemm, unpack
     from kvtool.core.kernels.linear.qtensor import LAYOUTS
-    from kvtool.core.kernels.linear.small_gemm_ir import few
     from kvtool.core.native.builder import module
     from kvtool.core.native.isa import AVX2, AVX512_BF16, ISAS
 
     for (name, isa), (kind, layout) in product(ISAS.items(), LAYOUTS.items()):
         for height in (1, 3, 4):
             yield f"product/{kind}/{height}/{name}", lambda i=isa, k=kind, h=height: module(multiply(i, k, h))
-        yield f"few/{kind}/float32/{name}", lambda i=isa, k=kind: module(few(i, k, "float32"))
+        yield f"small_gemm/{kind}/float32/{name}", lambda i=isa, k=kind: module(small_gemm(i, k, "float32"))
         for to in () if layout.dense else ("float32", "bfloat16"):
             yield f"unpack/{kind}/{to}/{name}", lambda i=isa, k=kind, t=to: module(unpack(i, k, t))
     for kind, layout in LAYOUTS.items():
-        yield f"few/{kind}/bfloat16/avx512bf16", lambda k=kind: module(few(AVX512_BF16, k, "bfloat16"))
+        yield f"small_gemm/{kind}/bfloat16/avx512bf16", lambda k=kind: module(small_gemm(AVX512_BF16, k, "bfloat16"))
         if not layout.dense:
             yield f"unpack/{kind}/bfloat16/avx512bf16", lambda k=kind: module(unpack(AVX512_BF16, k, "bfloat16"))
     for function in (multiply(AVX2, "q4_0"), unpack(AVX2, "q4_0", "float32")):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvtool.core.kernels.decode_program import BLOCK, CONTEXT, FIELDS, HEADROOM, UNIT, WORDS
-from kvtool.core.kernels.linear.gemv_ir import product
+from kvtool.core.kernels.linear.gemm_ir import product
 from kvtool.core.native import simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.builder import module as text_of

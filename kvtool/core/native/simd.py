@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from kvtool.core.native.builder import FunctionBuilder, Value, rounded
 from kvtool.core.native.isa import NEON
@@ -198,9 +198,21 @@ def lanes_for(width: int, *counts: int) -> int:
 Step: TypeAlias = Callable[[int, Value, Sequence[Value]], Sequence[Value]]
 
 
+class Split(NamedTuple):
+    """A count in whole steps of some width, and what is left."""
+
+    whole: Value
+    rest: Value | None
+
+    @classmethod
+    def of(cls, count: Value, width: int, has_rest: bool = True) -> Split:
+        """Divide a count, once for many loops; `has_rest` False: it is a multiple of the width."""
+        return cls(count // width, count % width if has_rest else None)
+
+
 def along(
     k: FunctionBuilder,
-    count: Value | int,
+    count: Value | int | Split,
     width: int,
     step: Step,
     wide: Sequence[Value] = (),
@@ -215,19 +227,26 @@ def along(
 
     Returns
     -------
-    What the steps of one number leave.
+    What the last steps leave.
     """
     count = k.constant("i64", count) if isinstance(count, int) else count
-    vectors = count // width
-    loop = k.loop(vectors, *wide, may_be_empty=True)
+    whole = count.whole if isinstance(count, Split) else count // width
+    loop = k.loop(whole, *wide, may_be_empty=True)
     left = loop.close(*step(width, loop.index * width + first, loop.values))
-    done = vectors * width + first
-    rest = k.loop(count % width, *single(left), may_be_empty=True)
+    over = count.rest if isinstance(count, Split) else count % width
+    if over is None:
+        return left
+    done = whole * width + first
+    rest = k.loop(over, *single(left), may_be_empty=True)
     return rest.close(*step(1, rest.index + done, rest.values))
 
 
 def each(
-    k: FunctionBuilder, count: Value | int, work: Callable[[int, Value], None], first: Value | int = 0, width: int = 0
+    k: FunctionBuilder,
+    count: Value | int | Split,
+    work: Callable[[int, Value], None],
+    first: Value | int = 0,
+    width: int = 0,
 ) -> None:
     """Do `work(lanes, index)` for `count` numbers: as many at a time as a register holds, then one by one."""
 

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.gemv_ir import unpack
+from kvtool.core.kernels.linear.gemm_ir import unpack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, dequantize, none, packed_codes, take_rows, unpacked_codes
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable

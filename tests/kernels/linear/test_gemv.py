@@ -9,7 +9,7 @@ from itertools import product as product_of
 import pytest
 import torch
 
-from kvtool.core.kernels.linear.gemv_ir import product
+from kvtool.core.kernels.linear.gemm_ir import product
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import ISAS, runnable

@@ -38,6 +38,11 @@ class Layout:
         return self.bits >= 16
 
     @property
+    def is_shifted(self) -> bool:
+        """Return whether something is added to scale · code."""
+        return self.group_mins or self.zero_point != 0
+
+    @property
     def planes(self) -> tuple[int, ...]:
         """Bits of each plane that codes are split into, the lowest first."""
         return _PLANES[self.bits]

@@ -9,10 +9,17 @@ from itertools import pairwise
 
 import torch
 
-from kvtool.core.kernels.linear import gemv_ir, small_gemm_ir
-from kvtool.core.kernels.linear.gemv_ir import product, share, unpack
+from kvtool.core.kernels.linear.gemm_ir import (
+    OUTPUTS,
+    SHARE_JOB,
+    SMALL_GEMM_JOB,
+    product,
+    share,
+    small_gemm,
+    tile_rows,
+    unpack,
+)
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
-from kvtool.core.kernels.linear.small_gemm_ir import OUTPUTS, few, inputs
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import AVX512_BF16, ISAS, best_isa, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compiled
@@ -82,7 +89,7 @@ def _multiply_block(
     share = min(_UNPACKED_AT_ONCE, max(OUTPUTS, matrix.rows // (_SHARES * threads) // OUTPUTS * OUTPUTS))
     size = -(-share * matrix.columns * x.itemsize // LINE) * LINE
     unpacked = scratch("unpacked", threads * size, "uint8")
-    job = small_gemm_ir.JOB.pack(
+    job = SMALL_GEMM_JOB.pack(
         **{"next": 0, "thread": 0, "share": share, "last": matrix.rows, "columns": matrix.columns},
         **_parts(matrix),
         **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
@@ -103,14 +110,14 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = No
     if dtype == torch.bfloat16 and not multiplies_bfloat16(ISAS[name]):
         return None
     fits = matrix.columns % (ISAS[name].width * (2 if dtype == torch.bfloat16 else 1)) == 0
-    return inputs(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
+    return tile_rows(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
 
 
 @cache
 def _few(kind: str, element: str, name: str) -> Function:
     """A kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
-    functions = [few(isa, kind, element)]
+    functions = [small_gemm(isa, kind, element)]
     if not LAYOUTS[kind].dense:
         functions.append(unpack(isa, kind, element))
     with _compiling:
@@ -149,7 +156,7 @@ def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: i
     threads = torch.get_num_threads()
     share = max(1, -(-(last - first) // (_SHARES * threads)))
     taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
-    job = gemv_ir.JOB.pack(**taken, **_parts(matrix), x=x, out=out)
+    job = SHARE_JOB.pack(**taken, **_parts(matrix), x=x, out=out)
     launch(function, ctypes.addressof(job), threads)
 
 
