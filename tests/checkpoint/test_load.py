@@ -159,14 +159,12 @@ def test_auto_device() -> None:
     assert resolve_device("cpu") == "cpu"
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"), [("fp32", "float32"), ("bf16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")]
-)
-def test_dtype_aliases(files: ModelFiles, given: str, meant: str) -> None:
-    assert resolve_dtype(given, "cpu", files) == meant
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_named_dtype_is_taken(files: ModelFiles, dtype: str) -> None:
+    assert resolve_dtype(dtype, "cpu", files) == dtype
 
 
-@pytest.mark.parametrize("dtype", ["", "int8", "float64", "FP32", "8"])
+@pytest.mark.parametrize("dtype", ["", "int8", "float64", "FP32", "bf16", "8"])
 def test_no_such_dtype(files: ModelFiles, dtype: str) -> None:
     with pytest.raises(UsageError):
         resolve_dtype(dtype, "cpu", files)

@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -254,19 +254,14 @@ def _parsed(entry: Any) -> _Known | None:
 
 def _remember(path: str, entry: _Known) -> None:
     """Add one entry to the table; one that cannot be written (no home, read-only, lock held) only costs time."""
-    with contextlib.suppress(OSError, Timeout, KvtoolError), _locked():
-        table = _remembered()
-        table.pop(path, None)
-        table[path] = entry
-        newest = {path: asdict(known) for path, known in list(table.items())[-_REMEMBERED:]}
-        _write_atomically(_table(), json.dumps(newest).encode())
-
-
-@contextlib.contextmanager
-def _locked() -> Iterator[None]:
-    make_folder(_table().parent)
-    with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS, mode=0o600):
-        yield
+    with contextlib.suppress(OSError, Timeout, KvtoolError):
+        make_folder(_table().parent)
+        with FileLock(f"{_table()}.lock", timeout=_LOCK_SECONDS, mode=0o600):
+            table = _remembered()
+            table.pop(path, None)
+            table[path] = entry
+            newest = {path: asdict(known) for path, known in list(table.items())[-_REMEMBERED:]}
+            _write_atomically(_table(), json.dumps(newest).encode())
 
 
 def _write_atomically(path: Path, data: bytes) -> None:

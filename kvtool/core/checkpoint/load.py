@@ -22,17 +22,7 @@ from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 
-_DTYPES = {
-    "float32": "float32",
-    "fp32": "float32",
-    "f32": "float32",
-    "bfloat16": "bfloat16",
-    "bf16": "bfloat16",
-    "float16": "float16",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-}
+_DTYPES = ("float32", "bfloat16", "float16")
 _SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_CODE = "it needs code from its own folder, which kvtool does not run"
 _settings = threading.RLock()
@@ -116,7 +106,7 @@ def _may_have_gpu() -> bool:
 
 
 def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
-    """Return "float32", "bfloat16" or "float16" for "auto" or an alias.
+    """Return the dtype to compute in for a dtype's name or "auto".
 
     Raises
     ------
@@ -128,7 +118,7 @@ def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
 def _named_dtype(dtype: str) -> str:
     if dtype not in _DTYPES:
         raise UsageError(f"there is no dtype {dtype!r}", "auto, float32, bfloat16 or float16")
-    return _DTYPES[dtype]
+    return dtype
 
 
 def own_dtype(stored: str, device: str) -> str:
@@ -139,7 +129,7 @@ def own_dtype(stored: str, device: str) -> str:
 
 
 def kept_format(dtype: str, files: ModelFiles) -> str:
-    """Return the number format that a new store keeps keys and values in, on any machine, for "auto" or an alias.
+    """Return the number format that a new store keeps keys and values in, on any machine, for a dtype's name or "auto".
 
     `auto` takes 16 bits a number: float16, with three bits of mantissa more, for a model that was published in it and
     whose numbers fit its range; else bfloat16, since keys of other models may leave that range.
@@ -158,7 +148,7 @@ def _stored_dtype(files: ModelFiles) -> str:
     config = read_config(files.folder)
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated in _DTYPES:
-        return _DTYPES[stated]
+        return stated
     kinds = [str(entry.get("dtype")) for entry in tensor_table(weight_files(files.folder)[0]).values()]
     return _SAFETENSORS.get(max(kinds, key=kinds.count, default=""), "float32")
 
@@ -328,22 +318,17 @@ def quiet() -> Iterator[None]:
     """
     from transformers.utils import logging
 
-    with _settings:
-        yield from _quietly(logging)
-
-
-def _quietly(logging: Any) -> Iterator[None]:
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    with _settings, warnings.catch_warnings():
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        warnings.simplefilter("ignore")
+        try:
             yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

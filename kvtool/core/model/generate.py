@@ -183,13 +183,6 @@ class AnswerSequence:
         self._steps += 1
         self._text.add(self.token)
 
-    def try_to_take(self, logits: torch.Tensor) -> None:
-        """Take logits; keep an error for the end, so that the other answers of a batch go on."""
-        try:
-            self.take(logits)
-        except Exception as error:
-            self.fail(error)
-
     def fail(self, error: Exception) -> None:
         """Go no further: `end` raises the error."""
         self._error = error
@@ -255,7 +248,10 @@ class ContinuousBatch:
                 sequence.fail(error)
         else:
             for sequence, row in zip(going, logits, strict=True):
-                sequence.try_to_take(row)
+                try:
+                    sequence.take(row)
+                except Exception as error:  # the others of the batch go on
+                    sequence.fail(error)
         done = [sequence for sequence in self.sequences if sequence.done]
         self.sequences = [sequence for sequence in self.sequences if not sequence.done]
         return done

@@ -155,15 +155,10 @@ def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
     """Return the name of each layer's RoPE in a rotary module; "" where it has one for all; None: a layer has none."""
     if rotary is None:
         return [None] * layers
-    if not by_type(rotary):
+    if "layer_type" not in inspect.signature(type(rotary).forward).parameters:
         return [""] * layers
     rope = config.rope_parameters
     return [kind if rope.get(kind) is not None else None for kind in config.layer_types]
-
-
-def by_type(rotary: Any) -> bool:
-    """Return True if a rotary module has a RoPE for each type of layer."""
-    return "layer_type" in inspect.signature(type(rotary).forward).parameters
 
 
 def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> Any:

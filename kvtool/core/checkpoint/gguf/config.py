@@ -259,8 +259,4 @@ def llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:
 
 def _numbers(gguf: Path, tensor: TensorInfo) -> npt.NDArray[np.float32]:
     """Read a tensor of float32 numbers; of another kind none."""
-    with gguf.open("rb") as file:
-        file.seek(tensor.start)
-        return (
-            np.frombuffer(file.read(tensor.nbytes), dtype=np.float32) if tensor.kind == 0 else np.empty(0, np.float32)
-        )
+    return np.fromfile(gguf, np.float32, tensor.nbytes // 4 if tensor.kind == 0 else 0, offset=tensor.start)

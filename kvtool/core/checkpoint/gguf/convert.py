@@ -20,7 +20,6 @@ from filelock import FileLock
 from kvtool.core.checkpoint.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
 from kvtool.core.checkpoint.fingerprint import file_digest, note_origin, read_origin
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
-from kvtool.core.common.installing import install_line
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
@@ -67,7 +66,6 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
         return folder
     header = read_header(gguf)
     _check_header(gguf, header)
-    _check_installed()
     try:
         make_folder(folder.parent)
         with once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
@@ -162,12 +160,6 @@ def _check_header(gguf: Path, header: GgufHeader) -> None:
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(n, bool | str) or (n is not None and not 0 <= n <= limit) for n in numbers):
             raise ModelError(f"{gguf} asks for {header.architecture}.{name} = {value!r}", "download it again")
-
-
-def _check_installed() -> None:
-    missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ModelError(f"GGUF files need {' and '.join(missing)}", install_line(*missing))
 
 
 _OTHER_MODEL = "use the model's original safetensors, or another model"

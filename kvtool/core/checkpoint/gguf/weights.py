@@ -215,6 +215,13 @@ _IN_LAYERS = {
     "attn_output": "self_attn.o_proj",
     "ffn_gate_inp": "mlp.router",
 }
+_PARAMETERS = {  # of no module of their own
+    "attn_sinks.weight": "self_attn.sinks",
+    "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+    "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+    "ffn_down_exps.weight": "mlp.experts.down_proj",
+    "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+}
 _PAIR = {"ffn_gate_exps": "ffn_up_exps"}
 _NAME = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 
@@ -243,15 +250,9 @@ def weights_of(header: GgufHeader, read: Callable[[TensorInfo], _Numbers]) -> It
 def _ours(what: str, kind: str, name: str) -> str:
     if what in _IN_LAYERS:
         return f"{_IN_LAYERS[what]}.{kind}"
-    of = "" if kind == "weight" else "_bias"
-    ours = {
-        "attn_sinks": "self_attn.sinks",
-        "ffn_gate_exps": f"mlp.experts.gate_up_proj{of}",
-        "ffn_down_exps": f"mlp.experts.down_proj{of}",
-    }
-    if what not in ours:
+    if f"{what}.{kind}" not in _PARAMETERS:
         raise _unknown(name)
-    return ours[what]
+    return _PARAMETERS[f"{what}.{kind}"]
 
 
 def _numbers(header: GgufHeader, name: str, what: str, kind: str, read: Callable[[TensorInfo], _Numbers]) -> _Numbers:
