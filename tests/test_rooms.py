@@ -21,6 +21,7 @@ ORDER = (
         "crew",
         "native",
         "kernels",
+        "checkpoint",
         "codec",
         "model",
         "corpus",

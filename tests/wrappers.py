@@ -9,8 +9,8 @@ from typing import Any
 
 import transformers as t
 
-from kvtool.core.model.load import Loaded, load_model
-from kvtool.core.model.resolve import resolve
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import Loaded, load_model
 from tests.families import HYBRIDS, KINDS, SHAPE, save_tiny
 
 _WINDOWED = {"sliding_window": 24, "head_dim": 16, "query_pre_attn_scalar": 16}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvtool.cli.options import Run, takes
+from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.common.progress import Events
-from kvtool.core.model.files import PACKAGED
 from kvtool.core.model.options import ModelOptions
 from kvtool.lab.bench.options import DecodeBenchOptions
 
@@ -49,10 +49,10 @@ def decode(run: Run) -> None:
 
 
 def _decoder(run: Run, shape: str | None) -> Decoder:
+    from kvtool.core.checkpoint.hub import resolve
+    from kvtool.core.checkpoint.load import load_model
     from kvtool.core.kernels.linear.onednn import pack_weights
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.load import load_model
-    from kvtool.core.model.resolve import resolve
     from kvtool.lab.bench.shapes import build_shape
 
     wanted = run.get(ModelOptions)

@@ -73,13 +73,13 @@ class Engine:
         ------
         KvtoolError : the store or its model cannot be used.
         """
-        from kvtool.core.model.decode.native import prepare_engine
+        from kvtool.core.model.generate import prepare_decoding
 
         if self._resident.exists():
             session = self._resident.session()
             with self._resident.turn():
                 session.check_gate()
-            prepare_engine(session.decoder)
+            prepare_decoding(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:
@@ -206,7 +206,7 @@ class Engine:
     @property
     def model_name(self) -> str:
         """What clients call the model; "" before there is a store."""
-        from kvtool.core.model.resolve import looks_local
+        from kvtool.core.checkpoint.files import looks_local
         from kvtool.core.session.identity import store_identity
 
         if not self._resident.exists():

@@ -14,9 +14,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from kvtool.core.checkpoint.files import looks_local
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.model.resolve import looks_local
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
 from kvtool.serve.answers import EventStream

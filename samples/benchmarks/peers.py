@@ -18,13 +18,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.cli.out import Out
+from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.common.machine import cores, is_busy
 from kvtool.core.common.progress import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import MODES
-from kvtool.core.model.files import PACKAGED
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 from samples.benchmarks.script import Parser, count, draw, parser, run, several

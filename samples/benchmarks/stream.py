@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.load import resolve_device
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.cost import PassSpeed
-from kvtool.core.model.load import resolve_device
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled

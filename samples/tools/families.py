@@ -22,6 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from kvtool.core.checkpoint.load import quiet  # noqa: E402
+from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
 from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402
@@ -29,14 +31,12 @@ from kvtool.core.kernels.attention import flash_cpu  # noqa: E402
 from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
-from kvtool.core.model.load import quiet  # noqa: E402
-from kvtool.core.model.text import text_part  # noqa: E402
 from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
 from kvtool.core.session.gate_checks import check_invariants  # noqa: E402
 from samples.tools.layer_bytes import kept, prompt, read  # noqa: E402
+from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of  # noqa: E402
-from tests.model.gguf_models import IN_GGUF  # noqa: E402
 from tests.wrappers import HYBRID_WRAPPERS, WRAPPERS, text_model  # noqa: E402
 
 PAGE, README = ROOT / "kvtool" / "docs" / "models.md", ROOT / "README.md"
@@ -244,7 +244,7 @@ def _shapes(decoder: Decoder) -> Iterator[str]:
         yield "latents"
     if any(kind.source is not None for kind in decoder.kinds):
         yield "layers that share KV"
-    text = text_part(decoder.config)
+    text = text_config(decoder.config)
     if any(getattr(text, name, None) for name in ("num_experts_per_tok", "moe_k", "moe_topk", "num_local_experts")):
         yield "experts"
 

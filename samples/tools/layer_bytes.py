@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.cache.identity import ids_digest
+from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
@@ -27,7 +28,6 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
-from kvtool.core.model.load import Loaded
 from kvtool.lab.bench.shapes import SHAPES, shape_config
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "layers.md"

@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parents[2]
 # Loading and probing models, both ways of packing their weights, the laws, machine code, what the command line imports;
 # then what each extra is for.
 QUICK = (
-    *("tests/model/test_load.py", "tests/model/test_gguf.py", "tests/model/test_packed.py"),
+    *("tests/checkpoint/test_load.py", "tests/checkpoint/test_gguf.py", "tests/model/test_packed.py"),
     *("tests/model/test_latent.py", "tests/model/test_states.py", "tests/fusion/test_against_transformers.py"),
     *("tests/laws/test_1_recompute_everything.py", "tests/laws/test_4_moved_chunk.py"),
     *("tests/native", "tests/codec/test_levels.py", "tests/cache/test_store.py", "tests/cli/test_startup.py"),
@@ -34,8 +34,8 @@ QUICK = (
 )
 # What each library is for, once.
 BRIEF = (
-    *("tests/model/test_load.py", "tests/model/test_gguf.py::test_converted_model_is_the_original"),
-    *("tests/model/test_gguf.py::test_two_at_once", "tests/native/test_objects.py"),
+    *("tests/checkpoint/test_load.py", "tests/checkpoint/test_gguf.py::test_converted_model_is_the_original"),
+    *("tests/checkpoint/test_gguf.py::test_two_at_once", "tests/native/test_objects.py"),
     "tests/fusion/test_against_transformers.py::test_what_is_broken_is_caught",
     *("tests/codec/test_levels.py", "tests/cache/test_store.py"),
     *("tests/cli/test_startup.py", "tests/cli/test_help.py", "tests/cli/test_out.py", "tests/cli/test_chat.py"),

@@ -17,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.model import attention, fingerprint
-from kvtool.core.model.digests import file_digest
-from kvtool.core.model.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
+from kvtool.core.checkpoint import fingerprint
+from kvtool.core.checkpoint.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
+from kvtool.core.checkpoint.fingerprint import file_digest
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.model import attention
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.model.resolve import resolve
 from kvtool.core.session import gate_checks
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session

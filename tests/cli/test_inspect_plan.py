@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.checkpoint import load
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
 from kvtool.core.fusion.selectors import MODES
-from kvtool.core.model import load
 from kvtool.core.session import speeds
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, drop_records, kvtool, payloads
 from tests.families import save_tiny

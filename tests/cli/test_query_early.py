@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtool.cli import query
-from kvtool.core.model import load
+from kvtool.core.checkpoint import load
 from tests.cli.working import QUESTION, SHORT, environment, kvtool, listing
 
 NOTHING = "xyzzy plugh"

@@ -238,7 +238,7 @@ def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) 
     calls: list[int] = []
     compiled = coder.kernel
 
-    def counted(kind: str | coder.Kind) -> coder.Kernel | None:
+    def counted(kind: coder.Kind) -> Callable[[int, int], None] | None:
         made = compiled(kind)
         return None if made is None else lambda jobs, count: (calls.append(count), made(jobs, count))[1]
 

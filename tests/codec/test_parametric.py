@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,7 +17,7 @@ DIGEST = "b9c0f1000a6b8c4edce0785ebc46f1cc"  # of version 1: records name its ta
 
 
 def test_the_shipped_tables_never_change() -> None:
-    assert shipped().digest.hex() == DIGEST
+    assert hashlib.blake2b(shipped().frequencies.astype("<u2").tobytes(), digest_size=16).hexdigest() == DIGEST
     assert shipped() is shipped()
 
 

@@ -13,15 +13,15 @@ import torch
 from transformers import DynamicCache
 
 from kvtool.core.cache.identity import ids_digest
+from kvtool.core.checkpoint.load import Loaded
+from kvtool.core.checkpoint.text_submodel import text_config
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats, RecordMissing
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import Loaded
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.text import text_part
 from tests.families import KINDS, VOCAB, tiny_model, tiny_tokenizer
 from tests.more_families import ROUTED
 
@@ -132,7 +132,7 @@ def plain_rows(name: str, dtype: str, ids: Ids, first: int, start: int = 0) -> l
 
 def swapped(model: Any, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """From what `transformers` calls keys and values of a model to what we do, or back."""
-    return (values, keys) if hasattr(text_part(model.config), "kv_lora_rank") else (keys, values)
+    return (values, keys) if hasattr(text_config(model.config), "kv_lora_rank") else (keys, values)
 
 
 def sensitivity_of(ids: Ids) -> bytes:

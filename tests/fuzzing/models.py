@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from kvtool.core.checkpoint.files import check_folder, read_config
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.gguf.header import read_header
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model, load_tokenizer, resolve_dtype, supported_config
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError
-from kvtool.core.model.files import check_folder, read_config
-from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.gguf_header import read_header
-from kvtool.core.model.load import load_model, load_tokenizer, resolve_dtype, supported_config
 from kvtool.core.model.prompt import prompt_parts
-from kvtool.core.model.resolve import resolve
 from kvtool.core.model.tokens import encode
+from tests.checkpoint.gguf_files import write_gguf
 from tests.families import save_tiny
 from tests.fuzzing.harness import scratch
-from tests.model.gguf_files import write_gguf
 
 _TEXT = "The mill was built in 1804 <s> by the river, naïve 水車."
 

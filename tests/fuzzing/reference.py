@@ -10,14 +10,14 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import MemorySource
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import load_model
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.resolve import resolve
 from tests.families import HYBRIDS
 from tests.fusion.making import Ids, distance, plain_logits, plain_model, plain_text
 from tests.fusion.test_against_transformers import forward

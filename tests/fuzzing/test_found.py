@@ -11,10 +11,10 @@ import pytest
 
 from kvtool.core.cache import layout
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model, supported_config
 from kvtool.core.corpus.ignoring import Rules
 from kvtool.core.errors import DamagedError, ModelError, UsageError
-from kvtool.core.model.load import load_model, supported_config
-from kvtool.core.model.resolve import resolve
 from kvtool.core.options.resolve import PROJECT_FILE
 from kvtool.core.options.resolve import resolve as settings
 from kvtool.core.query.reply import read_batch

@@ -56,7 +56,7 @@ def test_a_thousand_files(fresh: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     assert first["documents"]["added"] == 1000
     assert first["chunks"]["computed"] == 10
     for name in ("load_model", "load_tokenizer"):
-        monkeypatch.setattr(f"kvtool.core.model.load.{name}", refuse)
+        monkeypatch.setattr(f"kvtool.core.checkpoint.load.{name}", refuse)
     second = fresh(folder).fine().json
     assert second["documents"] == {"added": 0, "changed": 0, "unchanged": 1000, "removed": 0, "failed": 0}
     assert second["chunks"] == {"computed": 0, "reused": 0, "removed": 0}
@@ -109,7 +109,7 @@ def test_a_renamed_file_needs_no_model(fresh: Any, tiny: Path, tmp_path: Path, m
     fresh(folder).fine()
     before = payloads(tmp_path / "fresh")
     (folder / "mill1.md").rename(folder / "renamed.md")
-    monkeypatch.setattr("kvtool.core.model.load.load_model", refuse)
+    monkeypatch.setattr("kvtool.core.checkpoint.load.load_model", refuse)
     report = fresh(folder, "--sync").fine().json
     assert report["documents"] == {"added": 1, "changed": 0, "unchanged": 2, "removed": 1, "failed": 0}
     assert report["chunks"]["computed"] == report["chunks"]["removed"] == 0

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from kvtool.cli.ingest import is_mostly_beside, time_of
+from kvtool.core.checkpoint.files import DOWNLOAD
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest import account
 from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.model.files import DOWNLOAD
+from tests.checkpoint.gguf_files import write_gguf
 from tests.cli.working import kvtool, write_corpus
-from tests.model.gguf_files import write_gguf
 
 
 def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, tmp_path: Path) -> None:

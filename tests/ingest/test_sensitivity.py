@@ -10,10 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvtool.core.cache.store import Store
-from kvtool.core.model.lead_in import lead_in_ids
-from kvtool.core.model.load import load_tokenizer
-from kvtool.core.model.prompt import PromptParts
-from kvtool.core.model.resolve import resolve
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_tokenizer
+from kvtool.core.model.prompt import PromptParts, lead_in_ids
 from kvtool.core.session.identity import StoreIdentity
 from tests.cli.working import CHUNKS, kvtool, write_corpus
 

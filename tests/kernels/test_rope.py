@@ -9,7 +9,7 @@ import torch
 
 from kvtool.core.kernels.linear.onednn import pack_weights
 from kvtool.core.kernels.rope import CopyWithRope, CosSin, copy_with_rope, rotate_halves
-from kvtool.core.model import rotary
+from kvtool.core.model import rope
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.native.isa import ISAS, Isa, isa_here, runnable
 from tests.families import tiny_model
@@ -86,7 +86,7 @@ def test_every_family_takes_it_and_gets_the_models_bits(name: str, dtype: str, m
     keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     table = decoder.rotary.table(POSITIONS)
     decoder.rotary.rotate(keys, table, 0)  # whether it may be taken is tried once
-    monkeypatch.setattr(rotary, "copy_with_rope", counting)
+    monkeypatch.setattr(rope, "copy_with_rope", counting)
     for one in (table, table.inverse()):
         ours = decoder.rotary.rotate(keys, one, 0)
         angles = decoder.rotary.angles(one, 0)
@@ -104,7 +104,7 @@ def test_a_model_whose_weights_are_packed_takes_it(monkeypatch: pytest.MonkeyPat
     decoder, calls = Decoder(replace(loaded, model=model)), []
     keys = random(1, decoder.shapes[0].heads, len(POSITIONS), decoder.shapes[0].key_dim, dtype=decoder.dtype)
     assert decoder.rotary.halves == (isa_here() is not None)
-    monkeypatch.setattr(rotary.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
+    monkeypatch.setattr(rope.Rotary, "_by_model", lambda *_: calls.append(1) or keys)
     decoder.rotary.rotate(keys, decoder.rotary.table(POSITIONS), 0)
     assert bool(calls) == (isa_here() is None)
 
@@ -122,7 +122,7 @@ def test_keys_and_what_goes_beside_them_in_one_call(monkeypatch: pytest.MonkeyPa
         expected = decoder.rotary._by_model(sides[0].float(), table.by_name[""])
         assert torch.equal(out[0][:, :, 3:], expected[:, :, 3:])
         assert torch.equal(out[1][:, :, 3:], sides[1][:, :, 3:].float())
-        monkeypatch.setattr(rotary, "copy_with_rope", lambda moves, isa: False)
+        monkeypatch.setattr(rope, "copy_with_rope", lambda moves, isa: False)
         by_torch_ = torch.zeros_like(out)
         turns = [(by_torch_[0][:, :, span], sides[0][:, :, span], table[span]) for span in spans]
         decoder.rotary.place(turns, [(by_torch_[1][:, :, span], sides[1][:, :, span]) for span in spans], 0)

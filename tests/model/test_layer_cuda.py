@@ -13,7 +13,7 @@ from kvtool.core.kernels.heads_triton import HeadNorm
 from kvtool.core.kernels.rope import CosSin, rotate_halves_torch
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.layer_cuda import FusedForward
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.spec import UnsupportedArchitecture

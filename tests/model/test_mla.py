@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.attention import IMPLEMENTATION
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.mla import Latents, joined, latents_of
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.lab.bench.shapes import shape_config

@@ -8,11 +8,11 @@ import pytest
 import torch
 import transformers as t
 
+from kvtool.core.checkpoint.support import check_supported, keeps_states
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import NothingLayer, StateAndRowsLayer, StateCache, StateLayer
-from kvtool.core.model.support import check_supported, keeps_states
 from tests.families import FAMILIES, HYBRIDS, SHAPE, tiny_model
 from tests.fusion.making import decoder_of, tokens
 

@@ -40,11 +40,14 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    from kvtool.core.codec.rans import coder
+    from kvtool.core.codec.rans import decode_ir, encode_ir
     from kvtool.core.native.isa import ISAS
 
-    for isa, kind in product(ISAS, coder.KINDS):
-        yield f"entropy/{kind}/{isa}", lambda isa=isa, kind=kind: coder._text(ISAS[isa], kind)
+    kinds = {form: decode_ir.Decode(form) for form in (*decode_ir.FORMS, decode_ir.REFINE)}
+    kinds |= {"encode": encode_ir.Encode(False), "encode with contexts": encode_ir.Encode(True)}
+    kinds |= {name: getattr(encode_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
+    for isa, (name, kind) in product(ISAS, kinds.items()):
+        yield f"entropy/{name}/{isa}", lambda isa=isa, kind=kind: kind(ISAS[isa])
 
 
 def _transforms() -> Kernels:
@@ -59,9 +62,9 @@ def _transforms() -> Kernels:
             kinds |= {f"forward {depth}": transform_ir.Forward(form, pitch)}
             kinds |= {f"backward {depth}": transform_ir.Backward(form, pitch)}
         for what, kind in kinds.items():
-            yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind.text(ISAS[name])
+            yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind(ISAS[name])
     pairs = transform_ir.Backward("bfloat16", transform_ir.pitch_of(96), pairs=True)
-    yield "codec/backward pairs/bfloat16/avx512", lambda: pairs.text(AVX512)
+    yield "codec/backward pairs/bfloat16/avx512", lambda: pairs(AVX512)
 
 
 def _flash() -> Kernels:

@@ -404,7 +404,7 @@ def test_a_model_that_somebody_else_names_is_not_fetched(
 
         raise ModelError("not here", "name another")
 
-    monkeypatch.setattr("kvtool.core.model.hub.fetched", hub)
+    monkeypatch.setattr("kvtool.core.checkpoint.hub.fetched", hub)
     new = tmp_path / "new"
     said = kvtool("store", "import", scene.pack(), "--store", new)
     assert "mallory/model" in said.err

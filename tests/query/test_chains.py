@@ -122,7 +122,7 @@ def test_other_modes_are_refused(mode: str, store: Path) -> None:
 
 
 def test_modes_are_refused_before_the_model_is_loaded(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.model.load.load_model", None)
+    monkeypatch.setattr("kvtool.core.checkpoint.load.load_model", None)
     asked = ("query", FIRST, "--store", store, "--documents", "mill2.md")
     kvtool(*asked, "--fusion", "union").failed(2, "recurrent state")
     kvtool(*asked, "--compare", "prefix,reuse").failed(2, "--fusion reuse")

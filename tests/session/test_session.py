@@ -14,7 +14,7 @@ import pytest
 import kvtool
 from kvtool.core.api import Cache
 from kvtool.core.cache.store import Store
-from kvtool.core.model import load
+from kvtool.core.checkpoint import load
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request

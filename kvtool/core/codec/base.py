@@ -16,13 +16,11 @@ LayerKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # one layer's keys and
 # [kv_heads, tokens, head_dim] of K and of V; and then V's head_dim, where it is another one than K's.
 Shape: TypeAlias = "tuple[int, int, int] | tuple[int, int, int, int]"
 SideShape: TypeAlias = "tuple[int, int, int]"
+Device: TypeAlias = "torch.device | None"  # None: main memory
 Profiles = Callable[[bytes], Profile]  # by digest; raises DamagedError where there is none
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-# ---- shapes ------------------------------------------------------------------------------------------------------
 
 
 def shape_of(kv_heads: int, tokens: int, key_dim: int, value_dim: int) -> Shape:
@@ -67,9 +65,6 @@ def heads_of(sides: torch.Tensor, shape: Shape) -> LayerKV:
     return keys, values
 
 
-# ---- codecs ------------------------------------------------------------------------------------------------------
-
-
 def no_profiles(digest: bytes) -> Profile:
     """Refuse to look up a profile: the default of callers without any."""
     raise DamagedError(f"the codec profile {digest.hex()} is not there")
@@ -77,7 +72,7 @@ def no_profiles(digest: bytes) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """One layer of one chunk as stored.
+    """A layer of a chunk as stored.
 
     Attributes
     ----------
@@ -102,78 +97,51 @@ class Encoded:
 class Codec(Protocol):
     """A codec: one layer's keys and values `[kv_heads, tokens, head_dim]` to bytes and back; head_dim may differ.
 
-    `Level` (levels.py) describes its level.
+    `Level` (levels.py) describes its level. A class that inherits from this one is lossless and needs no other records,
+    unless it says otherwise.
     """
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]: ...
+    ) -> Sequence[Payload]:
+        """Encode one layer's keys and values as the parts of a record."""
+        ...
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
         """Encode all layers of a chunk, from the first on, each as `encode` does."""
-        ...
+        return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
 
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
         """Decode keys and values of several chunks at one layer, on `device` if the codec can. Raises DamagedError."""
         ...
 
     def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
         """Decode all layers of a chunk, from the first on, in main memory. Raises DamagedError."""
-        ...
+        return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer, profiles)]
 
     def base_of(self, payload: Payload) -> str | None:
         """Return the level whose record is needed too. Raises DamagedError."""
-        ...
+        return None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         """Read the stated error of K and of V: RMS of the difference over RMS. Raises DamagedError."""
-        ...
+        return 0.0, 0.0
 
 
-class SelfContained:
-    """A codec whose records refine no others and are decoded one by one; lossless, unless it states another error."""
+class SelfContained(Codec):
+    """A codec whose records refine no others and are decoded one by one, in main memory."""
 
     def __init__(self, level: str) -> None:
         self.level = level
 
-    def encode(
-        self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
-    ) -> Sequence[Payload]:
-        """Encode one layer's keys and values as the parts of a record."""
-        raise NotImplementedError
-
-    def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """Encode all layers of a chunk, one by one."""
-        return [self.encode(keys, values, layer, profile) for layer, (keys, values) in enumerate(kvs)]
-
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode keys and values of several chunks at one layer, in main memory. Raises DamagedError."""
+        """Decode keys and values of several chunks at one layer. Raises DamagedError."""
         return [self.decode_one(item.payload, item.shape, item.dtype) for item in items]
-
-    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk, one by one. Raises DamagedError."""
-        return self.decode(items)
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
         """Decode keys and values of one layer of one chunk. Raises DamagedError."""
         raise NotImplementedError
-
-    def base_of(self, payload: Payload) -> str | None:
-        """Need no other record."""
-        return None
-
-    def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """State that nothing is lost."""
-        return 0.0, 0.0

@@ -33,7 +33,7 @@ from kvtool.core.codec.base import (
 from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans.coder import Decoding, Encoding, decode, encode
-from kvtool.core.codec.rans.reference import ESCAPE, LANES, ZERO, TableSet, in_order
+from kvtool.core.codec.rans.reference import ESCAPE, I16, LANES, U16, ZERO, TableSet, in_order
 from kvtool.core.codec.record import Escapes, Predictor, Record, streams_of
 from kvtool.core.errors import DamagedError, KvtoolError
 
@@ -44,11 +44,10 @@ _ANCHOR_STEPS = 127
 _LEAST_SPREAD = 2**-10  # of the RMS: a side that hardly varies must not take hundreds of steps
 
 F32 = npt.NDArray[np.float32]
-I16 = npt.NDArray[np.int16]
 
 
 class CacheGen(SelfContained):
-    """One level of the paper's scheme; `cachegen-1` has the finest steps."""
+    """A level of the paper's scheme; `cachegen-1` has the finest steps."""
 
     def encode(
         self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: Profile | None = None
@@ -76,13 +75,32 @@ class CacheGen(SelfContained):
         return int(self.level.rpartition("-")[2])
 
     def _encoded(self, kv: LayerKV, layer: int, layers: int) -> Sequence[Payload]:
-        sides = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
-        if sides.numel() and not all(torch.isfinite(end) for end in torch.aminmax(sides)):
+        both = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
+        if both.numel() and not all(torch.isfinite(end) for end in torch.aminmax(both)):
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
-        third = _THIRDS[min(2, 3 * layer // layers)]
-        keys, values = (quantise(side, STEPS[self._number - 1] * third * _spread_of(side)) for side in sides.numpy())
-        restored = torch.stack([torch.from_numpy(side.values) for side in (keys, values)]).to(kv[0].dtype).float()
-        return pack((keys, values), self._number, sides.shape[1], _errors(sides, restored)).pack()
+        step = STEPS[self._number - 1] * _THIRDS[min(2, 3 * layer // layers)]
+        sides = [quantise(side, step * _spread_of(side)) for side in both.numpy()]
+        restored = torch.stack([torch.from_numpy(side.values) for side in sides]).to(kv[0].dtype).float()
+        streams, marked = [], []
+        parts = [*(side.rows for side in sides), *(side.anchors for side in sides)]
+        for part in parts:
+            columns = in_order(part.ids, shipped())
+            ((symbols, escapes),) = symbols_of(part.numbers[None], [columns])
+            streams += encode(Encoding(symbols, columns))
+            marked.append(escapes)
+        widths, ids = [side.widths.astype("<f4") for side in sides], [part.ids.astype(np.uint8) for part in parts]
+        return Record(
+            predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
+            level=self._number,
+            base=0,
+            tokens=both.shape[1],
+            columns=parts[0].numbers.shape[1],
+            streams=tuple(streams),
+            escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
+            steps=(sides[0].step, sides[1].step),
+            errors=_errors(both, restored),
+            side=b"".join(part.tobytes() for part in (*widths, *ids)),
+        ).pack()
 
 
 def _spread_of(side: F32) -> float:
@@ -99,6 +117,21 @@ def _errors(sides: torch.Tensor, made: torch.Tensor) -> tuple[float, float]:
     size = sides.square().mean((1, 2)).sqrt().clamp_min(1e-30)
     key, value = (np.nextafter(np.float32(error), np.float32(np.inf)) for error in (wrong / size).tolist())
     return float(key), float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """A stream's numbers, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
+
+    numbers: I16
+    ids: U16
+
+    @classmethod
+    def of(cls, rows: I16) -> Coding:
+        """Pad numbers, and take the cheapest table for each column."""
+        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
+        numbers[:, : rows.shape[1]] = rows
+        return cls(numbers, cheapest(numbers))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,19 +152,16 @@ class Side:
     values: F32
 
 
-@dataclass(frozen=True, slots=True)
-class Coding:
-    """A stream's numbers, int16 `[rows, columns]`, columns padded to a multiple of 64; and each column's table."""
-
-    numbers: I16
-    ids: npt.NDArray[np.uint16]
-
-    @classmethod
-    def of(cls, rows: I16) -> Coding:
-        """Pad numbers, and take the cheapest table for each column."""
-        numbers = np.zeros((len(rows), padded(rows.shape[1])), np.int16)
-        numbers[:, : rows.shape[1]] = rows
-        return cls(numbers, cheapest(numbers))
+def quantise(side: F32, step: float) -> Side:
+    """Quantise a side `[tokens, C]`."""
+    step = float(np.float32(max(step, 1e-12)))
+    anchors = is_anchor(len(side))
+    widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
+    quantised = _clipped(side[anchors] / widths)
+    base = _spread(quantised * widths, len(side))
+    rows = _clipped((side - base) / np.float32(step))
+    rows[anchors] = 0
+    return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
 
 
 def padded(channels: int) -> int:
@@ -144,28 +174,13 @@ def is_anchor(tokens: int) -> npt.NDArray[np.bool_]:
     return np.asarray(np.arange(tokens) % GROUP == 0)
 
 
-def quantise(side: F32, step: float) -> Side:
-    """Quantise a side `[tokens, C]`."""
-    step = float(np.float32(max(step, 1e-12)))
-    anchors = is_anchor(len(side))
-    widths = np.maximum(np.abs(side[anchors]).max(0) / np.float32(_ANCHOR_STEPS), np.float32(1e-12)).astype(np.float32)
-    quantised = clipped(side[anchors] / widths)
-    base = _spread(quantised * widths, len(side))
-    rows = clipped((side - base) / np.float32(step))
-    rows[anchors] = 0
-    return Side(step, Coding.of(rows[~anchors]), Coding.of(quantised), widths, rows * np.float32(step) + base)
-
-
-def clipped(values: F32) -> I16:
+def _clipped(values: F32) -> I16:
     """Return the nearest whole numbers within int16."""
     return np.clip(np.rint(values), -32767, 32766).astype(np.int16)
 
 
 def _spread(anchors: F32, tokens: int) -> F32:
     return np.repeat(anchors, GROUP, 0)[:tokens]
-
-
-# ---- tables ------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -175,7 +190,7 @@ def shipped() -> TableSet:
         return TableSet(np.load(file, allow_pickle=False))
 
 
-def cheapest(numbers: I16) -> npt.NDArray[np.uint16]:
+def cheapest(numbers: I16) -> U16:
     """Choose the cheapest table of each column, escapes counted."""
     columns = numbers.shape[1]
     if not numbers.size:
@@ -202,34 +217,6 @@ def _costs() -> npt.NDArray[np.float64]:
     costs = np.where(np.isfinite(costs), costs, escape)
     costs[:, ESCAPE, None] = escape
     return costs
-
-
-# ---- records -----------------------------------------------------------------------------------------------------
-
-
-def pack(sides: tuple[Side, Side], level: int, tokens: int, errors: tuple[float, float]) -> Record:
-    """Make the record of two quantised sides."""
-    tables = shipped()
-    parts = [sides[0].rows, sides[1].rows, sides[0].anchors, sides[1].anchors]
-    widths = [side.widths.astype("<f4").tobytes() for side in sides]
-    columns = [in_order(part.ids, tables) for part in parts]
-    streams, marked = [], []
-    for part, of in zip(parts, columns, strict=True):
-        ((symbols, escapes),) = symbols_of(part.numbers[None], [of])
-        streams += encode(Encoding(symbols, of))
-        marked.append(escapes)
-    return Record(
-        predictors=(Predictor.ANCHOR, Predictor.ANCHOR),
-        level=level,
-        base=0,
-        tokens=tokens,
-        columns=sides[0].rows.numbers.shape[1],
-        streams=tuple(streams),
-        escapes=Escapes(np.empty(0, np.uint32), np.empty(0, np.int16), np.concatenate(marked)),
-        steps=(sides[0].step, sides[1].step),
-        errors=errors,
-        side=b"".join([*widths, *(part.ids.astype(np.uint8).tobytes() for part in parts)]),
-    )
 
 
 def unpack(record: Record, shape: Shape, dtype: str) -> LayerKV:
@@ -307,5 +294,5 @@ class _SideInformation:
             raise DamagedError("a compressed record whose side information is no number")
         return values
 
-    def ids(self, columns: int) -> npt.NDArray[np.uint16]:
+    def ids(self, columns: int) -> U16:
         return np.frombuffer(self._take(columns), np.uint8).astype(np.uint16)

@@ -33,47 +33,33 @@ AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of t
 _FLOAT_FORMS: dict[str, coder.Form] = {"bfloat16": "bfloat16", "float16": "float16"}
 
 
-def decode_layer(
-    profile: Profile, layer: int, level: str, items: Sequence[Parsed], device: torch.device | None = None
-) -> torch.Tensor:
-    """Decode sides `[2, tokens, C]` of several records of one level, profile and dtype, end to end.
-
-    Parameters
-    ----------
-    device : a GPU that decodes by triton; None: the CPU does.
-
-    Raises
-    ------
-    DamagedError : a record does not fit the profile or its shape.
-    """
-    if device is None:
-        return decode_layers(profile, [layer], level, [items])[0]
-    starts, count = _laid_out(items)
-    buffer = DeviceBuffer.of((count, profile.layout.stride), device)
-    fill(profile, layer, items, starts, buffer)
-    out = torch.empty((1, *_shape(profile, count)), dtype=_dtype(items), device=device)
-    records = [record for record, _ in items]
-    by = None if buffer.tensor.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
-    sides_of(profile, [layer], level, buffer.tensor[None], [records], out, by)
-    return out.flatten(3)[0]
-
-
 def decode_layers(
-    profile: Profile, layers: Sequence[int], level: str, items: Sequence[Sequence[Parsed]]
+    profile: Profile,
+    layers: Sequence[int],
+    level: str,
+    items: Sequence[Sequence[Parsed]],
+    device: torch.device | None = None,
 ) -> torch.Tensor:
-    """Decode sides `[layers, 2, tokens, C]` in main memory of records of one level, profile and dtype.
+    """Decode sides `[layers, 2, tokens, C]` of records of one level, profile and dtype.
 
     At each layer the records of the same chunks follow one another. Few calls do it, in which Python serves other
     threads. Raises DamagedError: a record does not fit the profile or its shape.
+
+    Parameters
+    ----------
+    device : a GPU that decodes by triton; None: the CPU does, into main memory.
     """
-    starts, count = _laid_out(items[0])
-    if any([record.tokens for record, _ in some] != [record.tokens for record, _ in items[0]] for some in items):
+    tokens = [record.tokens for record, _ in items[0]]
+    if any([record.tokens for record, _ in some] != tokens for some in items):
         raise DamagedError("compressed records of a chunk that differ in length")
-    out = torch.empty((len(layers), *_shape(profile, count)), dtype=_dtype(items[0]))
-    step = max(1, AT_ONCE // max(1, 2 * count * profile.layout.stride))
+    layout, ends = profile.layout, list(accumulate(tokens))
+    starts = [end - count for end, count in zip(ends, tokens, strict=True)]
+    shape = len(layers), SIDES, ends[-1], layout.groups, layout.size
+    out = torch.empty(shape, dtype=DTYPES[items[0][0][1].dtype], device=device)
+    step = max(1, AT_ONCE // max(1, 2 * ends[-1] * layout.stride))
     for first in range(0, len(layers), step):
         part = slice(first, first + step)
-        _decode_slab(profile, layers[part], level, items[part], starts, out[part])
+        _decode_slab(profile, layers[part], level, items[part], starts, out[part], device)
     return out.flatten(3)
 
 
@@ -84,35 +70,21 @@ def _decode_slab(
     items: Sequence[Sequence[Parsed]],
     starts: Sequence[int],
     out: torch.Tensor,
+    device: torch.device | None,
 ) -> None:
     rows = out.shape[2]
     shape = (len(layers) * rows, profile.layout.stride)
+    parts = [slice(at * rows, (at + 1) * rows) for at in range(len(layers))]
     refined = any(record.base for some in items for record, _ in some)
-    by = transform_kernels.reading_by(profile.layout, out.dtype)
-    whole = HostBuffer.of(shape, out.dtype, refined) if by is None else HostBuffer.in_memory(shape, refined)
-    parts = [whole.part(at * rows, (at + 1) * rows) for at in range(len(layers))]
-    if refined:
-        for layer, some, buffer in zip(layers, items, parts, strict=True):
-            fill(profile, layer, some, starts, buffer)
+    by = None if out.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
+    whole = HostBuffer.of(shape, out.dtype, by, refined) if device is None else DeviceBuffer.of(shape, device)
+    if isinstance(whole, HostBuffer) and not refined:
+        _fill_alone(profile, layers, level, items, starts, [whole.part(part) for part in parts])
     else:
-        _fill_alone(profile, layers, level, items, starts, parts)
+        for layer, some, part in zip(layers, items, parts, strict=True):
+            fill(profile, layer, some, starts, whole.part(part))
     records = [[record for record, _ in some] for some in items]
     sides_of(profile, layers, level, whole.tensor.view(len(layers), rows, -1), records, out, by)
-
-
-def _laid_out(items: Sequence[Parsed]) -> tuple[list[int], int]:
-    """Return the first rows of records that follow one another, and the number of all rows."""
-    tokens = [record.tokens for record, _ in items]
-    ends = list(accumulate(tokens))
-    return [end - count for end, count in zip(ends, tokens, strict=True)], ends[-1]
-
-
-def _shape(profile: Profile, tokens: int) -> tuple[int, int, int, int]:
-    return SIDES, tokens, profile.layout.groups, profile.layout.size
-
-
-def _dtype(items: Sequence[Parsed]) -> torch.dtype:
-    return DTYPES[items[0][1].dtype]
 
 
 # ---- streams to numbers ------------------------------------------------------------------------------------------
@@ -132,24 +104,23 @@ class HostBuffer:
     form: coder.Form = "int16"
 
     @classmethod
-    def of(cls, shape: tuple[int, int], dtype: torch.dtype, refined: bool) -> HostBuffer:
-        """Make a buffer for numbers that torch makes a tensor of this dtype of; only int16 can be refined."""
+    def of(
+        cls, shape: tuple[int, int], dtype: torch.dtype, by: transform_kernels.Multiplier | None, refined: bool
+    ) -> HostBuffer:
+        """Make a buffer for numbers of which `by`, or else torch, makes sides of this dtype; only int16 is refined."""
+        if by is not None:  # in this thread's memory: a kernel reads only what has been decoded
+            held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
+            if refined:
+                held[:] = 0  # a finer level codes more columns than its base
+            return cls(torch.from_numpy(held))
         form = _FLOAT_FORMS.get(NAMES[dtype])
         if form is not None and not refined and transform_kernels.torch_is_faster(dtype):
             return cls(torch.empty(shape, dtype=dtype), form)
         return cls(torch.zeros(shape, dtype=torch.int16))
 
-    @classmethod
-    def in_memory(cls, shape: tuple[int, int], refined: bool) -> HostBuffer:
-        """Make a buffer of this thread's memory: a kernel reads only what has been decoded."""
-        held = scratch("decoded", shape[0] * shape[1], np.int16).reshape(shape)
-        if refined:
-            held[:] = 0  # a finer level codes more columns than its base
-        return cls(torch.from_numpy(held))
-
-    def part(self, first: int, end: int) -> HostBuffer:
+    def part(self, rows: slice) -> HostBuffer:
         """Return some of the rows."""
-        return HostBuffer(self.tensor[first:end], self.form)
+        return HostBuffer(self.tensor[rows], self.form)
 
     @property
     def _held(self) -> npt.NDArray[Any]:
@@ -160,7 +131,7 @@ class HostBuffer:
 
         By columns that refine, the numbers there become finer.
         """
-        (coder.refine if columns.refines else coder.decode)(self.job(columns, records, starts))
+        coder.decode(self.job(columns, records, starts))
 
     def job(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> coder.Decoding:
         """Return the work of `decode`, to be done together with others'."""
@@ -187,6 +158,10 @@ class DeviceBuffer:
     def of(cls, shape: tuple[int, int], device: torch.device) -> DeviceBuffer:
         """Make a buffer on a device, all 0."""
         return cls(torch.zeros(shape, dtype=torch.int16, device=device))
+
+    def part(self, rows: slice) -> DeviceBuffer:
+        """Return some of the rows."""
+        return DeviceBuffer(self.tensor[rows])
 
     def decode(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
         """Decode as `HostBuffer.decode` does."""

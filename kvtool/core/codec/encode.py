@@ -148,7 +148,7 @@ class _Slab:
     def __init__(self, profile: Profile, layers: Sequence[int], kvs: Sequence[LayerKV]) -> None:
         self._profile, self._layers, self._kvs = profile, layers, kvs
         self._dtype, self._tokens = kvs[0][0].dtype, kvs[0][0].shape[1]
-        self._exact = transform_kernels.Places.of([side for kv in kvs for side in kv])  # K and V in turn
+        self._exact = [side for kv in kvs for side in kv]  # K and V in turn
         self._numbers = {NESTED[0]: self._finest()}
 
     def records(self, level: str, bases: Sequence[Sequence[Payload]] | None) -> list[list[Payload]]:
@@ -176,8 +176,6 @@ class _Slab:
             one.errors = errors
         return [one.pack() for one in made]
 
-    # ---- numbers ----
-
     def _finest(self) -> I16:
         """Make int16 `[layers, tokens, stride]`. Raises KvtoolError: the source is not finite."""
         layout = self._profile.layout
@@ -185,7 +183,7 @@ class _Slab:
         by = transform_kernels.forward_by(layout, self._dtype)
         if by is not None and out.size:
             weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
-            finite = transform_kernels.numbers_of(layout, by, weights, self._exact, out)
+            finite = transform_kernels.numbers_of(layout, by, weights, transform_kernels.Places.of(self._exact), out)
         else:
             finite = self._finest_by_torch(out)
         if not finite:
@@ -211,8 +209,6 @@ class _Slab:
             finer = self._of(NESTED[NESTED.index(level) - 1])
             self._numbers[level] = wider(finer, self._memory(f"level {level}"))
         return self._numbers[level]
-
-    # ---- parts of records ----
 
     def _alone(self, level: str, coded: Sequence[CodedColumns]) -> tuple[list[Stream], list[I16]]:
         """Encode streams; also returns the numbers of their escapes."""
@@ -243,8 +239,9 @@ class _Slab:
         made = torch.from_numpy(held).view(self._dtype).view(shape)
         numbers, by = torch.from_numpy(self._of(level)), transform_kernels.backward_by(layout, self._dtype)
         sides_of(self._profile, self._layers, level, numbers, [[record] for record in records], made, by)
-        places = transform_kernels.Places.end_to_end(made.flatten(3), self._exact.heads)
-        errors = np.array(transform_kernels.errors_at(places, self._exact), np.float32)
+        heads, tokens, dim = self._exact[0].shape
+        decoded = [*made.view(len(self._exact), tokens, heads, dim).transpose(1, 2)]
+        errors = np.array(transform_kernels.errors_of(decoded, self._exact), np.float32)
         up: list[float] = np.nextafter(errors, np.float32(np.inf)).tolist()
         return list(zip(up[::2], up[1::2], strict=True))
 
@@ -302,7 +299,7 @@ def wider(numbers: I16, out: I16) -> I16:
     ----------
     numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
     """
-    kernel = coder.kernel(coder.WIDER)
+    kernel = coder.kernel(encode_ir.wider_module)
     if kernel is None or numbers.size % BLOCK or not numbers.size:
         out[...] = coarsened(numbers)
         return out
@@ -328,7 +325,7 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     ValueError : numbers are not int16, or too few.
     """
     _check_numbers(numbers, columns)
-    kernel = coder.kernel(coder.SYMBOLS)
+    kernel = coder.kernel(encode_ir.symbols_module)
     if kernel is None or numbers.strides[2] != numbers.itemsize:
         return [_symbols_in_numpy(some, of) for some, of in zip(numbers, columns, strict=True)]
     symbols = _cut("symbols", numbers.shape[1], columns)
@@ -362,13 +359,13 @@ def _symbols_in_numpy(numbers: I16, columns: Columns) -> tuple[U8, I16]:
 
 
 def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list[tuple[U8, U8]]:
-    """Make the symbols that refine coarser numbers to finer ones, both `[layers, rows, stride]` (see coder.refine).
+    """Make the symbols that refine coarser numbers to finer ones, both `[layers, rows, stride]` (see coder.decode).
 
     Returns symbols and contexts `[rows, columns]` of each layer, in this thread's memory.
     """
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
-    kernel = coder.kernel(coder.FINER)
+    kernel = coder.kernel(encode_ir.finer_module)
     if kernel is None:
         return [
             refinement(*(np.ascontiguousarray(part[:, of.numbers]) for part in (fine, wide)))
@@ -395,7 +392,7 @@ def refinement(fine: I16, coarse: I16) -> tuple[U8, U8]:
 
 def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
     """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
-    kernel = coder.kernel(coder.STRAY)
+    kernel = coder.kernel(encode_ir.stray_module)
     if kernel is None:
         return [
             any(bool(rows[:, place : place + BLOCK].any()) for place in some)

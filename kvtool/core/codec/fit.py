@@ -188,9 +188,6 @@ class _Counts:
         )
 
 
-# ---- frequency tables --------------------------------------------------------------------------------------------
-
-
 def frequencies(probabilities: F64) -> U16:
     """Make a table of probabilities `[256]`: rare symbols lose their slots, and the escape always has one."""
     kept = np.where(probabilities >= _LEAST_PROBABILITY * probabilities.sum(), probabilities, 0.0)

@@ -194,9 +194,6 @@ def enough_loss(loss: float) -> str:
     return f"{math.ceil(1000 * loss) / 1000:g}"
 
 
-# ---- records that refine others ----------------------------------------------------------------------------------
-
-
 def coarser(level: str) -> str | None:
     """Return the next coarser level, which a record of this one may refine; None: there is none."""
     at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)

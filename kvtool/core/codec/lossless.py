@@ -41,17 +41,11 @@ class Raw(SelfContained):
 
 
 class Lossless(SelfContained):
-    """Compressed exponents: these are few, while signs and mantissas are noise (kvtool/docs/codec.md).
+    """Compressed exponents: these are few, while signs and mantissas are noise (kvtool/docs/codec.md has the bytes).
 
     Every number is rotated left by one bit, so that its first byte holds the exponent (of float16: and three bits more)
-    and the sign is the last of the mantissa's bits. Layout, little-endian:
-
-    =============  =====================================================================
-    u32, u32       length of the next two parts
-    zstd frame     first bytes of K, `[kv_heads, tokens, head_dim]` in C order
-    zstd frame     first bytes of V
-    bytes          the other bytes of K, number by number, low byte first; then those of V
-    =============  =====================================================================
+    and the sign is the last of the mantissa's bits. First bytes are compressed by zstd, K's and then V's; the other
+    bytes follow, number by number, low byte first.
     """
 
     def encode(self, keys: torch.Tensor, values: torch.Tensor, layer: int = 0, profile: object = None) -> list[Payload]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module
 from typing import cast
@@ -12,6 +13,7 @@ import torch
 from kvtool.core.codec.base import (
     NAMES,
     Codec,
+    Device,
     Encoded,
     LayerKV,
     Payload,
@@ -58,39 +60,32 @@ class PluginCodec(SelfContained):
         return parts
 
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
         """Decode several chunks at one layer. Raises DamagedError."""
-        try:
+        with self._damage():
             made = self._codec.decode(items, layer)
             if [(shape_of_layer(kv), NAMES[kv[0].dtype]) for kv in made] != [
                 (item.shape, item.dtype) for item in items
             ]:
                 raise ValueError("it gives back another shape")
             return [(keys, values) for keys, values in made]
-        except DamagedError:
-            raise
-        except PluginError as error:
-            raise DamagedError(error.message, error.hint) from error
-        except Exception as error:
-            broken = self._plugin.broken(error)
-            raise DamagedError(broken.message, broken.hint) from error
-
-    def decode_layers(self, items: Sequence[Encoded], profiles: Profiles = no_profiles) -> list[LayerKV]:
-        """Decode all layers of a chunk. Raises DamagedError."""
-        return [kv for layer, item in enumerate(items) for kv in self.decode([item], layer)]
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
         """Read the stated error. Raises DamagedError."""
         if self._level.lossless:
             return 0.0, 0.0
-        try:
+        with self._damage():
             of_keys, of_values = self._codec.stated_error(payload)
             return float(of_keys), float(of_values)
+
+    @contextmanager
+    def _damage(self) -> Iterator[None]:
+        """Raise DamagedError for any error of the codec."""
+        try:
+            yield
+        except DamagedError:
+            raise
         except Exception as error:
             broken = error if isinstance(error, PluginError) else self._plugin.broken(error)
             raise DamagedError(broken.message, broken.hint) from error

@@ -182,8 +182,6 @@ class Profile:
         others = np.setdiff1d(self.layout.places(), places)
         return CodedColumns(alone, fine, tuple(widths.tolist()), others)
 
-    # ---- the transform -------------------------------------------------------------------------------------------
-
     def forward(self, layer: int) -> torch.Tensor:
         """Return float32 `[2, groups, size, size]`: `y = (x - mean) @ forward`. Raises DamagedError: no inverse."""
         return self.memo(("forward", layer), lambda: self._forward(layer))
@@ -210,24 +208,13 @@ class Profile:
         means = self.means[layer].to(dtype).view(SIDES, self.layout.groups, self.layout.size)
         return bases.to(device), means.to(device)
 
-    # ---- bytes ---------------------------------------------------------------------------------------------------
-
     @cached_property
     def data(self) -> bytes:
         """Write the profile as a safetensors file."""
-        parts = {
-            "means": self.means,
-            "basis": self.basis,
-            "active": torch.from_numpy(self.active),
-            "ids": torch.from_numpy(self.ids),
-            "fine_ids": torch.from_numpy(self.fine_ids),
-            "tables": torch.from_numpy(self.tables.frequencies),
-        }
-        about = json.dumps(self.about, sort_keys=True)
-        made: bytes = save(
-            {name: part.contiguous() for name, part in parts.items()}, {"kvtool_profile": str(FORMAT), "about": about}
-        )
-        return _in_order(made)
+        arrays = map(torch.from_numpy, (self.active, self.ids, self.fine_ids, self.tables.frequencies))
+        parts = dict(zip(_DTYPES, (self.means, self.basis, *arrays), strict=True))
+        metadata = {"kvtool_profile": str(FORMAT), "about": json.dumps(self.about, sort_keys=True)}
+        return _in_order(save({name: part.contiguous() for name, part in parts.items()}, metadata))
 
     @cached_property
     def digest(self) -> bytes:
@@ -245,7 +232,6 @@ class Profile:
             about = json.loads(metadata["about"])
             if not isinstance(about, dict):
                 raise ValueError("what it says about itself is no object")
-            _check_types(parts)
             active, ids, fine_ids, tables = (parts[name].numpy() for name in ("active", "ids", "fine_ids", "tables"))
             made = cls(parts["means"], parts["basis"], active, ids, fine_ids, TableSet(tables), about)
         except (SafetensorError, KeyError, ValueError, TypeError, IndexError, RecursionError) as error:
@@ -268,20 +254,18 @@ def _in_order(data: bytes) -> bytes:
 
 
 def _load(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Read tensors and metadata of a safetensors file in memory."""
+    """Read tensors of the right types, and metadata, of a safetensors file in memory."""
     size = int.from_bytes(data[:8], "little")
     if size > len(data) - 8:
         raise ValueError("cut off")
     header = json.loads(data[8 : 8 + size])
-    return load(data), header.get("__metadata__", {})
-
-
-def _check_types(parts: dict[str, torch.Tensor]) -> None:
+    parts = load(data)
     for name, dtype in _DTYPES.items():
         if parts[name].dtype != dtype:
             raise ValueError(f"{name} is {parts[name].dtype}")
     if parts["basis"].ndim != 5:
         raise ValueError("the basis has another number of dimensions")
+    return parts, header.get("__metadata__", {})
 
 
 def inverted(matrices: torch.Tensor) -> torch.Tensor | None:

@@ -1,32 +1,14 @@
 """Lossy records (`1` to `4`, `cachegen-…`): their bytes, and the checks before an unchecked kernel reads them.
 
-Little-endian, no padding:
-
-=========  ===========  =====================================================================
-offset     type         field
-=========  ===========  =====================================================================
-0          4s           ``kvg`` and the format version
-4          B, B         predictor of K, of V (:class:`Predictor`)
-6          B, B         level, and the level it refines (0: none)
-8          I            tokens
-12         I            columns of the first stream (a multiple of 64)
-16         4I           words of the streams; 0 for streams that a record does not have
-32         4I           placed escapes, marked escapes, check of the base, bytes of side information
-48         f, f         step of K, of V (untransformed predictors)
-56         f, f         relative error of K, of V: RMS of the difference over RMS of the tensor
-64         16s          digest of the profile, or zeros
-80         u16[words]   a stream's words, then u32[64], its states: for each stream
-…          bytes        side information of the untransformed predictors (cachegen.py)
-…          u32[], i16[] placed escapes: places in the numbers `[rows, stride]`, ascending; and the numbers
-…          i16[]        the numbers that marked escapes stand for, stream by stream, row by row
-=========  ===========  =====================================================================
+kvtool/docs/codec.md has the fields of the header, little-endian without padding, in the order of `_HEADER`. After it
+follow, for each stream, its words (u16) and states (u32[64]); the side information of untransformed predictors
+(cachegen.py); the placed escapes' places (u32, ascending) and numbers (i16); and the marked escapes' numbers (i16),
+stream by stream, row by row.
 
 Transformed records have one stream, K's columns and then V's. Others have one for K, one for V, and one more for each
 side whose predictor is ANCHOR, in this order. A marked escape is a symbol of its own in a stream; a placed one belongs
-to a column that is not coded.
-
-The check is `check_of` (levels.py) the very record that is refined: another record of its level, made elsewhere, rounds
-otherwise. 0: older records do not state it.
+to a column that is not coded. The check of the base is `check_of` (levels.py) the very record that is refined: another
+record of its level, made elsewhere, rounds otherwise. 0: older records do not state it.
 """
 
 from __future__ import annotations
@@ -51,6 +33,8 @@ from kvtool.core.native.job import address
 FORMAT = 2
 
 _MAGIC = b"kvg" + bytes([FORMAT])
+# Magic; predictors of K and of V, level and base's level; tokens, columns of the first stream, words of 4 streams,
+# placed escapes, marked escapes, check of the base, bytes of side information; steps and errors of K and of V; profile.
 _HEADER = struct.Struct("<4s4B10I4f16s")
 _MOST_STREAMS = 4
 _STATES_BYTES = 4 * LANES

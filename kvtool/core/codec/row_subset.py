@@ -1,18 +1,8 @@
 """Row subsets, levels `keepNN-…`: a part of a chunk's rows, stored as another level stores all of them.
 
-The inner level's payload of the stored rows, then the list of these:
-
-=====================  ==========================================================
-bytes                  field
-=====================  ==========================================================
-n                      the inner level's payload; its records refine no others
-⌈tokens / 8⌉           a bit for every token of the chunk, the first the lowest: 1 where its row is stored
-u32                    tokens of the chunk, which the record's header states, too
-u32                    rows that are stored
-4 bytes                ``kvk`` and the format (1)
-=====================  ==========================================================
-
-The list comes last, so that a record begins as the inner level's does.
+The inner level's payload of the stored rows comes first, so that a record begins as the inner level's does. Then follow
+a bit for every token of the chunk, 1 where its row is stored, the first the lowest; and `_TAIL`: tokens of the chunk,
+which the record's header states, too, rows that are stored, ``kvk`` and the format (kvtool/docs/codec.md).
 """
 
 from __future__ import annotations
@@ -28,6 +18,7 @@ from kvtool.core import codec
 from kvtool.core.codec.base import (
     DTYPES,
     Codec,
+    Device,
     Encoded,
     LayerKV,
     Payload,
@@ -45,7 +36,7 @@ _TAIL = struct.Struct("<II4s")
 _MAGIC = b"kvk\1"
 
 
-class RowSubset:
+class RowSubset(Codec):
     """A level that stores only some rows. `encode` stores all given rows, as those of a chunk that has no others; the
     tail that `tail_of` makes says otherwise."""
 
@@ -68,11 +59,7 @@ class RowSubset:
         return [[*parts, _all(keys)] for parts, (keys, _) in zip(made, kvs, strict=True)]
 
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
         """Decode keys and values of the stored rows, `[kv_heads, rows, head_dim]`. Raises DamagedError."""
         return self._inner.decode([self._of_inner(item)[0] for item in items], layer, profiles, device)

@@ -7,8 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from kvtool.core.codec import cachegen
-from kvtool.core.codec.base import Encoded, LayerKV, Payload, Profiles, channels_of, heads_of, no_profiles
-from kvtool.core.codec.decode import BOTH, Parsed, decode_layer, decode_layers
+from kvtool.core.codec.base import (
+    Codec,
+    Device,
+    Encoded,
+    LayerKV,
+    Payload,
+    Profiles,
+    channels_of,
+    heads_of,
+    no_profiles,
+)
+from kvtool.core.codec.decode import BOTH, Parsed, decode_layers
 from kvtool.core.codec.encode import encode_nested
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import Profile
@@ -16,7 +26,7 @@ from kvtool.core.codec.record import Predictor, Record, base_of
 from kvtool.core.errors import DamagedError
 
 
-class TransformCodec:
+class TransformCodec(Codec):
     """A level of transform coding. Before a store has a profile its chunks are encoded by CacheGen's scheme."""
 
     def __init__(self, level: str) -> None:
@@ -38,11 +48,7 @@ class TransformCodec:
         return encode_nested(profile, range(len(kvs)), kvs, [self.level])[self.level]
 
     def decode(
-        self,
-        items: Sequence[Encoded],
-        layer: int = 0,
-        profiles: Profiles = no_profiles,
-        device: torch.device | None = None,
+        self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
         """Decode several chunks at one layer to views `[kv_heads, tokens, head_dim]`.
 
@@ -75,7 +81,7 @@ class TransformCodec:
         parsed = [(self._parsed(item), item) for item in items]
         alike = {(record.predictors, record.profile, item.dtype, item.shape[1]) for record, item in parsed}
         if len(alike) != 1 or parsed[0][0].predictors != BOTH:
-            return [self.decode([item], layer, profiles)[0] for layer, item in enumerate(items)]
+            return super().decode_layers(items, profiles)
         profile, layers = profiles(parsed[0][0].profile), range(len(items))
         _check_fit(profile, layers, items)
         sides = decode_layers(profile, layers, self.level, [[one] for one in parsed])
@@ -96,11 +102,9 @@ class TransformCodec:
             raise DamagedError("a compressed record of another level or length")
         return record
 
-    def _transformed(
-        self, profile: Profile, layer: int, items: Sequence[Parsed], device: torch.device | None
-    ) -> list[LayerKV]:
+    def _transformed(self, profile: Profile, layer: int, items: Sequence[Parsed], device: Device) -> list[LayerKV]:
         _check_fit(profile, [layer], [item for _, item in items])
-        sides = decode_layer(profile, layer, self.level, items, device)
+        sides = decode_layers(profile, [layer], self.level, [items], device)[0]
         each = sides.split_with_sizes([record.tokens for record, _ in items], 1)
         return [heads_of(own, item.shape) for own, (_, item) in zip(each, items, strict=True)]
 

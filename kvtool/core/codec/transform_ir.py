@@ -64,7 +64,7 @@ _MAGIC_BITS = 0x4B400000
 
 
 def pitch_of(depth: int) -> int:
-    """Numbers from row to row where `depth` of them stand in each: not by 4,096 bytes, which would share few lines."""
+    """Return the numbers from row to row of so many each: not 4,096 bytes, which would share few cache lines."""
     return -(-depth // 16) * 16 + 16
 
 
@@ -75,8 +75,8 @@ class Forward:
     form: str
     pitch: int
 
-    def text(self, isa: Isa) -> str:
-        """LLVM IR, for an instruction set."""
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
         k, tile = FunctionBuilder("run", isa, JOBS), self.tile(isa)
         odd = {lanes: k.alloca(f"<{lanes} x i32>").of("i32") for lanes in (isa.width, 1)}
         with FORWARD.each(k) as job:
@@ -91,11 +91,11 @@ class Forward:
         return module(gemm(isa, tile, self.pitch), k)
 
     def tile(self, isa: Isa) -> Tile:
-        """The tile that its weights are laid out for."""
+        """Return the tile that its weights are laid out for."""
         return tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
-        """Rows of the source less their means, as float32; `odd` collects what is not finite."""
+        """Gather rows of the source less their means, as float32; `odd` collects what is not finite."""
         k = count.k
         with k.loop(count) as row, k.loop(job.heads) as number:
             head = job.source.of(self.form).skip((first + row) * job.token).skip(number * job.head)
@@ -126,8 +126,8 @@ class Backward:
     pitch: int
     pairs: bool = False
 
-    def text(self, isa: Isa) -> str:
-        """LLVM IR, for an instruction set."""
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
         tile = self.tile(isa)
         k = FunctionBuilder("run", isa, JOBS, features=tile.features)
         with BACKWARD.each(k) as job, k.loop(_slabs(job.rows)) as slab:
@@ -138,7 +138,7 @@ class Backward:
         return module(gemm(isa, tile, self.pitch), k)
 
     def tile(self, isa: Isa) -> Tile:
-        """The tile that its weights are laid out for."""
+        """Return the tile that its weights are laid out for."""
         return PAIRS if self.pairs else tile_of(isa)
 
     def _gather(self, job: Fields, first: Value, count: Value) -> None:
@@ -172,8 +172,8 @@ class Errors:
 
     form: str
 
-    def text(self, isa: Isa) -> str:
-        """LLVM IR, for an instruction set."""
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
         with ERRORS.each(k) as job:
             zero = k.constant("double", 0.0)
@@ -185,7 +185,7 @@ class Errors:
         return module(k)
 
     def _row(self, job: Fields, row: Value) -> list[tuple[Value, Value]]:
-        """A row's two sums, each as lanes and the rest."""
+        """Compute a row's two sums, each as lanes and the rest."""
         k = row.k
         heads = k.loop(job.heads, *[k.zeros(k.width)] * 2, *[k.zeros(1)] * 2)
         made, exact = (
@@ -205,29 +205,29 @@ class Errors:
 
 
 def _slabs(rows: Value) -> Value:
-    """How many times MOST_ROWS rows there are, the last ones rounded up."""
+    """Count the slabs of MOST_ROWS rows, the last one included."""
     return (rows + (MOST_ROWS - 1)) // MOST_ROWS
 
 
 def _slab(rows: Value, number: Value) -> tuple[Value, Value]:
-    """First row of a slab, and how many it has."""
+    """Return the first row of a slab, and the number of its rows."""
     first = number * MOST_ROWS
     return first, rows.k.minimum(rows - first, MOST_ROWS)
 
 
 def _multiply(tile: Tile, job: Fields, count: Value) -> None:
-    """`c = a @ weights`; the rows that a tile has too many are computed and never read."""
+    """Compute `c = a @ weights`; the rows that a tile has too many are never read."""
     steps = job.depth // 2 if tile.pairs else job.depth
     count.k.call_void("gemm", job.a, job.weights, job.c, (count + (tile.rows - 1)) // tile.rows, job.panels, steps)
 
 
 def _product_row(tile: Tile, job: Fields, row: Value) -> Value:
-    """A row of the product."""
+    """Return a row of the product."""
     return job.c.at(row * (job.panels * tile.columns))
 
 
 def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
-    """The product's rows as the nearest whole numbers, ties to even, within `_LEAST` and `_MOST`."""
+    """Round the product's rows to the nearest whole numbers, ties to even, within `_LEAST` and `_MOST`."""
     with count.k.loop(count) as row:
         out, c = job.out.skip((first + row) * job.stride), _product_row(tile, job, row)
 

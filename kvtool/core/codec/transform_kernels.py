@@ -152,22 +152,6 @@ class Places:
         size = kept[0].element_size()
         return cls(heads, dim, kept[0].dtype, first, head * size, token * size, rows, kept)
 
-    @classmethod
-    def end_to_end(cls, sides: torch.Tensor, heads: int) -> Places:
-        """Take the addresses of sides in one piece, `[layers, 2, tokens, channels]`, K and V in turn."""
-        count, tokens, channels, size = SIDES * len(sides), sides.shape[2], sides.shape[3], sides.element_size()
-        every, row = np.arange(count) * tokens, channels * size
-        head, token, rows = (np.full(count, number) for number in (channels // heads * size, row, tokens))
-        held = (
-            [*sides.view(count, tokens, heads, channels // heads).transpose(1, 2)] if coder.isa() is None else [sides]
-        )
-        return cls(heads, channels // heads, sides.dtype, sides.data_ptr() + every * row, head, token, rows, held)
-
-    @property
-    def counts(self) -> I64:
-        """Count the numbers of each side."""
-        return self.heads * self.dim * self.rows
-
 
 # ---- there and back ----------------------------------------------------------------------------------------------
 
@@ -269,32 +253,22 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
     ------
     ValueError : shapes or formats do not fit.
     """
-    return _relative(squares_of(made, exact), np.array([side.numel() for side in made], np.int64))
+    counts = np.array([max(1, side.numel()) for side in made], np.int64)
+    wrong, size = np.sqrt(squares_of(made, exact) / counts[:, None]).T
+    errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
+    return errors
 
 
 def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> Sums:
     """Sum the squares of made less exact, and of exact: float64 `[sides, 2]`; takes and raises as `errors_of`."""
-    if len({side.dtype for side in (*made, *exact)}) > 1 or [side.shape for side in made] != [
-        side.shape for side in exact
-    ]:
+    formats = {side.dtype for side in (*made, *exact)}
+    if len(formats) > 1 or [side.shape for side in made] != [side.shape for side in exact]:
         raise ValueError("sides of different shapes or formats cannot be compared")
     sums, forms = np.zeros((len(made), 2)), [(side.shape[0], side.shape[2]) for side in made]
     for form in dict.fromkeys(forms):
         numbers = [number for number, own in enumerate(forms) if own == form]
         sums[numbers] = _squares_at(*(Places.of([sides[number] for number in numbers]) for sides in (made, exact)))
     return sums
-
-
-def errors_at(made: Places, exact: Places) -> list[float]:
-    """Return the errors of sides given by their addresses, as `errors_of` does."""
-    return _relative(_squares_at(made, exact), made.counts)
-
-
-def _relative(sums: Sums, counts: I64) -> list[float]:
-    """Return the errors of sides of so many numbers by their sums of squares."""
-    wrong, size = np.sqrt(sums / np.maximum(counts, 1)[:, None]).T
-    errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
-    return errors
 
 
 def _squares_at(made: Places, exact: Places) -> Sums:

@@ -21,8 +21,7 @@ from kvtool.core.errors import UsageError, did_you_mean
 
 FEATURES = "KVTOOL_CPU_FEATURES"  # names as Linux lists them, in place of what the CPU has
 FLOAT32 = "float32"
-# What multiplies bfloat16. Apple's CPUs are none of it: torch has no oneDNN there, and its own products are slower.
-# What a CPU may be told to have beyond what it has: all that numbers are multiplied or coded with.
+# Features that KVTOOL_CPU_FEATURES may name although the CPU lacks them: all that numbers are multiplied or coded with.
 _TELLABLE = (
     *("sse", "sse2", "sse3", "pni", "ssse3", "sse4_1", "sse4_2", "sse4a", "popcnt", "abm", "lzcnt", "movbe", "f16c"),
     *("fma", "bmi1", "bmi2", "aes", "pclmulqdq", "vaes", "vpclmulqdq", "gfni", "avx", "avx2", "avx_vnni", "avx_ifma"),
@@ -31,6 +30,8 @@ _TELLABLE = (
     *("avx512_fp16", "avx512_vp2intersect", "avx10_1", "avx10_2", "amx_tile", "amx_int8", "amx_bf16", "amx_fp16"),
     *("fp", "asimd", "asimdhp", "fphp", "asimddp", "asimdfhm", "bf16", "i8mm", "sve", "sve2", "svebf16", "svei8mm"),
 )
+# Instructions that multiply bfloat16. Apple's CPUs have "bf16" and do not count: torch has no oneDNN there, and its own
+# products are slower.
 _INSTRUCTIONS = frozenset({"avx512bf16", "amxbf16", "bf16"})
 # oneDNN computes torch's products of bfloat16, and may be held to less than the CPU has.
 _ISA_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")

@@ -210,7 +210,7 @@ class Loader:
         ]
 
     def __enter__(self) -> Loader:
-        if self._is_held():
+        if self._place_held():
             return self
         for thread in self._threads:
             thread.start()
@@ -281,7 +281,7 @@ class Loader:
             worker.placing.finish()
 
     @torch.inference_mode()
-    def _is_held(self) -> bool:
+    def _place_held(self) -> bool:
         """Place all layers at once if the chunk cache holds them on the device; return whether it did.
 
         A thread would only compete with this one, for work that ends before the first layer has computed.

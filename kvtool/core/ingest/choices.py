@@ -9,11 +9,11 @@ from typing import Any
 
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
-from kvtool.core.model.files import ModelFiles, Once, unnoticed
-from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM, EARLIER_SYSTEM
 from kvtool.core.session.identity import LEARNED, LeadInIds, StoreIdentity, check_same_model, resolve_named
 
@@ -47,7 +47,7 @@ class Choices:
     @cached_property
     def tokenizer(self) -> Any:
         """The model's tokenizer; loaded only where something has to be cut."""
-        from kvtool.core.model.load import load_tokenizer
+        from kvtool.core.checkpoint.load import load_tokenizer
 
         return load_tokenizer(self.files)
 
@@ -108,10 +108,9 @@ class Choices:
         return mode, self._options.system or (known.system if known else DEFAULT_SYSTEM)
 
     def _new_identity(self, split: SplitSettings) -> StoreIdentity:
-        from kvtool.core.model.lead_in import lead_in_ids
-        from kvtool.core.model.load import kept_format, supported_config
-        from kvtool.core.model.prompt import PromptParts, prompt_parts
-        from kvtool.core.model.support import keeps_states
+        from kvtool.core.checkpoint.load import kept_format, supported_config
+        from kvtool.core.checkpoint.support import keeps_states
+        from kvtool.core.model.prompt import PromptParts, lead_in_ids, prompt_parts
 
         # An unsupported model is refused before a store is made for it.
         keeps = self.known.keeps_states if self.known else keeps_states(supported_config(self.files))

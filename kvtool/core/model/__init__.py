@@ -1,1 +1,1 @@
-"""The language model: loading, prompt segments, rotary positions, the decoder driven layer by layer."""
+"""Language model: its layers one by one, rotary positions, decoding, and the parts of a prompt."""

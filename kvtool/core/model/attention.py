@@ -228,11 +228,6 @@ def rows_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def plain_attention(model: Any) -> str:
-    """Return the implementation of `transformers` that a model computes with where kvtool's is not wanted."""
-    return "sdpa" if model._supports_sdpa else "eager"
-
-
 def register() -> None:
     """Make the implementation known to `transformers` (idempotent)."""
     from transformers.modeling_utils import AttentionInterface

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.load import Loaded, plain_attention, quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
@@ -17,7 +18,6 @@ from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.kv_sharing import prune_rows
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
-from kvtool.core.model.load import Loaded, quiet
 from kvtool.core.model.modules import cache_name
 from kvtool.core.model.preemption import preemptible
 from kvtool.core.model.prompt_cache import PromptCache
@@ -244,7 +244,7 @@ class Decoder(DecoderStack):
     def plain_attention(self) -> Iterator[None]:
         """Use `transformers`' default attention inside: for a plain call of the model, and for gradients."""
         gradients = [(parameter, parameter.requires_grad) for parameter in self.model.parameters()]
-        self.model.set_attn_implementation(attention.plain_attention(self.model))
+        self.model.set_attn_implementation(plain_attention(self.model))
         self.model.requires_grad_(False)
         try:
             yield

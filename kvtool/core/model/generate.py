@@ -13,6 +13,7 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode.native import prepare_engine
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
@@ -76,6 +77,11 @@ def stop_ids(decoder: Decoder) -> set[int]:
     ids = set(stated) if isinstance(stated, list) else {stated}
     ids.add(getattr(decoder.loaded.tokenizer, "eos_token_id", None))
     return {token for token in ids if isinstance(token, int)}
+
+
+def prepare_decoding(decoder: Decoder) -> None:
+    """Begin to make what `generate` decodes with, in a thread of its own."""
+    prepare_engine(decoder)
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
@@ -177,13 +183,6 @@ class AnswerSequence:
         self._steps += 1
         self._text.add(self.token)
 
-    def try_to_take(self, logits: torch.Tensor) -> None:
-        """Take logits; keep an error for the end, so that the other answers of a batch go on."""
-        try:
-            self.take(logits)
-        except Exception as error:
-            self.fail(error)
-
     def fail(self, error: Exception) -> None:
         """Go no further: `end` raises the error."""
         self._error = error
@@ -249,7 +248,10 @@ class ContinuousBatch:
                 sequence.fail(error)
         else:
             for sequence, row in zip(going, logits, strict=True):
-                sequence.try_to_take(row)
+                try:
+                    sequence.take(row)
+                except Exception as error:  # the others of the batch go on
+                    sequence.fail(error)
         done = [sequence for sequence in self.sequences if sequence.done]
         self.sequences = [sequence for sequence in self.sequences if not sequence.done]
         return done

@@ -14,14 +14,55 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.model.kv_shape import KVShape
 from kvtool.core.model.modules import HINT, KV, ForwardEnded, LayerProbe, cache_name
-from kvtool.core.model.support import context_limit
 
 _NEAR = (3, 40)  # positions of one and the same row: do its keys differ?
 _ALIKE = {torch.float32: 1e-3, torch.bfloat16: 0.03, torch.float16: 0.01}  # lengths of a query at two positions
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """The shape of a layer's keys and values: `[heads, tokens, key_dim]` and `[heads, tokens, value_dim]`.
+
+    Attributes
+    ----------
+    joint : keys and values share one row of the prompt's buffers, values first; attention takes the whole row as the
+        key (latents, mla.py).
+    """
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    joint: bool = False
+
+    @property
+    def numbers(self) -> int:
+        """Number of elements of one token, keys and values together."""
+        return self.heads * (self.key_dim + self.value_dim)
+
+    @property
+    def channels(self) -> int:
+        """Number of elements of the wider of a token's key and value."""
+        return self.heads * max(self.key_dim, self.value_dim)
+
+    @property
+    def attended(self) -> int:
+        """Width of a key as attention takes it."""
+        return self.key_dim + (self.value_dim if self.joint else 0)
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if keys are as wide as values and separate from them, as fast paths expect."""
+        return self.key_dim == self.value_dim and not self.joint
+
+    def empty(self, tokens: int, dtype: torch.dtype, pinned: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Allocate keys and values of so many tokens, in one piece on the CPU, undefined."""
+        buffer = torch.empty(self.numbers * tokens, dtype=dtype, pin_memory=pinned)
+        keys, values = buffer.split([self.heads * tokens * dim for dim in (self.key_dim, self.value_dim)])
+        return keys.view(self.heads, tokens, self.key_dim), values.view(self.heads, tokens, self.value_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,15 +155,10 @@ def rotations_of(rotary: Any, config: Any, layers: int) -> list[str | None]:
     """Return the name of each layer's RoPE in a rotary module; "" where it has one for all; None: a layer has none."""
     if rotary is None:
         return [None] * layers
-    if not by_type(rotary):
+    if "layer_type" not in inspect.signature(type(rotary).forward).parameters:
         return [""] * layers
     rope = config.rope_parameters
     return [kind if rope.get(kind) is not None else None for kind in config.layer_types]
-
-
-def by_type(rotary: Any) -> bool:
-    """Return True if a rotary module has a RoPE for each type of layer."""
-    return "layer_type" in inspect.signature(type(rotary).forward).parameters
 
 
 def tables_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tensor) -> Any:

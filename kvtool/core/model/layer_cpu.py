@@ -1,7 +1,7 @@
 """Fused decoder layer on a CPU, for few rows: the model's own products and attention, with machine code in between.
 
-Of a question's 32 rows, torch's work between the products takes as long as a third of them: some thirty calls a layer,
-each of a few microseconds. Here there are four.
+For a question's 32 rows, torch's work between the products costs a third of the products' time: some thirty calls a
+layer, each of a few microseconds. This module makes four.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What can be set of the model, and of the instruction that every prompt begins with."""
+"""Options of the model, and of the instruction that every prompt begins with."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MOST_BYTES = 1 << 16  # of a file with an instruction
 
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions(Options):
-    """Whether the network may be used."""
+    """The option of staying offline."""
 
     offline: bool = option(False, "Never touch the network.", group=MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(NetworkOptions):
-    """Which model is loaded, and how. Without a name it is the one that the store was built with."""
+    """Options of loading a model; without a name the model that the store was built with."""
 
     model: str | None = option(
         None, "The language model.", group=MODEL, metavar="NAME|FOLDER|FILE.gguf|smollm2", instead="the store's own"
@@ -65,7 +65,7 @@ def system_option(group: str) -> str | None:
 
 
 def system_text(given: str) -> str:
-    """Return the instruction that a flag, a variable or a file of settings gives.
+    """Return the instruction given by a flag, a variable or a file of settings.
 
     Raises
     ------

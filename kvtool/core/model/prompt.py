@@ -1,10 +1,11 @@
-"""The prompt in segments: prefix, chunks, question. Each is tokenised on its own and never again as joined text."""
+"""Prompt segments: lead-in or prefix, chunks, question. Each is tokenised on its own, never again as joined text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from pathlib import Path
 from typing import Any, TypeVar
 
 from kvtool.core.common.types import Ids
@@ -26,7 +27,7 @@ _PASSAGE_FILES = ("en1.txt", "en2.txt")
 
 @dataclass(frozen=True, slots=True)
 class PromptParts:
-    """What stands around the chunks and the question.
+    """The token ids around the chunks and the question.
 
     Attributes
     ----------
@@ -53,22 +54,22 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
 
 
 def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
-    """The token ids of chunks as they stand in a prompt: each one's text and a blank line."""
+    """Tokenise chunks as a prompt has them: each one's text and a blank line."""
     return [tuple(ids) for ids in encode_batch(tokenizer, [text.strip() + _SEPARATOR for text in texts])]
 
 
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
-    """The token ids of the last segment: the question as ordinary text, then the answer's header."""
+    """Tokenise the last segment: the question as ordinary text, then the answer's header."""
     return (*encode(tokenizer, f"{_ASKS} {question.strip()}"), *parts.answer_header)
 
 
 def stop_texts(tokenizer: Any) -> tuple[str, ...]:
-    """Return the texts that end an answer: of a base model, which knows no turns, the next question that it asks."""
+    """Return the texts that end an answer: for a base model, which knows no turns, the next question that it asks."""
     return () if tokenizer.chat_template else (f"\n{_ASKS}",)
 
 
 def turn_header(tokenizer: Any) -> Ids:
-    """The token ids between an answer and the user's next turn: the assistant turn's end, the user turn's header.
+    """Tokenise what separates an answer from the user's next turn: the assistant turn's end, the user turn's header.
 
     Raises
     ------
@@ -79,7 +80,7 @@ def turn_header(tokenizer: Any) -> Ids:
 
 
 def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
-    """The token ids of the first n neutral passages that come with kvtool, formatted like chunks.
+    """Tokenise the first n neutral passages that come with kvtool, formatted like chunks.
 
     Raises
     ------
@@ -93,23 +94,23 @@ def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
 
 
 def _plain() -> tuple[str, str, str]:
-    """What stands around system text and chunks for a base model, in place of a rendered template."""
+    """Return the text around system text and chunks for a base model, in place of a rendered template."""
     return "", _SEPARATOR, "\nAnswer:"
 
 
 def _rendered(tokenizer: Any) -> tuple[str, str, str]:
-    """The template's text before the instruction, between it and the chunks, and after the question."""
+    """Return the template's text before the instruction, between it and the chunks, and after the question."""
     return _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
 
 
 def _between_turns(tokenizer: Any) -> str:
-    """The template's text between an answer and the next question."""
+    """Return the template's text between an answer and the next question."""
     turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
     return _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
 
 
 def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[str], Cut | None], reason: str) -> Cut:
-    """Render a prompt and what follows it, with the instruction apart or in the user's turn, until it can be cut."""
+    """Render a prompt and what follows it, with the instruction separate or in the user's turn, until it can be cut."""
     user = _PASSAGES + _QUESTION
     apart = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": user}]
     folded = [{"role": "user", "content": _SYSTEM + _SEPARATOR + user}]  # for templates that know no system role
@@ -124,8 +125,8 @@ def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[s
 
 
 def _cut_turn(text: str) -> str | None:
-    """What stands between the sentinels of an answer and of a next question; None where that is not all, such as in
-    templates that move the instruction into the last turn."""
+    """Return the text between the sentinels of an answer and of a next question; None: the template changes more, as
+    one that moves the instruction into the last turn."""
     if any(text.count(word) != 1 for word in (_ANSWER, _NEXT)):
         return None
     before, _, behind = text.partition(_ANSWER)
@@ -134,7 +135,7 @@ def _cut_turn(text: str) -> str | None:
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:
-    """Cut a rendered template at its sentinels; None unless each stands there once and in order."""
+    """Cut a rendered template at its sentinels; None unless each occurs once and in order."""
     if any(text.count(word) != 1 for word in (_SYSTEM, _PASSAGES + _QUESTION)):
         return None
     head, after = text.split(_PASSAGES + _QUESTION)
@@ -152,7 +153,7 @@ def _prefix_ids(tokenizer: Any, before: str, system: str, between: str) -> list[
 
 
 def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
-    """Let BOS stand there once: it is added where the template leaves it out, and dropped where it comes twice."""
+    """Begin ids with one BOS: it is added where the template leaves it out, and dropped where it comes twice."""
     bos = tokenizer.bos_token_id
     if bos is None:
         return tuple(ids)
@@ -165,3 +166,43 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
 def _adds_bos(tokenizer: Any, bos: int) -> bool:
     normally: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
     return normally[:1] == [bos]
+
+
+# One passage gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: behind
+# two of them a 135M model prefills at 0.8 of its plain speed, behind one at 0.9.
+WARM_PASSAGES = 1
+
+
+def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
+    """Return the ids that every chunk is prefilled after (kvtool/docs/concepts.md; `sink:N` is EPIC's LegoLink-0).
+
+    Raises
+    ------
+    UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
+    """
+    if mode == "warm":
+        return parts.prefix + warm_passages(tokenizer, WARM_PASSAGES)
+    if mode in ("prefix", "neighbour"):
+        return parts.prefix
+    if mode == "none":
+        return ()
+    if mode == "bos" or mode.startswith("sink:"):
+        return (_bos(tokenizer),) * (1 if mode == "bos" else int(mode.removeprefix("sink:")))
+    return parts.prefix + _from_file(Path(mode), tokenizer)
+
+
+def _bos(tokenizer: Any) -> int:
+    for token in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    raise UsageError("the tokenizer has no BOS token to lead in with", "use --lead-in warm or prefix")
+
+
+def _from_file(path: Path, tokenizer: Any) -> Ids:
+    try:
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"the lead-in {str(path)!r} cannot be read: {error}", "give a UTF-8 text file") from error
+    if not text:
+        raise UsageError(f"the lead-in {str(path)!r} is empty", "give a text file with a paragraph or two")
+    return chunk_tokens(tokenizer, [text])[0]

@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.attention import PlacedRows
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape
 
 Observer = Callable[[int, int], None]
 

@@ -165,7 +165,8 @@ class Rotary:
 
         Parameters
         ----------
-        turns : where to, keys, and the table of their positions; `copies`: where to, and what.
+        jobs : output, keys, and the table of their positions, for each tensor of keys.
+        copies : output and source of each tensor that is copied.
         """
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
             moves = [self._turned(turn, layer) for turn in jobs]

@@ -11,19 +11,18 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.load import Loaded
+from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_states
 from kvtool.core.common.turns import Turns
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model import attention
-from kvtool.core.model.kinds import kinds_of
-from kvtool.core.model.kv_shape import KVShape
-from kvtool.core.model.load import Loaded
+from kvtool.core.model.kinds import KVShape, kinds_of
 from kvtool.core.model.mla import attend_latents
 from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.states import StateCache
-from kvtool.core.model.support import ONLY_EXACTLY, context_limit, keeps_states
 
 
 class DecoderStack:

@@ -1,7 +1,7 @@
-"""What layers of a recurrent hybrid keep of a prompt: a state that all its tokens have made, beside keys and values.
+"""Prompt cache of a recurrent hybrid: some layers keep a state that all tokens have made, next to keys and values.
 
-A state (a window of a convolution, a matrix of a recurrence) has no row for a token: it is valid behind exactly the
-tokens that made it, cannot be moved, and cannot be taken back to an earlier token unless it was kept there.
+A state (a window of a convolution, a matrix of a recurrence) has no row for a token. It is valid after exactly the
+tokens that made it, cannot be moved, and cannot be taken back to an earlier token unless it was saved there.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class StateLayer(LinearAttentionLayer):
 
     Attributes
     ----------
-    length : how many tokens the state is behind.
+    length : number of tokens that made the state.
     """
 
     length = 0
 
     def reserve(self, length: int) -> None:
-        """Nothing to do: a state has no rows."""
+        """Do nothing: a state has no rows."""
 
     def states(self) -> States:
-        """The state as it is now: the tensors themselves, which the next pass changes."""
+        """Return the current state: the tensors themselves, which the next pass changes."""
         found: States = {}
         for number in range(self.number_of_states):
             for name, held in ((CONV, self.conv_states), (RECURRENT, self.recurrent_states)):
@@ -51,7 +51,7 @@ class StateLayer(LinearAttentionLayer):
 
     @torch.inference_mode()
     def take(self, states: States) -> None:
-        """Stand behind other tokens: their state, copied."""
+        """Take over a state, copied."""
         for (name, number), tensor in states.items():
             if name == CONV:
                 self.has_previous_state[number] = False  # else it would be appended to what is there
@@ -61,7 +61,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class StateAndRowsLayer(StateLayer, BufferLayer):
-    """A layer that keeps both: attention and a recurrence beside each other (Falcon-H1)."""
+    """A layer that keeps both: attention next to a recurrence (Falcon-H1)."""
 
     def __init__(self, number_of_states: int, *rows: Any) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)
@@ -80,12 +80,12 @@ class NothingLayer(DummyLayer):
     length = 0
 
     def reserve(self, length: int) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """All states of a prompt cache as they were behind its first `length` tokens."""
+    """All states of a prompt cache after its first `length` tokens."""
 
     length: int
     states: tuple[States, ...]
@@ -94,8 +94,8 @@ class Marked:
 class StateCache(PromptCache):
     """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
 
-    Rows are computed in their order from the first on: what stands before the one that comes next is in the states.
-    They can be taken back to where they were marked, nowhere else.
+    Rows are computed in order from the first on: the states hold all rows before the next one. They can be taken back
+    to where they were marked, nowhere else.
 
     Parameters
     ----------
@@ -112,13 +112,13 @@ class StateCache(PromptCache):
 
     @torch.inference_mode()
     def mark(self) -> Marked:
-        """Keep the states as they are now: `set_length` can then come back to here, and `go_back` whenever it may."""
+        """Save the current states: `set_length` can come back to this length, and `go_back` at any time."""
         copies = [{key: tensor.clone() for key, tensor in layer.states().items()} for layer in self.state_layers]
         self._marked = Marked(self.length, tuple(copies))
         return self._marked
 
     def go_back(self, marked: Marked) -> None:
-        """Stand where this cache was marked once. Where that is cut off, it can be done again."""
+        """Return to where this cache was marked; after an interruption the call can be repeated."""
         self._marked = marked
         self.set_length(marked.length)
 
@@ -133,7 +133,7 @@ class StateCache(PromptCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes: rows, states, and those that are marked."""
+        """Bytes of rows, states, and marked states."""
         rows = sum(one.keys.nbytes + one.values.nbytes for one in self.buffers if isinstance(one, BufferLayer))
         held = [layer.states() for layer in self.state_layers]
         marked = () if self._marked is None else self._marked.states
@@ -146,7 +146,7 @@ class StateCache(PromptCache):
 
     @property
     def length(self) -> int:
-        """How many tokens it holds."""
+        """Number of tokens that it holds."""
         return max(int(layer.length) for layer in self.buffers)
 
 

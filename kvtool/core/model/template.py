@@ -1,7 +1,8 @@
 """Rendering of chat templates: programs that come with a model, run in a process whose time and memory are bounded.
 
-The sandbox of Jinja keeps a template from reaching anything but its own values. It does not bound what a template may
-take: nested loops, powers and repeated strings run for as long, and grow as large, as they are written to.
+The sandbox of Jinja keeps a template from reaching anything but its own values. It bounds neither time nor memory:
+nested loops, powers and repeated strings take as much as they are written to. The process reads JSON on stdin, and
+writes a line for each conversation to stdout.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import date
 from functools import lru_cache
 from typing import Any
@@ -20,7 +24,7 @@ Conversation = Sequence[dict[str, str]]
 SECONDS = 10  # of a processor; a template takes milliseconds
 _MEMORY = 2 * 10**9  # bytes of address space
 _PATIENCE = 120.0  # seconds for a busy machine to start the process and to end it
-_PROGRAM = "from kvtool.core.model.template_child import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
+_PROGRAM = "from kvtool.core.model.template import main\nmain(int(sys.argv[1]), int(sys.argv[2]))"
 _OWN = "transformers.tokenization_utils_base"
 _HOW = {"add_generation_prompt": True, "enable_thinking": False}
 
@@ -32,8 +36,8 @@ class TemplateFailed(Exception):
 def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | TemplateFailed]:
     """Render conversations by the tokenizer's chat template, each with the header of the next answer.
 
-    Whatever a template does is an element of the result: nothing is raised for it. What was rendered today is not
-    rendered again in this process; templates may tell the date.
+    A template's failure is an element of the result: nothing is raised for it. Results are cached for the day, since
+    templates may print the date.
     """
     method = tokenizer.apply_chat_template
     if getattr(method, "__module__", "") != _OWN:  # a tokenizer with code in the place of a template
@@ -62,7 +66,7 @@ def _in_place(method: Any, conversation: Conversation) -> str | TemplateFailed:
 
 @lru_cache(maxsize=32)
 def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
-    """Return what the process answers to one request, an object for each conversation."""
+    """Return the process's answer to one request, an object for each conversation."""
     process = started(
         python(_PROGRAM, str(seconds), str(_MEMORY)),
         stdin=subprocess.PIPE,
@@ -80,3 +84,44 @@ def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
     rows = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
     lost = {"error": f"it takes over {seconds} s, or {_MEMORY / 1e9:.0f} GB of memory"}
     return rows + [lost] * (len(json.loads(asked)["conversations"]) - len(rows))
+
+
+_LONGEST = 10**6  # characters of a rendered conversation
+
+
+def main(seconds: int, memory: int) -> None:
+    """Render each conversation of a request, in the process of its own.
+
+    Each may take so many seconds of a processor, all of them so many bytes. The process is ended where that is not
+    enough; earlier answers are written by then.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    asked = json.load(sys.stdin.buffer)
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # output of libraries goes to stderr, which is not read
+    for conversation in asked["conversations"]:
+        _limit(seconds, memory)
+        answers.write(json.dumps(_rendered(render_jinja_template, asked, conversation)) + "\n")
+        answers.flush()
+
+
+def _rendered(render: Any, asked: dict[str, Any], conversation: list[dict[str, str]]) -> dict[str, str]:
+
+    try:
+        ((text,), _) = render(conversations=[conversation], chat_template=asked["template"], **asked["names"])
+    except MemoryError:
+        return {"error": "it takes too much memory"}
+    except Exception as error:
+        return {"error": reason_of(error)[:500]}
+    return {"text": text} if len(text) <= _LONGEST else {"error": f"it writes more than {_LONGEST:,} characters"}
+
+
+def _limit(seconds: int, memory: int) -> None:
+    with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _, most = resource.getrlimit(resource.RLIMIT_CPU)
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, most))

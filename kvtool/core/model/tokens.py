@@ -1,4 +1,4 @@
-"""Text → token ids. What a person or a document wrote stays text, even where it looks like a control token."""
+"""Tokenisation of text: what a person or a document wrote stays text, even if it looks like a control token."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def count_tokens(tokenizer: Any) -> Callable[[Sequence[str]], list[int]]:
 
 
 def holds_control(tokenizer: Any, text: str) -> bool:
-    """Whether the text contains the spelling of a control token."""
+    """Return True if the text contains the spelling of a control token."""
     return any(token.content in text for token in tokenizer.added_tokens_decoder.values() if _is_control(token))
 
 
 def whole_characters(tokenizer: Any, ids: Sequence[int]) -> Iterator[tuple[int, int, str]]:
-    """The text of some ids in pieces of as few tokens as make whole characters: from … to, and the piece."""
+    """Decode ids in pieces of as few tokens as make whole characters: first, end, and the piece."""
     start = 0
     for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(list(ids[start:stop]), clean_up_tokenization_spaces=False)
@@ -73,7 +73,7 @@ def _is_control(token: Any) -> bool:
 
 
 def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
-    """A pattern of the control tokens that the library recognises even when told not to.
+    """Return a pattern of the control tokens that the library recognises even when told not to.
 
     These were added, but not marked as special (`<think>`).
     """

@@ -1,7 +1,6 @@
-"""Prefill chunks and encode their keys and values as records: a function of the batch, and of nothing else.
+"""Record maker: prefills a batch of chunks, and encodes their keys and values as records.
 
-With each chunk comes how much its tokens' values depend on what stood before it (`sensitivities`), which `union` ranks
-rows by.
+With each chunk comes the sensitivity of its tokens' values to the text before it, by which `union` ranks rows.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.lead_in import lead_in_ids
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.prompt import PromptParts
+from kvtool.core.model.prompt import PromptParts, lead_in_ids
 
 # The first layer whose values can differ at all. Further layers rank tokens hardly better (answer KL .084 instead of
 # .087), and each would cost another L-th of an ingest.
@@ -36,11 +34,9 @@ _LARGEST = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True, slots=True)
 class LeadIns:
-    """Holds what chunks are prefilled behind, and the other text that their sensitivity is measured against.
+    """The lead-in of chunks, and the other one that their sensitivity is measured against.
 
-    Attributes
-    ----------
-    other : None: no sensitivity is measured, as of the prompt's own beginning.
+    `other` is None where no sensitivity is measured, as of the prompt's own beginning.
     """
 
     own: LeadIn
@@ -48,14 +44,13 @@ class LeadIns:
 
     @classmethod
     def nothing(cls, decoder: Decoder) -> LeadIns:
-        """Make the lead-in of the prompt's own beginning: nothing stands before it."""
+        """Return the empty lead-in of the prompt's own beginning."""
         return cls(LeadIn(decoder, ()), None)
 
 
 @dataclass(frozen=True, slots=True)
 class PrefilledChunk:
-    """Holds a chunk's keys and values, how much each token's values depend on what stood before the chunk, and what
-    computed them."""
+    """A chunk's keys and values, its tokens' sensitivities, and the arithmetic that computed them."""
 
     chunk: ChunkSpec
     kv: ChunkKV
@@ -65,7 +60,7 @@ class PrefilledChunk:
 
 @dataclass(frozen=True, slots=True)
 class ChunkRecords:
-    """Holds a chunk's description and its records at one level, one a layer: what `Writer.put_chunk` takes."""
+    """A chunk's description and its records at one level, one a layer, for `Writer.put_chunk`."""
 
     chunk_id: bytes
     info: ChunkInfo
@@ -74,11 +69,9 @@ class ChunkRecords:
 
 
 def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) -> list[PrefilledChunk]:
-    """Compute a batch of chunks; what a chunk gives does not depend on its batch (bit for bit on the CPU).
+    """Compute a batch of chunks, each independent of its batch (bit for bit on the CPU).
 
-    Raises
-    ------
-    ModelError : a number does not fit the store's format.
+    Raises ModelError: a number does not fit the store's format.
     """
     kvs = prefill_chunks(decoder, lead_ins.own, [PrefillItem(chunk.ids, chunk.before) for chunk in chunks])
     check_float16_range(side for kv in kvs for sides in kv.layers for side in sides)
@@ -116,39 +109,36 @@ def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | N
 
 
 def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequence[Payload]) -> bytes:
-    """Put one layer's record around what a codec made of it."""
+    """Put one layer's record around a codec's payload."""
     keys, values = kv
     kv_heads, tokens, head_dim = keys.shape
     header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, values.shape[2], level, layer)
     return encode_record(chunk_id, header, payload)
 
 
-# ---- what a token's values depend on -------------------------------------------------------------------------------
-
-
 def other_lead_in(decoder: Decoder, parts: PromptParts, own: Ids, shared: bool) -> LeadIn:
-    """Make the lead-in that chunks are compared behind: what counts is how far a text before a chunk moves its values.
+    """Make the lead-in for comparison: how far does a text before a chunk move its values?
 
-    It is the plain prefix for a store whose chunks all stand behind a text of their own (`warm`, a file), and the warm
-    one for all others.
+    The plain prefix, for a store whose chunks have a text of their own before them (`warm`, a file); else the warm one.
 
     Parameters
     ----------
     own : ids of the store's lead-in.
-    shared : whether nothing else stands before its chunks.
+    shared : nothing else precedes its chunks.
     """
     plain, warm = (lead_in_ids(mode, decoder.loaded.tokenizer, parts) for mode in ("prefix", "warm"))
     return LeadIn(decoder, plain if shared and len(own) > len(plain) else warm)
 
 
 def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> list[bytes]:
-    """Measure for each chunk, as one little-endian float16 a token, the distance of its values at layer 1 (layer 0 of a
-    model with one layer), over all heads, between its own lead-in and the other one.
+    """Measure the distance of each chunk's values at layer 1, over all heads, between its own lead-in and the other.
+
+    Returns one little-endian float16 a token. Layer 0 serves for a model with one layer.
 
     Parameters
     ----------
     chunks : token ids.
-    kvs : the same chunks behind their own lead-in.
+    kvs : the same chunks after their own lead-in.
     """
     layer = min(LAYER, decoder.stored_layers - 1)
     others = prefill_chunks(decoder, other, [PrefillItem(ids) for ids in chunks], layer + 1)
@@ -161,16 +151,8 @@ def _distance(values: torch.Tensor, moved: torch.Tensor) -> bytes:
     return distance.half().numpy().astype("<f2").tobytes()
 
 
-# ---- numbers and threads ------------------------------------------------------------------------------------------
-
-
 def check_float16_range(kept: Iterable[torch.Tensor]) -> None:
-    """Refuse what has left the range of float16, 65504, and would be stored as infinity; other formats are not checked.
-
-    Raises
-    ------
-    ModelError : a number is infinite, or none.
-    """
+    """Refuse float16 numbers that are not finite: the model has left the range of 65504. Raises ModelError."""
     for tensor in kept:
         if tensor.dtype == torch.float16 and not bool(torch.isfinite(tensor).all()):
             raise ModelError(
@@ -180,16 +162,15 @@ def check_float16_range(kept: Iterable[torch.Tensor]) -> None:
 
 
 def encoder_threads() -> ThreadPoolExecutor:
-    """Make as many threads as torch would take for one product; a product of theirs takes one. The codec's work is
-    machine code, in which Python serves others."""
+    """Make as many threads as torch would take for one product; a product of theirs takes one.
+
+    The codec's work is machine code, in which Python serves other threads.
+    """
     return ThreadPoolExecutor(torch.get_num_threads(), "kvtool-records", _alone)
 
 
 def _alone() -> None:
-    """Let this thread's products be its own.
-
-    By OpenMP itself: `torch.set_num_threads` would hold for all threads that begin later, too.
-    """
+    """Limit this thread's products to itself, by OpenMP: `torch.set_num_threads` would hold for later threads, too."""
     torch.get_num_threads()  # a thread takes its number from torch once, when it first asks
     with suppress(OSError, AttributeError, TypeError):
         ctypes.CDLL(None).omp_set_num_threads(1)

@@ -1,12 +1,8 @@
-"""Select a chunk's heavy hitters, the rows worth storing when not all are: what attends to them reads the chunk again.
+"""Heavy hitters: the rows of a chunk worth storing when not all are, ranked by attention that reads the chunk again.
 
-A chunk is prefilled once more with its own tokens behind it, as if someone repeated it word for word; what a row is
-worth is the most that any head gives it while doing so, the mean over the layers (KVzip, arXiv 2505.23416, there for
-each head apart).
-
-Other rules lose more (kvtool/docs/codec.md): the attention that a chunk's own later rows give (H2O, arXiv 2306.14048)
-loses more than rows drawn by lot; times the sensitivity (records/encode.py) it is better on one model and much
-worse on another.
+A chunk is prefilled once more with its own tokens after it, as if someone repeated it word for word. A row's worth is
+the largest weight that any head gives it then, the mean over the layers (KVzip, arXiv 2505.23416, there for each head).
+Other rules lose more (kvtool/docs/codec.md).
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ _TWICE = "each chunk is read twice to choose its rows: leave --keep out, or inge
 
 
 class _Watch:
-    """Collects, layer by layer, the most that a chunk's rows are looked at by those of its repetition.
+    """A sum over layers of the largest weight that a chunk's rows get from those of its repetition.
 
     Attributes
     ----------
@@ -52,9 +48,9 @@ class _Watch:
 
 
 def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[torch.Tensor]:
-    """Measure how much each row of some chunks is looked at when the chunk is repeated, float32 `[tokens]` each.
+    """Measure the worth of each row of some chunks, float32 `[tokens]` each.
 
-    What a chunk gives does not depend on the others. Its own text before it, of a `neighbour` store, is left out.
+    A chunk's rows do not depend on the other chunks; its own text before it, of a `neighbour` store, is left out.
     Raises UsageError: a chunk and its repetition are longer than the model's context.
     """
     decoder.check_length(len(lead_in) + 2 * max(map(len, chunks), default=0), _TWICE)
@@ -64,7 +60,7 @@ def repeated(decoder: Decoder, lead_in: LeadIn, chunks: Sequence[Ids]) -> list[t
 
 
 def heaviest(worth: torch.Tensor, share: int) -> Ids:
-    """Choose the rows that stay, ascending: the first ones, and of the others those of the highest worth.
+    """Choose the rows to store, ascending: the first ones, and of the others those of the highest worth.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Read records of a store, each with the coarser one that it refines."""
+"""Record reader of a store: records with the coarser ones that they refine, and chunks as tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import Encoded, LayerKV, Profiles, Shape, no_profiles, shape_of
+from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles, shape_of
 from kvtool.core.codec.levels import exact, level_of
 from kvtool.core.codec.row_subset import rows_of
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.model.kv_shape import KVShape
+from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unusable:
-    """Stands for a record that is as good as none, and says why."""
+    """A record that cannot be used, and the reason."""
 
     reason: str
 
 
 def stored_shape(shape: KVShape, tokens: int) -> Shape:
-    """The shape that a layer's records of so many tokens state."""
+    """Return the shape that a layer's records of so many tokens state."""
     return shape_of(shape.heads, tokens, shape.key_dim, shape.value_dim)
 
 
 def stored_rows(item: Encoded, level: str) -> Ids | None:
-    """Which of a chunk's tokens a record has rows of, ascending; None: of all. Raises DamagedError."""
+    """Return the tokens of a chunk whose rows a record has, ascending; None: all. Raises DamagedError."""
     return None if level_of(level).share == 100 else rows_of(item)
 
 
 def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> list[Ids | Unusable | None]:
-    """Read off the first layer's records of some chunks which of their tokens are stored at a level; None: all are."""
+    """Read the stored tokens of some chunks at a level off their first layer's records; None: all are stored."""
     if level_of(level).share == 100:
         return [None] * len(chunk_ids)
     rows: list[Ids | Unusable | None] = []
@@ -52,7 +52,7 @@ def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> li
 
 
 def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
-    """Find a level that loses nothing and is stored; None: there is none."""
+    """Find a stored lossless level; None: there is none."""
     return next(iter(exact(store.levels(chunk_id))), None)
 
 
@@ -71,10 +71,10 @@ def read_layer(
 
     Parameters
     ----------
-    shapes : what the records must have; None: whatever they say.
-    before : told the number of each chunk before a record of it is read.
-    room : memory for a record; nobody else may write to it until the record is of no more use.
-    ahead : of each chunk, the layers that are read of it; None: it may be any.
+    shapes : required shapes of the records; None: any.
+    before : called with the number of each chunk before a record of it is read.
+    room : allocates a record's memory, which nothing else may write to while the record is in use.
+    ahead : of each chunk, the layers that are read of it; None: any.
     """
     read = store.read_layer(chunk_ids, level, layer, before, room, ahead)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
@@ -105,7 +105,7 @@ def _refining(item: Encoded | Unusable, base: Encoded | Unusable) -> Encoded | U
 def _opened(
     record: KVRead | KvtoolError | None, level: str, shape: Shape | None
 ) -> tuple[Encoded | Unusable, str | None]:
-    """Check what was read; returns it without its base, and the level of that if it needs one."""
+    """Check a record; returns it without its base, and the base's level if it needs one."""
     if record is None:
         return Unusable("not stored"), None
     if isinstance(record, KvtoolError):
@@ -121,12 +121,7 @@ def _opened(
 
 
 def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
-    """Read one layer of several chunks.
-
-    Raises
-    ------
-    DamagedError : a record is missing or damaged.
-    """
+    """Read one layer of several chunks. Raises DamagedError: a record is missing or damaged."""
     items: list[Encoded] = []
     for chunk_id, item in zip(chunk_ids, read_layer(store, chunk_ids, level, layer), strict=True):
         if isinstance(item, Unusable):
@@ -140,12 +135,5 @@ def read_chunk(
     store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
 ) -> ChunkKV:
     """Read all layers of a chunk as tensors. Raises DamagedError."""
-    return ChunkKV(*zip(*read_layers(store, chunk_id, level, layers, profiles), strict=True))
-
-
-def read_layers(
-    store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
-) -> list[LayerKV]:
-    """Read all layers of a chunk. Raises DamagedError."""
     items = [read_records(store, [chunk_id], level, layer)[0] for layer in range(layers)]
-    return CODECS[level].decode_layers(items, profiles)
+    return ChunkKV(*zip(*CODECS[level].decode_layers(items, profiles), strict=True))

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvtool.core.checkpoint.files import looks_local
+from kvtool.core.checkpoint.fingerprint import file_digest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.errors import ModelError
-from kvtool.core.model.digests import file_digest
-from kvtool.core.model.resolve import looks_local
 from kvtool.core.retrieval.tables import Array
 
 _PICKLE = "pytorch_model.bin"
@@ -158,7 +158,7 @@ class Embedder:
 
 
 def _unloadable(ref: str, error: Exception) -> ModelError:
-    from kvtool.core.model.load import OWN_CODE
+    from kvtool.core.checkpoint.load import OWN_CODE
 
     if "trust_remote_code" in str(error):
         return ModelError(f"the embedding model {ref} cannot be loaded: {OWN_CODE}", "use another model")
@@ -178,7 +178,7 @@ def _folder_of(ref: str, offline: bool) -> Path:
             raise ModelError(f"there is no embedding model at {ref}", "name a folder, or a model of the hub")
         folder = path
     else:
-        from kvtool.core.model.hub import snapshot
+        from kvtool.core.checkpoint.hub import snapshot
 
         folder = snapshot(ref, list(_WANTED), offline=offline)
     if not (folder / "config.json").is_file():
@@ -218,7 +218,7 @@ def _static(folder: Path) -> tuple[Encode, Count]:
 def _sentence(folder: Path) -> tuple[Encode, Count]:
     from sentence_transformers import SentenceTransformer
 
-    from kvtool.core.model.load import quiet
+    from kvtool.core.checkpoint.load import quiet
 
     with quiet():
         model: Any = SentenceTransformer(

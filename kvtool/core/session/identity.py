@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import HERE, Origin, chunk_id, ids_digest
+from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.support import ONLY_EXACTLY
 from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.model.files import ModelFiles, Once, unnoticed
-from kvtool.core.model.fingerprint import model_fingerprint
 from kvtool.core.model.options import DEFAULT_MODEL, EARLIER_SYSTEM, ModelOptions
-from kvtool.core.model.resolve import resolve
-from kvtool.core.model.support import ONLY_EXACTLY
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

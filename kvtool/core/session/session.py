@@ -26,12 +26,12 @@ from kvtool.core.session.identity import (
 )
 
 if TYPE_CHECKING:
+    from kvtool.core.checkpoint.files import ModelFiles
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Segment
     from kvtool.core.fusion.prefix_cache import StoredPrefix
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.model.files import ModelFiles
     from kvtool.core.model.prefill import LeadIn
     from kvtool.core.session.speeds import SpeedBook
 
@@ -160,8 +160,8 @@ class Session:
         """
         import torch
 
+        from kvtool.core.checkpoint.load import load_model, resolve_device
         from kvtool.core.model.decoder import Decoder
-        from kvtool.core.model.load import load_model, resolve_device
 
         device, dtype, arithmetic = resolve_device(self._wanted.device), self.identity.dtype, self.arithmetic.dtype
         if arithmetic != product_dtype(arithmetic, device):
@@ -174,7 +174,7 @@ class Session:
         """Return the arithmetic of the model on this machine, loaded or not. Raises ModelError, UsageError."""
         if self.is_loaded:
             return self.decoder.loaded.arithmetic
-        from kvtool.core.model.load import resolve_device, resolve_dtype
+        from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
 
         device = resolve_device(self._wanted.device)
         return Arithmetic(resolve_dtype(self._wanted.dtype, device, self.files), device.partition(":")[0])
@@ -182,15 +182,15 @@ class Session:
     @cached_property
     def tokenizer(self) -> Any:
         """Load the tokenizer, which needs no loaded model."""
-        from kvtool.core.model.load import load_tokenizer
+        from kvtool.core.checkpoint.load import load_tokenizer
 
         return self.decoder.loaded.tokenizer if self.is_loaded else load_tokenizer(self.files)
 
     @cached_property
     def layers(self) -> int:
         """Return the number of layers that a chunk has records of; a chunk with another number is not this model's."""
-        from kvtool.core.model.load import supported_config
-        from kvtool.core.model.support import kept_layers
+        from kvtool.core.checkpoint.load import supported_config
+        from kvtool.core.checkpoint.support import kept_layers
 
         return self.decoder.stored_layers if self.is_loaded else kept_layers(supported_config(self.files))
 
@@ -200,8 +200,8 @@ class Session:
 
         While the model is not loaded, its configuration says so.
         """
+        from kvtool.core.checkpoint.load import supported_config
         from kvtool.core.model.kinds import stated_windows
-        from kvtool.core.model.load import supported_config
 
         if self.is_loaded:
             return self.decoder.windows

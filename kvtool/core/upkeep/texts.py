@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def stored_tokenizer(store: Store) -> Any:
     """Load the tokenizer of a store's model without using the network. Raises ModelError."""
-    from kvtool.core.model.load import load_tokenizer
+    from kvtool.core.checkpoint.load import load_tokenizer
 
     return load_tokenizer(model_files(store_identity(store), ModelOptions(offline=True), store.made_by()))
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.checkpoint.load import resolve_device
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.arithmetic import FLOAT32, why_float32
 from kvtool.core.common.machine import cores
@@ -15,7 +16,6 @@ from kvtool.core.common.progress import Events
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import resolve_device
 from kvtool.lab.bench.flops import Architecture
 from kvtool.lab.bench.limits import Machine, measure_machine
 from kvtool.lab.bench.machine import Host

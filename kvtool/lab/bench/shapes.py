@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.files import ModelFiles
+from kvtool.core.checkpoint.load import Loaded, own_dtype, quiet, resolve_device
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
-from kvtool.core.model.files import ModelFiles
-from kvtool.core.model.load import Loaded, own_dtype, quiet, resolve_device
 
 _SPREAD = 0.02  # of all weights, as the models begin their training with
 PUBLISHED = "bfloat16"  # that all of SHAPES were published in

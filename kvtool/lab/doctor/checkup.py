@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint.files import PACKAGED, ModelFiles
+from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError
-from kvtool.core.model.files import PACKAGED, ModelFiles
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
-from kvtool.core.model.resolve import resolve
 from kvtool.core.remote.opening import local_place
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
 from kvtool.lab.doctor.finding import Finding, failing
@@ -63,7 +63,7 @@ def _identity(folder: Path) -> StoreIdentity | None:
 def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterator[Finding]:
     """Look for the model that is asked for, the store's own, or that of a new store; whether its kind is supported, and
     its number format."""
-    from kvtool.core.model.load import supported_config
+    from kvtool.core.checkpoint.load import supported_config
 
     try:
         files = _files(identity, replace(wanted, offline=True))

@@ -6,11 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvtool.core.checkpoint.files import ModelFiles
+from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
 from kvtool.core.common.arithmetic import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.common.sizes import counted, shown_size
-from kvtool.core.model.files import ModelFiles
-from kvtool.core.model.load import resolve_device, resolve_dtype
 from kvtool.core.model.options import ModelOptions
 from kvtool.lab.doctor.finding import Finding, failing
 

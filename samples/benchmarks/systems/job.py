@@ -13,15 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.checkpoint.files import ModelFiles
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.hub import find_packaged, resolve
+from kvtool.core.checkpoint.load import resolve_dtype
 from kvtool.core.common.children import python
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
-from kvtool.core.model.files import ModelFiles
-from kvtool.core.model.fingerprint import model_fingerprint
-from kvtool.core.model.load import resolve_dtype
-from kvtool.core.model.packaged import find_packaged
-from kvtool.core.model.resolve import resolve
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.bench.folder import scratch_folder
 from kvtool.lab.measure.journal import Journal

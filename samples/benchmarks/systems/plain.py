@@ -8,9 +8,9 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from kvtool.core.model.load import quiet, resolve_dtype
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import quiet, resolve_dtype
 from kvtool.core.model.modules import cache_name
-from kvtool.core.model.resolve import resolve
 from samples.benchmarks.systems.task import About, PeerPrompt, Task
 
 

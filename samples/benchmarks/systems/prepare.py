@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.codec.levels import WHOLE, level_of
 from kvtool.core.common.types import Ids
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import load_model
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.resolve import resolve
 from kvtool.core.records.encode import encode_layers
 from kvtool.lab.bench.machine import Host
 from kvtool.lab.bench.prompts import BenchPrompt, Stored

@@ -13,6 +13,7 @@ import pytest
 
 from kvtool.core.codec.rans import coder, encode_ir
 from kvtool.core.codec.rans.coder import decode
+from kvtool.core.codec.rans.decode_ir import Decode
 from kvtool.core.codec.rans.reference import in_order
 from kvtool.core.errors import UsageError
 from kvtool.core.native import isa as isas
@@ -152,7 +153,7 @@ def test_a_missing_llvmlite_is_an_error_where_it_was_asked_for(monkeypatch: pyte
 def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     coder._kernel.cache_clear()
     coder._warn_slow.cache_clear()
-    monkeypatch.setattr(coder, "_text", lambda *_: "no LLVM IR")
+    monkeypatch.setattr(coder, "compiled", lambda _, *rest: jit.compiled("no LLVM IR", *rest))
     with pytest.warns(RuntimeWarning, match="numpy"):
         round_trip()
     monkeypatch.setenv(coder.VARIABLE, "scalar")
@@ -161,7 +162,7 @@ def test_what_cannot_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_threads_run_while_a_kernel_does() -> None:
-    kernel: Any = coder._kernel("scalar", "int16")
+    kernel: Any = coder._kernel("scalar", Decode("int16"))
     holds_the_lock = 4  # FUNCFLAG_PYTHONAPI of ctypes
     assert not type(kernel._call)._flags_ & holds_the_lock
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvtool.core.codec.encode import symbols_of
 from kvtool.core.codec.rans import coder, reference
-from kvtool.core.codec.rans.coder import Decoding, decode, refine
+from kvtool.core.codec.rans.coder import Decoding, decode
 from kvtool.core.codec.rans.reference import Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.job import address
@@ -204,7 +204,7 @@ def test_streams_of_many_sizes_from_one_read_only_buffer(back_end: str) -> None:
 def test_nothing_to_do(back_end: str) -> None:
     ids, out = np.zeros(64, np.uint16), np.empty((0, 64), np.int16)
     decode(Decoding([], in_order(ids, TABLES), [], [], out))
-    refine(Decoding([], in_order(ids, TABLES, refines=True), [], [], out))
+    decode(Decoding([], in_order(ids, TABLES, refines=True), [], [], out))
 
 
 @pytest.mark.parametrize("columns", [64, 320])
@@ -223,7 +223,7 @@ def test_refining(back_end: str, columns: int) -> None:
     out = np.full((17, columns + 20), -5, np.int16)
     order = (places[:, None] + np.arange(32)).reshape(-1)
     out[:, order] = coarse
-    refine(Decoding([stream], fine, [0], [17], out))
+    decode(Decoding([stream], fine, [0], [17], out))
     change = np.where(coarse < 0, 128 - symbols.astype(np.int32), symbols.astype(np.int32) - 128)
     expected = np.full_like(out, -5)
     expected[:, order] = (3 * coarse.astype(np.int32) + change).astype(np.int16)
@@ -237,7 +237,7 @@ def test_refining_by_any_number(back_end: str) -> None:
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)
     job = int16_job(stream_of(symbols, ids), ids, 5, refines=True)
     job.out[:] = 0
-    refine(job)
+    decode(job)
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear.onednn import (
     KERNELS_KEPT,
     can_pack,
@@ -17,8 +19,6 @@ from kvtool.core.kernels.linear.onednn import (
     pack_weights,
     return_freed_memory,
 )
-from kvtool.core.model.load import load_model
-from kvtool.core.model.resolve import resolve
 from tests.families import KINDS, save_tiny, tiny_model
 
 IDS = torch.arange(5, 60)[None]

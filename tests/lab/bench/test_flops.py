@@ -12,8 +12,8 @@ from kvtool.lab.bench.flops import Architecture, LayerWork, flops, full_work, ke
 from kvtool.lab.bench.limits import Machine, limit_of
 from kvtool.lab.bench.memory import own_pages, peak_memory
 from kvtool.lab.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
+from tests.checkpoint.gguf_models import IN_GGUF
 from tests.fusion.making import decoder_of
-from tests.model.gguf_models import IN_GGUF
 
 # Of the tiny shape: hidden 64, 4 heads and 2 KV heads of 16, MLP 128, vocabulary 512, 4 layers.
 LINEAR = 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 128  # Q, K and V, O, the MLP's three
@@ -97,7 +97,7 @@ def test_shapes_have_the_sizes_that_are_told_of_them(name: str, billions: float)
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_shapes_are_supported(name: str) -> None:
-    from kvtool.core.model.support import check_supported
+    from kvtool.core.checkpoint.support import check_supported
 
     check_supported(shape_config(name))
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
+from kvtool.core.checkpoint import load
 from kvtool.core.codec.levels import RAW
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.selectors import MODES, selector_for
-from kvtool.core.model import load
 from kvtool.core.query.auto import spans_of
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
@@ -17,8 +19,6 @@ from kvtool.core.model.decode.backend import TorchBackend
 from kvtool.core.model.decode.native import Engine, engine_of
 from kvtool.core.model.decode.weights import WeightSource
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.load import load_model
-from kvtool.core.model.resolve import resolve
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import runnable
 from tests.families import save_tiny, tiny_model

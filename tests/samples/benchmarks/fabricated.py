@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.model.load import resolve_dtype
-from kvtool.core.model.resolve import resolve
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import resolve_dtype
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.measure.journal import Journal
 from samples.benchmarks.systems.job import KIND, ONCE, PeersOptions, facts_of, key_of, llama_contenders

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.checkpoint.files import ModelFiles
 from samples.benchmarks import machines
 from samples.benchmarks.systems.job import Found, Run
 from samples.benchmarks.systems.rows import gathered

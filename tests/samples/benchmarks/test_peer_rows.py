@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.model.files import ModelFiles
+from kvtool.core.checkpoint.files import ModelFiles
 from samples.benchmarks.peers import TABLE_HEAD, peers_chart, peers_notes, peers_table, stored_table
 from samples.benchmarks.systems.job import Found, Run, llama_contenders, runs
 from samples.benchmarks.systems.rows import PeersBench, gathered

@@ -10,15 +10,17 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
 
 from kvtool.core.codec.rans import decode_ir, encode_ir, reference
+from kvtool.core.codec.rans.decode_ir import REFINE, Decode
+from kvtool.core.codec.rans.encode_ir import Encode
 from kvtool.core.codec.rans.reference import (
     ESCAPE,
     LANES,
@@ -46,17 +48,7 @@ HELD: dict[str, np.dtype[Any]] = {  # what holds a form's numbers
 }
 VARIABLE = ENTROPY_CODER
 NUMPY = "numpy"
-ENCODE, ENCODE_CONTEXTS = "encode", "encode with contexts"
-SYMBOLS, FINER, WIDER, STRAY = "symbols", "finer", "wider", "stray"
-KINDS: dict[str, Callable[[Isa], str]] = {
-    **{kind: partial(decode_ir.decode_module, form=kind) for kind in decode_ir.KINDS},
-    ENCODE: partial(encode_ir.encode_module, contexts=False),
-    ENCODE_CONTEXTS: partial(encode_ir.encode_module, contexts=True),
-    SYMBOLS: encode_ir.symbols_module,
-    FINER: encode_ir.finer_module,
-    WIDER: encode_ir.wider_module,
-    STRAY: encode_ir.stray_module,
-}
+Kind = Callable[[Isa], str]  # LLVM IR of a function `run(jobs, number of jobs)`; equal ones are compiled once
 _SLACK = 16  # words an encoder may write after the last: those of a register
 _AFTER = np.zeros(LANES, np.uint16)  # a decoder may read this much after the words
 _NOTHING = np.zeros(1, np.uint16)
@@ -67,16 +59,6 @@ _entries: WeakKeyDictionary[TableSet, tuple[U32, int]] = WeakKeyDictionary()
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
-class Kind(Protocol):
-    """A kernel that is none of KINDS. Equal ones are compiled once."""
-
-    def text(self, isa: Isa) -> str:
-        """Return LLVM IR, a function `run(jobs, number of jobs)`."""
-        ...
-
-    def __hash__(self) -> int: ...
-
-
 def available() -> tuple[str, ...]:
     """List the back-ends that this machine can run, best first; `numpy` is always among them."""
     return (*runnable(), NUMPY)
@@ -85,9 +67,7 @@ def available() -> tuple[str, ...]:
 def chosen() -> str:
     """Choose the back-end: the one that KVTOOL_ENTROPY_CODER names, else the best there is.
 
-    Raises
-    ------
-    UsageError : the variable names a back-end that does not exist, or that this machine cannot run.
+    Raises UsageError: the variable names a back-end that does not exist, or that this machine cannot run.
     """
     name = asked(VARIABLE)
     if not name:
@@ -106,15 +86,13 @@ def compile_ahead(dtype: str) -> None:
     """Compile the decoders to numbers of this format, before anybody waits for them."""
     for form in decode_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
-            kernel(form)
+            kernel(Decode(form))
 
 
-def kernel(kind: str | Kind) -> Function | None:
-    """Return `function(jobs, number of jobs)` for one of KINDS, compiled at its first use; None: numpy serves.
+def kernel(kind: Kind) -> Function | None:
+    """Return `function(jobs, number of jobs)`, compiled at its first use; None: numpy serves.
 
-    Raises
-    ------
-    UsageError : see `chosen`; or the back-end it names cannot be compiled.
+    Raises UsageError: see `chosen`; or the back-end it names cannot be compiled.
     """
     name = chosen()
     if name == NUMPY:
@@ -130,13 +108,9 @@ def kernel(kind: str | Kind) -> Function | None:
 
 
 @cache
-def _kernel(name: str, kind: str | Kind) -> Function:
+def _kernel(name: str, kind: Kind) -> Function:
     """Compile; callers hold the lock, so no kernel is compiled twice."""
-    return compiled(_text(ISAS[name], kind), ISAS[name], "run")[0]
-
-
-def _text(isa: Isa, kind: str | Kind) -> str:
-    return KINDS[kind](isa) if isinstance(kind, str) else kind.text(isa)
+    return compiled(kind(ISAS[name]), ISAS[name], "run")[0]
 
 
 @cache
@@ -166,16 +140,14 @@ class Encoding:
 def encode(*encodings: Encoding) -> list[Stream]:
     """Encode in one call, each as a stream of its own in one piece of memory: the bytes of `reference.encode`.
 
-    Raises
-    ------
-    ValueError : a table gives a symbol no frequency, an array has the wrong shape, or only some have contexts.
+    Raises ValueError: a table gives a symbol no frequency, an array has the wrong shape, or only some have contexts.
     """
     for one in encodings:
         _check_encoding(one.symbols, one.columns, one.contexts)
     contexts = bool(encodings) and encodings[0].contexts is not None
     if any((one.contexts is not None) != contexts for one in encodings):
         raise ValueError("all have contexts, or none has")
-    function = kernel(ENCODE_CONTEXTS if contexts else ENCODE)
+    function = kernel(Encode(contexts))
     if function is None:
         return [_encode_in_numpy(one) for one in encodings]
     made = iter(_encode(function, [one for one in encodings if one.symbols.size]))
@@ -281,45 +253,34 @@ class Decoding:
     marked: npt.NDArray[Any] | None = None
     marks: Sequence[int] = ()
 
+    @property
+    def kind(self) -> str:
+        """Name the kernel."""
+        return REFINE if self.columns.refines else self.form
+
 
 def decode(*jobs: Decoding) -> None:
-    """Decode the streams of jobs of one form in one call, on one core; other threads run meanwhile.
+    """Decode the streams of jobs of one kind in one call, on one core; other threads run meanwhile.
 
-    A number is its symbol - 128.
+    A number is its symbol - 128. Columns that refine make finer the coarser numbers q that `out` (int16) holds: with
+    r = symbol - 128, q becomes 3q + r, or 3q - r where q < 0. A symbol's context is then min(|q|, 2). Numbers beyond
+    int16 wrap.
 
     Raises
     ------
     DamagedError : no encoder made a stream; `out` may hold anything.
-    ValueError : arrays have the wrong shape or type, places lie outside `out`, or forms differ.
+    ValueError : arrays have the wrong shape or type, places lie outside `out`, or kinds differ.
     UsageError : see `chosen`.
     """
-    if len({job.form for job in jobs}) > 1:
-        raise ValueError("jobs of one form are decoded together")
-    if jobs:
-        _decode(jobs[0].form, jobs)
-
-
-def refine(job: Decoding) -> None:
-    """Refine coarser numbers q, which `out` (int16) holds at the places: q becomes 3q + r, or 3q - r where q < 0.
-
-    The context of a symbol is min(|q|, 2); r is symbol - 128. What does not fit int16 wraps.
-
-    Raises
-    ------
-    As decode; ValueError also for columns that do not refine.
-    """
-    if job.form != "int16" or not job.columns.refines or job.marked is not None:
-        raise ValueError("only int16 can be refined, by columns that refine and know no escapes")
-    _decode(decode_ir.REFINE, [job])
-
-
-def _decode(kind: str, jobs: Sequence[Decoding]) -> None:
+    kinds = {job.kind for job in jobs}
+    if len(kinds) > 1:
+        raise ValueError("jobs of one kind are decoded together")
     for job in jobs:
         _check_decoding(job)
-    function = kernel(kind)
+    function = kernel(Decode(*kinds)) if kinds else None
     if function is None:
         for job in jobs:
-            _decode_in_numpy(kind, job)
+            _decode_in_numpy(job)
         return
     work = [(job, _with_rows(job)) for job in jobs]
     if not any(some for _, some in work):
@@ -350,6 +311,8 @@ def _check_decoding(job: Decoding) -> None:
         raise ValueError("each stream has its rows in the output")
     if any(start + rows > len(out) for start, rows in zip(job.starts, job.rows, strict=True)):
         raise ValueError("rows outside of the output")
+    if job.columns.refines and (job.form != "int16" or job.marked is not None):
+        raise ValueError("only int16 can be refined, and knows no escapes")
     if job.marked is not None and not _are_marks(job, job.marked):
         raise ValueError("marked values are a vector of what the output holds")
 
@@ -463,13 +426,13 @@ def _addresses(stream: Stream, kept: list[npt.NDArray[Any]]) -> tuple[int, int]:
     return address(kept[-1]), address(stream.states)
 
 
-def _decode_in_numpy(kind: str, job: Decoding) -> None:
+def _decode_in_numpy(job: Decoding) -> None:
     """Decode by the reference where there is no kernel."""
     wanted = job.columns.numbers
     ends = list(accumulate(job.marks))
     for number, (stream, start, rows) in enumerate(zip(job.streams, job.starts, job.rows, strict=True)):
         out = job.out[start : start + rows]
-        coarse = out[:, wanted].astype(np.int32) if kind == decode_ir.REFINE else None
+        coarse = out[:, wanted].astype(np.int32) if job.columns.refines else None
         contexts = None if coarse is None else np.minimum(np.abs(coarse), MOST_CONTEXT).astype(np.uint8)
         symbols = reference.decode(stream, rows, job.columns.ids, job.columns.tables, contexts)
         numbers = symbols.astype(np.int32) - ZERO

@@ -8,6 +8,7 @@ theirs; and it compares the states that are left with those that an encoder begi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kvtool.core.codec.rans.reference import (
     BLOCK,
@@ -26,7 +27,6 @@ from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, per
 
 FORMS = ("int16", "bfloat16", "float16")  # of the numbers as they are; the latter two have those of 8 bits exactly
 REFINE = "refine"
-KINDS = (*FORMS, REFINE)
 DECODE = Job(
     words="i16*",
     count="i64",  # of words
@@ -47,18 +47,24 @@ DECODE = Job(
 _UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
 
 
-def decode_module(isa: Isa, form: str) -> str:
+@dataclass(frozen=True, slots=True)
+class Decode:
     """The kernel for a form of output, or for `refine`."""
-    k = FunctionBuilder("run", isa, JOBS)
-    if isa is SCALAR:
-        _in_memory(k, form)
-        return module(k)
-    _in_registers(k, form)
-    return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
+
+    form: str
+
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
+        k = FunctionBuilder("run", isa, JOBS)
+        if isa is SCALAR:
+            _in_memory(k, self.form)
+            return module(k)
+        _in_registers(k, self.form)
+        return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
 
 
 def _in_registers(k: FunctionBuilder, form: str) -> None:
-    """64 lanes in registers. All of a step's lookups come before its words, which depend on one another."""
+    """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
     width, zero = k.width, k.constant("i64")
     memory = [k.alloca(f"<{width} x i32>").of("i32") for _ in range(LANES // width)]
     with DECODE.each(k) as job:
@@ -91,7 +97,7 @@ def _in_registers(k: FunctionBuilder, form: str) -> None:
 
 
 def _in_memory(k: FunctionBuilder, form: str) -> None:
-    """For any CPU: states in memory, one symbol after another, 32 columns at a time."""
+    """Keep states in memory, for any CPU: one symbol after another, 32 columns at a time."""
     width, zero = k.width, k.constant("i64")
     kept, chosen, states = (k.alloca(f"[{size} x i32]").of("i32") for size in (BLOCK, BLOCK, LANES))
     with DECODE.each(k) as job:
@@ -142,12 +148,12 @@ def _advance(job: Fields, tables: Value, states: Value, position: Value, kept: V
 
 
 def _place(job: Fields, row: Value, block: Value) -> Value:
-    """Where a block of 32 columns goes in a row of `out`."""
+    """Return the place of a block of 32 columns in a row of `out`."""
     return row.at(job.places.load(block).to("i64"))
 
 
 def _look_up(table: Value, indices: Value, memory: Value) -> Value:
-    """One number a lane, `table[indices]`, by way of memory: loads cost less than taking lanes out of registers.
+    """Look up `table[indices]`, lane by lane, by way of memory: loads cost less than taking lanes out of registers.
 
     Volatile, as LLVM would otherwise see through it.
     """
@@ -160,17 +166,17 @@ def _look_up(table: Value, indices: Value, memory: Value) -> Value:
 
 
 def _moved(entry: Value, state: Value) -> Value:
-    """frequency * (state >> 11) + bias."""
+    """Compute frequency * (state >> 11) + bias."""
     return ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
 
 
 def _words_at(job: Fields, position: Value) -> Value:
-    """The next words, or the end where a damaged stream asks for more than there are."""
+    """Return the place of the next words, or the end where a damaged stream asks for more than there are."""
     return job.words.at(position.k.minimum(position, job.count))
 
 
 def _filled(job: Fields, position: Value, states: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """Every state below 2^16 takes a word; the next position, and the states."""
+    """Refill every state below 2^16 by a word; returns the next position, and the states."""
     words, filled = _words_at(job, position), []
     for state in states:
         empty = state < LEAST_STATE
@@ -182,7 +188,7 @@ def _filled(job: Fields, position: Value, states: Sequence[Value]) -> tuple[Valu
 
 
 def _expanded(words: Value, mask: Value, bits: Value) -> Value:
-    """The next words, one to each lane of the mask, as i32; what other lanes get does not matter."""
+    """Load the next words, one to each lane of the mask, as i32; other lanes get any number."""
     loaded = words.load(0, mask.lanes, align=1)
     if mask.k.isa is not AVX512:
         return permuted("expand", bits, loaded.to("i32"))
@@ -192,20 +198,17 @@ def _expanded(words: Value, mask: Value, bits: Value) -> Value:
 
 
 def _expansions() -> list[list[int]]:
-    """For every mask of eight lanes: which word a lane takes, the number of lower lanes in the mask."""
+    """Return for every mask of eight lanes each lane's word: the number of lower lanes in the mask."""
     return [[(mask & ((1 << lane) - 1)).bit_count() for lane in range(8)] for mask in range(256)]
 
 
 def _finish(job: Fields, position: Value, escapes: Value, states: Sequence[Value]) -> None:
-    """Leave how many words were asked for, or that number's complement, which is negative; and how many escapes."""
+    """Store the number of words that were asked for, or its negative complement; and the number of escapes."""
     job.escapes.store(escapes)
     wrong = states[0].like(0)
     for state in states:
         wrong = wrong | (state ^ LEAST_STATE)
     job.read.store(any_bits(wrong).ne(0).select(position ^ -1, position))
-
-
-# ---- what is written ---------------------------------------------------------------------------------------------
 
 
 def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: Sequence[Value]) -> None:
@@ -225,18 +228,18 @@ def _write(form: str, entries: Sequence[Value], coarse: Sequence[Value], parts: 
 
 
 def _with_context(bases: Value, coarse: Value) -> Value:
-    """First slots of the tables that coarser numbers choose: min(|q|, 2) tables on."""
+    """Return the first slots of the tables that coarser numbers choose: min(|q|, 2) tables on."""
     size = coarse.compare("slt", 0).select(-coarse, coarse)
     return bases + ((size > MOST_CONTEXT).select(size.like(MOST_CONTEXT), size) << PROBABILITY_BITS)
 
 
 def _refined(coarse: Value, numbers: Value) -> Value:
-    """3q + r away from zero, i32; all arithmetic wraps, so no number in `out` can be a wrong one."""
+    """Compute 3q + r away from zero, i32; all arithmetic wraps, so any number in `out` will do."""
     return coarse * 3 + coarse.compare("slt", 0).select(-numbers, numbers)
 
 
 def _with_escapes(job: Fields, entries: Sequence[Value], outs: Sequence[Value], escapes: Value) -> Value:
-    """Write the next marked values where entries, of 32 columns for each of `outs`, are escapes; counts them on."""
+    """Replace escapes among entries, of 32 columns for each of `outs`, by marked values; returns their count."""
     k, bits = escapes.k, escapes.like(0)
     for place, entry in enumerate(entries):
         bits = bits | (bits_of((entry & 255).eq(ESCAPE)) << (place * entry.lanes))

@@ -7,6 +7,8 @@ lane `i` is the stream's lane `63 - i`, and `bases`, `words` and `states` are th
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from kvtool.core.codec.rans.reference import (
     ALPHABET,
     BLOCK,
@@ -71,18 +73,24 @@ _UNROLLED = 4
 _OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
 
 
-def encode_module(isa: Isa, contexts: bool) -> str:
+@dataclass(frozen=True, slots=True)
+class Encode:
     """The kernel that encodes with or without contexts."""
-    k = FunctionBuilder("run", isa, JOBS)
-    if isa is SCALAR:
-        _in_memory(k, contexts)
-        return module(k)
-    _in_registers(k, contexts)
-    return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
+
+    contexts: bool
+
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
+        k = FunctionBuilder("run", isa, JOBS)
+        if isa is SCALAR:
+            _in_memory(k, self.contexts)
+            return module(k)
+        _in_registers(k, self.contexts)
+        return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
 
 
 def _in_registers(k: FunctionBuilder, contexts: bool) -> None:
-    """64 states in registers."""
+    """Keep 64 states in registers."""
     width = k.width
     with ENCODE.each(k) as job:
         starts = [job.states.load(lane, width) for lane in range(0, LANES, width)]
@@ -110,7 +118,7 @@ def _in_registers(k: FunctionBuilder, contexts: bool) -> None:
 
 
 def _in_memory(k: FunctionBuilder, contexts: bool) -> None:
-    """States in memory, one symbol after another, for any CPU."""
+    """Keep states in memory, for any CPU: one symbol after another."""
     with ENCODE.each(k) as job:
         rows = k.loop(job.rows, job.words, k.constant("i64"), k.constant("i32"))
         steps = k.loop(job.groups, *rows.values)
@@ -132,12 +140,12 @@ def _in_memory(k: FunctionBuilder, contexts: bool) -> None:
 
 
 def _backwards(pointer: Value, index: Value, width: int) -> Value:
-    """Bytes from an index on, the last first, as i32."""
+    """Load bytes from an index on, the last first, as i32."""
     return pointer.load(index, width).shuffle([*reversed(range(width))]).to("i32")
 
 
 def _look_up(table: Value, indices: Value) -> Value:
-    """One number a lane, `table[indices]`, one by one: no slower than a gather, and much faster on some CPUs."""
+    """Look up `table[indices]`, lane by lane: no slower than a gather, and much faster on some CPUs."""
     found = indices.k.poison(indices.type)
     for lane in range(indices.lanes):
         found = found.with_lane(lane, table.load(indices.lane(lane).to("i64")))
@@ -145,7 +153,7 @@ def _look_up(table: Value, indices: Value) -> Value:
 
 
 def _parts(entry: Value) -> tuple[Value, Value]:
-    """Frequency and cumulative frequency."""
+    """Return frequency and cumulative frequency."""
     return entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
 
 
@@ -175,7 +183,7 @@ def _put_one(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
 
 
 def next_state(state: Value, frequency: Value, cumulative: Value) -> Value:
-    """(state // frequency << 11) + state % frequency + cumulative, for 32 * frequency <= state < frequency << 21.
+    """Compute (state // frequency << 11) + state % frequency + cumulative, for 32 <= state / frequency < 2^21.
 
     The quotient is below 2^21, so rounding the state and then the ratio to float32 moves it by hardly more than
     2^21 * (2^-24 + 2^-24) = 1/4. Half is taken off: cutting the fraction gives the quotient or one less, and the
@@ -189,7 +197,7 @@ def next_state(state: Value, frequency: Value, cumulative: Value) -> Value:
 
 
 def _compressed(state: Value, mask: Value, bits: Value) -> Value:
-    """The low halves of the mask's lanes, first lane first; behind them anything, which the next words overwrite."""
+    """Return the low halves of the mask's lanes, first lane first; anything follows, which the next words overwrite."""
     if mask.k.isa is not AVX512:
         return permuted("compress", bits, state).to("i16")
     low = state.to("i16")
@@ -197,7 +205,7 @@ def _compressed(state: Value, mask: Value, bits: Value) -> Value:
 
 
 def _compressions() -> list[list[int]]:
-    """For every mask of eight lanes: its lanes, then zeros."""
+    """Return for every mask of eight lanes its lanes, then zeros."""
     lanes = [[lane for lane in range(8) if mask >> lane & 1] for mask in range(256)]
     return [row + [0] * (8 - len(row)) for row in lanes]
 
@@ -207,11 +215,8 @@ def _finish(job: Fields, words: Value, missing: Value) -> None:
     job.missing.store(missing)
 
 
-# ---- numbers to symbols ------------------------------------------------------------------------------------------
-
-
 def symbols_module(isa: Isa) -> str:
-    """The kernel that makes symbols of numbers, 32 at a time."""
+    """Make the kernel for symbols of numbers, 32 at a time."""
     k = FunctionBuilder("run", isa, JOBS)
     with SYMBOLS.each(k) as job:
         rows = k.loop(job.rows, job.numbers, job.symbols, k.constant("i64"))
@@ -233,12 +238,12 @@ def symbols_module(isa: Isa) -> str:
 
 
 def _column(job: Fields, block: Value) -> Value:
-    """The column at which a block begins."""
+    """Return the first column of a block."""
     return job.places.load(block).to("i64")
 
 
 def finer_module(isa: Isa) -> str:
-    """The kernel that makes symbols and contexts of what leads from coarser numbers to finer ones (integers.py)."""
+    """Make the kernel for symbols and contexts that refine coarser numbers to finer ones."""
     k = FunctionBuilder("run", isa, JOBS)
     with FINER.each(k) as job:
         rows = k.loop(job.rows, k.constant("i64"), k.constant("i64"))
@@ -258,7 +263,7 @@ def finer_module(isa: Isa) -> str:
 
 
 def wider_module(isa: Isa) -> str:
-    """The kernel that makes a level's numbers of those of the next finer one: floor((number + 1) / 3)."""
+    """Make the kernel for a level's numbers of the next finer one's: floor((number + 1) / 3)."""
     k = FunctionBuilder("run", isa, JOBS)
     with WIDER.each(k) as job, k.loop(job.blocks) as block:
         third = (job.numbers.load(block << 5, BLOCK) + (_OFFSET + 1)) // 3
@@ -267,7 +272,7 @@ def wider_module(isa: Isa) -> str:
 
 
 def stray_module(isa: Isa) -> str:
-    """The kernel that looks for numbers other than 0 where none are coded."""
+    """Make the kernel that looks for numbers other than 0 where none are coded."""
     k = FunctionBuilder("run", isa, JOBS)
     with STRAY.each(k) as job:
         rows = k.loop(job.rows, job.numbers, k.zeros(BLOCK, "i16"))

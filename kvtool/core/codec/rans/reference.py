@@ -14,7 +14,6 @@ A decoder starts with the stream's states and must end with 2^16 in every lane a
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ SLOTS = 1 << PROBABILITY_BITS
 ALPHABET = 256
 ZERO = 128  # the symbol of the number 0
 ESCAPE = 255  # the symbol of a number that the alphabet or a table has no symbol for
-MAX_TABLES = 4096
+_MOST_TABLES = 4096
 _SYMBOL_BITS, _BIAS_AT = 8, 20
 
 U8 = npt.NDArray[np.uint8]
@@ -54,16 +53,14 @@ class TableSet:
 
     Integers: no table is rebuilt from floating point numbers where a stream is read.
 
-    Raises
-    ------
-    DamagedError : a row has another sum, or there are no rows or too many.
+    Raises DamagedError: a row has another sum, or there are no rows or too many.
     """
 
     frequencies: U16
 
     def __post_init__(self) -> None:
         rows = self.frequencies
-        if rows.ndim != 2 or rows.shape[1] != ALPHABET or rows.dtype != np.uint16 or not 0 < len(rows) <= MAX_TABLES:
+        if rows.ndim != 2 or rows.shape[1] != ALPHABET or rows.dtype != np.uint16 or not 0 < len(rows) <= _MOST_TABLES:
             raise DamagedError("a table set of the wrong shape")
         if (rows.sum(1, dtype=np.int64) != SLOTS).any():
             raise DamagedError(f"a frequency table that does not sum to {SLOTS}")
@@ -102,18 +99,11 @@ class TableSet:
         low, high = np.where(empty, 1, first - ZERO), np.where(empty, 0, last - ZERO)
         return low.astype(np.int16), high.astype(np.int16)
 
-    @cached_property
-    def digest(self) -> bytes:
-        """Hash the frequencies by blake2b-128."""
-        return hashlib.blake2b(self.frequencies.astype("<u2").tobytes(), digest_size=16).digest()
-
 
 def quantised(probabilities: npt.NDArray[np.float64]) -> U16:
     """Make one table's frequencies: sum 2048, at least 1 wherever the probability is not 0, largest remainders first.
 
-    Raises
-    ------
-    ValueError : no probability is above 0, or more symbols have one than there are slots.
+    Raises ValueError: no probability is above 0, or more symbols have one than there are slots.
     """
     used = probabilities > 0
     count = int(used.sum())
@@ -271,9 +261,7 @@ def encode(symbols: U8, ids: U16, tables: TableSet, contexts: U8 | None = None) 
 def decode(stream: Stream, rows: int, ids: U16, tables: TableSet, contexts: U8 | None = None) -> U8:
     """Decode the symbols `[rows, columns]` of a stream.
 
-    Raises
-    ------
-    DamagedError : a table does not exist, words are missing or left over, or end states are not 2^16.
+    Raises DamagedError: a table does not exist, words are missing or left over, or end states are not 2^16.
     """
     columns = len(ids)
     check_ids(ids, tables, 0 if contexts is None or not contexts.size else int(contexts.max()))

@@ -100,7 +100,7 @@ def _compiled(tiling: Tiling) -> Kernel | None:
 
 
 COLUMNS = 16  # head dimensions are a multiple of it
-MOST_GROUPED = 120  # query heads of one key's: the least number of lanes that a block has
+MOST_GROUPED = 120  # most query heads of one key head: the smallest `max_rows` of any tiling
 _NONE = -1e30  # a score so low that it never weighs anything, and still a number
 _SHARES = 4  # pieces of work for each thread that even out what a block costs
 

@@ -117,7 +117,7 @@ class Spans:
     furthest: int = field(init=False)
 
     def __post_init__(self) -> None:
-        """Machine code knows no bounds, so they are checked here, once for all layers."""
+        """Check all bounds, since machine code knows none."""
         done, furthest, limits = 0, -1, self.limits
         begins = torch.zeros_like(limits) if self.begins is None else self.begins
         if not (_are_whole(limits) and _are_whole(begins) and limits.shape == begins.shape):

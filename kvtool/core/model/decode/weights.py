@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from kvtool.core.checkpoint.files import tensor_table, weight_files
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor, dense
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.model.files import tensor_table, weight_files
 from kvtool.core.model.spec import Projection, UnsupportedArchitecture
 
 _PROBED = 8  # rows of a weight that are compared with the file's

@@ -1,0 +1,1 @@
+"""Checkpoints of models: finding, fingerprints, checks, conversion and loading. Never imports `kvtool/core/model`."""

@@ -1,0 +1,1 @@
+"""GGUF files, converted once into a folder that `transformers` loads."""

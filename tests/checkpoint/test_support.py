@@ -1,0 +1,191 @@
+"""Which architectures are refused, by reason, on the real configuration classes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers as t
+from transformers.masking_utils import create_sliding_window_causal_mask
+from transformers.models.llama import modeling_llama
+
+from kvtool.core.checkpoint.support import check_supported, context_limit, keeps_states, kept_layers
+from kvtool.core.checkpoint.text_submodel import text_config
+from kvtool.core.errors import ModelError
+from kvtool.core.model import rope
+from kvtool.core.model.kinds import stated_windows
+from kvtool.core.session.gate_checks import check_invariants
+from tests.families import FAMILIES, SHAPE, filled, tiny_model
+from tests.fusion.making import CHUNKS, PREFIX, decoder_of
+from tests.wrappers import WRAPPERS, text_model
+
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+PHI4_MINI = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096, "sliding_window": 262144}
+
+REFUSED: list[tuple[str, Any, str]] = [
+    ("sparse-mla", lambda: t.DeepseekV32Config(), "chooses keys by their content"),
+    ("mamba", lambda: t.MambaConfig(), "recurrent"),
+    ("mamba2", lambda: t.Mamba2Config(), "recurrent"),
+    ("bamba", lambda: t.BambaConfig(), "recurrent"),
+    ("granite-hybrid", lambda: t.GraniteMoeHybridConfig(), "recurrent"),
+    ("phi4-multimodal", lambda: t.Phi4MultimodalConfig(), "no text model apart from what it sees or hears"),
+    ("paligemma", lambda: t.PaliGemmaConfig(), "bidirectional"),
+    ("mllama", lambda: t.MllamaConfig(), "layers that attend to images"),
+    ("wrapped", lambda: t.LlavaConfig(text_config=t.OPTConfig()), "no rotary"),
+    ("gpt2", lambda: t.GPT2Config(), "no rotary"),
+    ("opt", lambda: t.OPTConfig(), "no rotary"),
+    ("bloom", lambda: t.BloomConfig(), "no rotary"),
+    ("mpt", lambda: t.MptConfig(), "no rotary"),
+    ("falcon-alibi", lambda: t.FalconConfig(alibi=True), "ALiBi"),
+    ("rwkv", lambda: t.RwkvConfig(), "no rotary"),
+    ("bert", lambda: t.BertConfig(), "no rotary"),
+    ("t5", lambda: t.T5Config(), "encoder-decoder"),
+    ("bart", lambda: t.BartConfig(), "encoder-decoder"),
+]
+
+
+@pytest.mark.parametrize(("config", "reason"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED])
+def test_refused_with_its_reason(config: Any, reason: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        check_supported(config())
+    assert reason in caught.value.message
+    assert "; that would need " in caught.value.message
+    assert "Llama" in caught.value.hint
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_whose_text_model_is_supported(name: str) -> None:
+    check_supported(WRAPPERS[name]())
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (partial(t.HunYuanDenseV1Config, head_dim=16), "cannot be moved"),
+        (partial(t.HunYuanMoEV1Config, head_dim=16), "cannot be moved"),
+        (t.DiffLlamaConfig, "other keys and values than it keeps"),
+        (t.GPTNeoXJapaneseConfig, "attention of its own"),
+        (t.FalconConfig, "no stack of decoder layers"),
+        (partial(t.MistralConfig, head_dim=16, sliding_window=0), "rows see nothing"),
+        (partial(t.MistralConfig, head_dim=16, sliding_window=-5), "rows see nothing"),
+        (partial(t.Gemma2Config, head_dim=16, attn_logit_softcapping=0.0), "no numbers"),
+        (partial(t.Gemma2Config, head_dim=16, sliding_window=None), "has no size"),
+    ],
+)
+def test_what_only_the_built_model_shows_is_refused(config: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason) as caught:
+        decoder_of(filled(t.AutoModelForCausalLM.from_config(config(**SHAPE))))
+    assert " would need " in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_window_that_a_family_does_not_know_is_none() -> None:
+    model = filled(t.AutoModelForCausalLM.from_config(t.LlamaConfig(**SHAPE, sliding_window=20)))
+    decoder = decoder_of(model)
+    assert {kind.window for kind in decoder.kinds} == {None}
+    assert stated_windows(model.config, len(decoder.windows)) == decoder.windows
+    assert model.config.sliding_window == 20
+    assert check_invariants(decoder, "", PREFIX, CHUNKS).passed
+
+
+@pytest.mark.parametrize("name", [name for name, config in FAMILIES.items() if not keeps_states(text_config(config()))])
+def test_windows_are_told_without_building_the_model(name: str) -> None:
+    decoder = decoder_of(tiny_model(name))
+    assert stated_windows(text_config(FAMILIES[name]()), kept_layers(text_config(FAMILIES[name]()))) == decoder.windows
+
+
+def test_keys_that_are_rotated_in_an_unknown_way_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for known in ("_by_halves", "_by_pairs"):
+        monkeypatch.setattr(rope, known, lambda query, key, cos, sin: (query * 0, key * 0))
+    with pytest.raises(ModelError, match=r"not known here; that would need"):
+        decoder_of(tiny_model("minicpm3"))
+
+
+def test_a_position_of_three_parts_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = text_model("qwen2-vl")
+    own = type(model.model.rotary_emb).forward
+
+    def forward(module: Any, like: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return own(module, like, position_ids + (position_ids.ndim == 3))
+
+    monkeypatch.setattr(type(model.model.rotary_emb), "forward", forward)
+    with pytest.raises(ModelError, match=r"otherwise than by one number; that would need"):
+        decoder_of(model)
+
+
+def test_a_window_of_masks_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = filled(t.AutoModelForCausalLM.from_config(t.LlamaConfig(**SHAPE, sliding_window=20)))
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_sliding_window_causal_mask)
+    with pytest.raises(ModelError, match=r"attends over all tokens.*that would need"):
+        decoder_of(model)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_supported_families(name: str) -> None:
+    check_supported(FAMILIES[name]())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        t.MistralConfig(),  # one window for all layers
+        t.Gemma2Config(),
+        t.Gemma3TextConfig(),
+        t.Cohere2Config(),
+        t.Olmo3Config(),
+        t.GptOssConfig(),
+        t.Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=4),
+        t.Phi3Config(sliding_window=2047),
+        t.SmolLM3Config(),
+        t.OlmoeConfig(),
+        t.LlamaConfig(rope_parameters={"type": "linear", "rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_supported(config: Any) -> None:
+    check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        (t.LlamaConfig(max_position_embeddings=4096), 4096),
+        (t.Phi3Config(**PHI4_MINI, rope_parameters=dict(LONGROPE)), 4096),  # then it takes its long factors
+        (t.LlamaConfig(max_position_embeddings=4096, rope_parameters=dict(DYNAMIC)), 4096),
+        (
+            t.MistralConfig(max_position_embeddings=32768, sliding_window=4096),
+            32768,
+        ),  # no layer sees further back, and none has to
+        (t.Phi3Config(max_position_embeddings=4096, sliding_window=2047), 4096),
+        (
+            t.Qwen2Config(
+                max_position_embeddings=32768,
+                rope_parameters={
+                    "rope_type": "yarn",
+                    "rope_theta": 1e6,
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            ),
+            131072,
+        ),
+        (
+            t.LlamaConfig(
+                max_position_embeddings=131072,
+                rope_parameters={
+                    "rope_type": "llama3",
+                    "rope_theta": 5e5,
+                    "factor": 32.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            ),
+            131072,
+        ),
+    ],
+)
+def test_context_limit(config: Any, limit: int) -> None:
+    assert context_limit(config) == limit
