@@ -66,13 +66,13 @@ def _show_ingest(run: Run, result: IngestBench) -> None:
     CodecBenchOptions,
     ModelOptions.some("dtype"),
     StoreOptions,
-    examples=("bench codec", "bench codec --threads 4 --coder scalar", "bench codec --dtype float32"),
+    examples=("bench codec", "bench codec --threads 4", "bench codec --dtype float32"),
 )
 def codec(run: Run) -> None:
     """Encode and decode the store's own exact chunks.
 
     Decoded is to the store's own number format, as a query does it, or to that of --dtype.
-    Beside it stand memcpy, zstandard and the products of the transform.
+    A copy and zstandard are measured in the same run.
     """
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.codec import bench_codec
@@ -83,26 +83,22 @@ def codec(run: Run) -> None:
         run.out.progress("measure", total=options.repeat + 1, unit="rounds", aloud=True) as bar,
     ):
         events = Events(status=bar.describe, advance=bar.advance)
-        result = bench_codec(store, options.tokens, options.repeat, options.threads, options.coder, events, dtype)
+        result = bench_codec(store, options.tokens, options.repeat, options.threads, events, dtype)
     run.out.result(result.to_json(), human=lambda: _show_codec(run, result))
 
 
 def _show_codec(run: Run, result: CodecBench) -> None:
-    from kvtool.lab.bench.first_call import INCLUDES
-
     rows = [
         (
             " ".join(filter(None, (row.what, row.level))),
             row.threads,
-            row.note or "-" if row.gb_per_s is None else f"{row.gb_per_s:.2f}",
+            f"{row.gb_per_s:.2f}",
             "-" if row.bits_per_element is None else f"{row.bits_per_element:.3f}",
-            "-" if row.gflop_per_s is None else f"{row.gflop_per_s:.0f}",
-            "-" if row.flops_per_byte is None else f"{row.flops_per_byte:.0f}",
             row.batch,
         )
         for row in result.rows
     ]
-    head = ("what", "threads", "GB/s of 16-bit KV", "bits/element", "GFLOP/s", "FLOPs/byte", "at once")
+    head = ("what", "threads", "GB/s of 16-bit KV", "bits/element", "at once")
     run.out.table(head, rows)
     about = "the store's profile" if result.profile else "a profile fitted to these"
     run.out.print(
@@ -110,7 +106,6 @@ def _show_codec(run: Run, result: CodecBench) -> None:
         f"decoded to {result.decoded_to}; entropy coder {result.backend}; medians of {result.repeat} rounds"
     )
     run.out.print(result.host.line())
-    run.out.print(f"first decode in a new process: {result.first_call_ms:.0f} ms ({INCLUDES})")
 
 
 @app.command()
@@ -129,7 +124,7 @@ def fusion(run: Run) -> None:
     store has its own chunks.
     """
     from kvtool.lab.bench.fusion import FusionOptions, passes
-    from kvtool.lab.bench.scratch import Sizes
+    from kvtool.lab.bench.prompts import Sizes
 
     wanted = run.get(FusionBenchOptions)
     chunk_tokens = run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens
@@ -140,7 +135,6 @@ def fusion(run: Run) -> None:
         repeat=wanted.repeat,
         query=run.get(QueryOptions),
         skip_full_above=wanted.skip_full_above,
-        paired=wanted.paired,
     )
     with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))

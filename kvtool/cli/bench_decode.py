@@ -13,7 +13,6 @@ from kvtool.lab.bench.options import DecodeBenchOptions
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
     from kvtool.lab.bench.decode import DecodeBench, StepperRow
-    from kvtool.lab.bench.together import TogetherRow
 
 
 @takes(
@@ -22,14 +21,12 @@ if TYPE_CHECKING:
     examples=(
         "bench decode",
         "bench decode --shape qwen2.5-0.5b --context 8192 --stepper native",
-        "bench decode --together 2,4,8",
     ),
 )
 def decode(run: Run) -> None:
     """How fast answers are decoded behind a prompt, and by what parts.
 
     The steps in machine code beside the model's own forward, token by token in turn, and a plain copy in the same run.
-    With --together several sequences go through one step, and each number of them takes turns with one alone.
     The model is smollm2 unless --model or --shape names another.
     """
     import torch
@@ -39,9 +36,9 @@ def decode(run: Run) -> None:
     wanted = run.get(DecodeBenchOptions)
     if wanted.threads is not None:
         torch.set_num_threads(wanted.threads)
-    options = DecodeOptions(wanted.context, wanted.new_tokens, wanted.stepper, wanted.together)
+    options = DecodeOptions(wanted.context, wanted.new_tokens, wanted.stepper)
     decoder = _decoder(run, wanted.shape)
-    with run.out.progress("measure", total=options.new_tokens * (1 + bool(options.together)), unit="steps") as bar:
+    with run.out.progress("measure", total=options.new_tokens, unit="steps") as bar:
         result = bench_decode(decoder, options, Events(status=bar.describe, advance=bar.advance))
     for note in result.notes:
         run.out.warning(note)
@@ -82,20 +79,6 @@ def _show(run: Run, result: DecodeBench) -> None:
         run.out.table(
             ("part", "ms", "MB"), [(p.part, f"{p.part_ms:.2f}", f"{p.bytes_read / 1e6:.1f}") for p in result.parts]
         )
-    if result.together:
-        several = [
-            (
-                str(row.sequences),
-                f"{row.tokens_per_second:.1f}",
-                f"{row.gain:.2f}",
-                f"{row.step_ms:.2f}",
-                f"{row.step_cpu_ms:.2f}",
-                *_read(row),
-                "bit by bit" if row.same_logits else "nearly",
-            )
-            for row in result.together
-        ]
-        run.out.table(("sequences", "tokens/s", "of one", "ms", "CPU ms", *_READ, "as alone"), several)
     for line in _notes(result):
         run.out.print(line)
 
@@ -103,7 +86,7 @@ def _show(run: Run, result: DecodeBench) -> None:
 _READ = ("GB/s read", "of a copy's")
 
 
-def _read(row: StepperRow | TogetherRow) -> tuple[str, str]:
+def _read(row: StepperRow) -> tuple[str, str]:
     if row.bytes_per_s is None or row.copy_share is None:
         return "-", "-"
     return f"{row.bytes_per_s / 1e9:.1f}", f"{row.copy_share:.2f}"

@@ -14,7 +14,7 @@ from kvtool.core.query.reply import Reply, ReplyChunk, Request
 
 if TYPE_CHECKING:
     from kvtool.core.model.generate import AnswerSequence, Generated
-    from kvtool.core.query.answer import Begun
+    from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.session.session import Session
 
@@ -129,11 +129,11 @@ class Talk:
     """
 
     talk: Conversation
-    begun: Begun
+    begun: PreparedAnswer
     kept: int
     reason: str
     ms: float
-    gone_through: Sequence[Begun]
+    gone_through: Sequence[PreparedAnswer]
 
     def reply(self, said: Generated) -> Reply:
         """What there is to say of the answer, which becomes a turn."""
@@ -176,10 +176,10 @@ class Job:
     queue_ms: float = 0.0
     others_ms: float = 0.0
     warnings: list[tuple[str, str]] = field(default_factory=list)
-    steps: Generator[Begun | None] | None = None
+    steps: Generator[PreparedAnswer | None] | None = None
     session: Session | None = None
     aside: float = 0.0
-    begun: Begun | None = None
+    begun: PreparedAnswer | None = None
     sequence: AnswerSequence | None = None
     talk: Talk | None = None
     left: bool = False

@@ -18,7 +18,7 @@ from kvtool.serve.talks import Talks, begun_for
 
 if TYPE_CHECKING:
     from kvtool.core.model.generate import ContinuousBatch
-    from kvtool.core.query.answer import Begun
+    from kvtool.core.query.answer import PreparedAnswer
 
 _ANOTHER_STORE = 2  # times that a question may find another store than the one that was there a moment before
 _RETRY_AFTER = (1, 60)  # seconds, at least and at most
@@ -53,7 +53,7 @@ class Scheduler:
         self._aside: deque[Job] = deque()  # of those, the ones whose prompts have begun and are to go on
         self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
         self._stepped = self._step_took = 0.0  # when the last step ended, by `time.monotonic()`, and its seconds
-        self._unkept: deque[Begun | Talk] = deque()
+        self._unkept: deque[PreparedAnswer | Talk] = deque()
         self._seconds = 1.0  # that an answer has taken lately
         self._taking, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
@@ -247,7 +247,7 @@ class Scheduler:
         finally:
             self._current = None
 
-    def _begun(self, job: Job) -> Begun | None:
+    def _begun(self, job: Job) -> PreparedAnswer | None:
         """A job's prompt, fused; begun once more where another store has just come into the place of the open one.
 
         Returns
@@ -265,7 +265,7 @@ class Scheduler:
                     raise
         raise AssertionError("it is tried once at least")
 
-    def _stepped_through(self, job: Job) -> Begun | None:
+    def _stepped_through(self, job: Job) -> PreparedAnswer | None:
         from kvtool.core.model.preemption import run_pending
 
         assert job.steps is not None
@@ -296,7 +296,7 @@ class Scheduler:
             self._unkept.append(job.talk or begun)
         self._end(job, event)
 
-    def _keep(self, begun: Begun | Talk, batch: ContinuousBatch) -> None:
+    def _keep(self, begun: PreparedAnswer | Talk, batch: ContinuousBatch) -> None:
         """Keep what is to be kept of an answer that was told."""
         from kvtool.core.model.preemption import between_layers
 

@@ -19,7 +19,7 @@ from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, Job, Talk, Turns
 
 if TYPE_CHECKING:
-    from kvtool.core.query.answer import Begun
+    from kvtool.core.query.answer import PreparedAnswer
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.session.session import Session
 
@@ -146,7 +146,7 @@ class Talks:
         return held[0]
 
 
-def _behind(session: Session, talk: Conversation, turn: Callable[[], Begun]) -> Begun:
+def _behind(session: Session, talk: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
     """Begin a turn; where it is too long for the model behind the others, it starts over, as a chat does."""
     try:
         return turn()
@@ -201,7 +201,7 @@ class _Clock:
             self._since = time.perf_counter()
 
 
-def begun_for(job: Job, session: Session, talks: Talks) -> Generator[Begun | None]:
+def begun_for(job: Job, session: Session, talks: Talks) -> Generator[PreparedAnswer | None]:
     """Bring a job to the first token of its answer, behind the turns of its conversation if it has one.
 
     Yields

@@ -27,7 +27,7 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import MODES
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.charts.svg import Line, Panel, line_charts
-from samples.benchmarks.script import Parser, count, draw, parser, run, several
+from samples.benchmarks.script import Parser, draw, parser, run, several, whole
 from samples.benchmarks.systems.job import PeersOptions, measure_peers, runs
 from samples.benchmarks.systems.rows import PeerRow, PeersBench, gathered
 from samples.benchmarks.systems.task import KVTOOL, LLAMA, PEERS
@@ -58,19 +58,20 @@ _MEANING = (
 
 def arguments() -> Parser:
     made, query = parser(__doc__), QueryOptions()
+    made.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the result")
     made.add_argument("--peers", type=several(str, PEERS), default=PEERS, metavar="a,b", help=",".join(PEERS))
     modes = ("full", "union", "epic", "reuse")
     made.add_argument("--fusion", type=several(str, MODES), default=modes, metavar="a,b", help="modes of kvtool")
-    made.add_argument("--context", type=several(count), default=(1000,), metavar="N,N", help="tokens of the prompt")
-    made.add_argument("--question-tokens", type=count, default=32, metavar="N")
-    made.add_argument("--new-tokens", type=count, default=64, metavar="N", help="decoded after the first")
-    made.add_argument("--chunk-tokens", type=count, default=SplitSettings().max_tokens, metavar="N")
+    made.add_argument("--context", type=several(whole), default=(1000,), metavar="N,N", help="tokens of the prompt")
+    made.add_argument("--question-tokens", type=whole, default=32, metavar="N")
+    made.add_argument("--new-tokens", type=whole, default=64, metavar="N", help="decoded after the first")
+    made.add_argument("--chunk-tokens", type=whole, default=SplitSettings().max_tokens, metavar="N")
     made.add_argument("--level", choices=[*LEVELS], default="raw", metavar="LEVEL", help="codec level that is read")
     made.add_argument("--ratio", type=float, default=query.ratio, metavar="SHARE", help="as of a query")
     made.add_argument("--link-tokens", type=int, default=query.link_tokens, metavar="N", help="as of a query")
     made.add_argument("--link", default=query.link, help="as of a query")
-    made.add_argument("--repeat", type=count, default=3, metavar="N", help="rounds; medians are shown")
-    made.add_argument("--threads", type=count, default=cores(), metavar="N", help="of all arithmetic")
+    made.add_argument("--repeat", type=whole, default=3, metavar="N", help="rounds; medians are shown")
+    made.add_argument("--threads", type=whole, default=cores(), metavar="N", help="of all arithmetic")
     made.add_argument("--model", default=PACKAGED, help="a GGUF file or a folder (default smollm2)")
     made.add_argument("--dtype", default="auto")
     made.add_argument("--offline", action="store_true")

@@ -23,14 +23,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(about: str | None) -> Parser:
-    """Return a parser that shows a module's docstring, with the options of every such script."""
+    """Return a parser that shows a module's docstring, with `--json`."""
     made = Parser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the result")
     made.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return made
 
 
-def count(text: str) -> int:
+def whole(text: str) -> int:
     """Read a whole number above 0."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")

@@ -26,7 +26,7 @@ from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 from kvtool.core.streaming.policy import DEPTH
-from samples.benchmarks.script import Parser, count, draw, parser, positive, run, several
+from samples.benchmarks.script import Parser, draw, parser, positive, run, several, whole
 from samples.benchmarks.streaming.bench import StreamBench, StreamOptions, bench_stream
 from samples.benchmarks.streaming.charts import (
     CASE_HEAD,
@@ -48,18 +48,19 @@ FIGURES = {"": stream_chart, "-classes": classes_figure, "-drop": drop_figure}
 
 def arguments() -> Parser:
     made = parser(__doc__)
+    made.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw the result")
     of = made.add_mutually_exclusive_group(required=True)
     of.add_argument("--shape", metavar="NAME", help="KV of this model's size")
     of.add_argument("--store", type=Path, metavar="FOLDER", help="KV of this store")
     slos = (300.0, 500.0, 1000.0, 2000.0)
     made.add_argument("--slo-ms", type=several(positive), default=slos, metavar="MS,MS", help="objectives")
-    made.add_argument("--context", type=count, default=10_000, metavar="N", help="tokens of all chunks")
-    made.add_argument("--chunk-tokens", type=count, default=1500, metavar="N", help="of a chunk, with --shape")
+    made.add_argument("--context", type=whole, default=10_000, metavar="N", help="tokens of all chunks")
+    made.add_argument("--chunk-tokens", type=whole, default=1500, metavar="N", help="of a chunk, with --shape")
     made.add_argument("--levels", type=Path, metavar="FILE.json", help="as `inspect codec --json` gives, with --shape")
     made.add_argument("--trace", type=Path, action="append", metavar="FILE", help="bandwidth over time (repeatable)")
     made.add_argument("--predictor", choices=PREDICTORS, default=DEFAULT_PREDICTOR, help="of the bandwidth")
     made.add_argument("--margin", type=float, default=DEFAULT_MARGIN, metavar="SHARE", help="not counted on")
-    made.add_argument("--depth", type=count, default=DEPTH, metavar="N", help="requests outstanding at once")
+    made.add_argument("--depth", type=whole, default=DEPTH, metavar="N", help="requests outstanding at once")
     made.add_argument("--gpu", choices=GPUS, default="a100", help="what computes, with --shape")
     made.add_argument("--prefill-tokens-per-second", type=positive, metavar="N", help="default: the GPU's, or measured")
     made.add_argument("--decode-gb-per-s", type=positive, metavar="N", help="of decoded KV (default: not counted)")

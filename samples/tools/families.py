@@ -32,7 +32,7 @@ from kvtool.core.model.decode import decode_backend  # noqa: E402
 from kvtool.core.model.decoder import Decoder  # noqa: E402
 from kvtool.core.model.kinds import LayerKind  # noqa: E402
 from kvtool.core.query.explain import LayerBackends, backends_of  # noqa: E402
-from kvtool.core.session.gate_checks import check_invariants  # noqa: E402
+from kvtool.core.session.gate import check_invariants  # noqa: E402
 from samples.tools.layer_bytes import kept, prompt, read  # noqa: E402
 from tests.checkpoint.gguf_models import IN_GGUF  # noqa: E402
 from tests.families import FAMILIES, HYBRIDS, KINDS, tiny_model  # noqa: E402

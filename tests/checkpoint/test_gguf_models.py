@@ -13,7 +13,7 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.checkpoint.packed import read_packed
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.gate_checks import check_invariants
+from kvtool.core.session.gate import check_invariants
 from tests.checkpoint.gguf_models import IN_GGUF
 from tests.checkpoint.gguf_writing import written
 from tests.fusion.making import CHUNKS, PREFIX

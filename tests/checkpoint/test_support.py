@@ -16,7 +16,7 @@ from kvtool.core.checkpoint.text_submodel import text_config
 from kvtool.core.errors import ModelError
 from kvtool.core.model import rope
 from kvtool.core.model.kinds import stated_windows
-from kvtool.core.session.gate_checks import check_invariants
+from kvtool.core.session.gate import check_invariants
 from tests.families import FAMILIES, SHAPE, filled, tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, decoder_of
 from tests.wrappers import WRAPPERS, text_model

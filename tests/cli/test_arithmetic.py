@@ -24,7 +24,7 @@ from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.model import attention
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.session import gate_checks
+from kvtool.core.session import gate
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, listing, process, write_corpus
@@ -161,13 +161,13 @@ def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path
 
 def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as another arithmetic can be told from another text's KV."""
-    read = gate_checks.read_chunk
+    read = gate.read_chunk
 
     def swapped(*args: Any) -> ChunkKV:
         kv = read(*args)
         return ChunkKV([side.flip(1) for side in kv.keys], [side.flip(1) for side in kv.values])
 
-    monkeypatch.setattr(gate_checks, "read_chunk", swapped)
+    monkeypatch.setattr(gate, "read_chunk", swapped)
     kvtool("query", QUESTION, "--store", elsewhere, *SHORT).failed(12, "law 6 (records made in bfloat16 on cpu)")
     kvtool("query", QUESTION, "--store", elsewhere, "--fusion", "full", *SHORT).fine()
 

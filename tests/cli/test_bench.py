@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.codec.rans import coder
 from kvtool.core.common.progress import Events
-from kvtool.lab.bench import codec, codec_tasks, first_call
+from kvtool.lab.bench import codec
 from tests.cli.working import LAYERS, damages, kvtool, listing
 
 KV_HEADS, HEAD_DIM = 2, 16  # of the tiny model
-OF_A_LEVEL = {"encode", "entropy encode", "entropy decode", "decode", "decode by chunk", "transform limit, decode"}
+OF_A_LEVEL = {"encode", "decode", "decode by chunk"}
 
 
 def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(store: Path) -> None:
@@ -36,12 +34,6 @@ def test_bench_ingest_measures_the_stores_own_chunks_and_leaves_the_store_alone(
 
 def test_bench_needs_a_store(tmp_path: Path) -> None:
     kvtool("bench", "ingest", "--store", tmp_path / "none").failed(10)
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A new process takes seconds; one test is enough for it."""
-    monkeypatch.setattr(codec, "first_call_ms", lambda repeat: 1.0)
 
 
 def bench_codec(store: Path, *more: object) -> dict[str, Any]:
@@ -66,7 +58,6 @@ def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
     return read, size
 
 
-@pytest.mark.usefixtures("quick")
 def test_the_bar_of_bench_codec_moves_within_a_round(store: Path) -> None:
     done: list[float] = []
     with Store.open(store) as opened:
@@ -75,11 +66,10 @@ def test_the_bar_of_bench_codec_moves_within_a_round(store: Path) -> None:
     assert sum(done) == pytest.approx(2)
 
 
-@pytest.mark.usefixtures("quick")
 def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(codec_tasks, "NESTED", ("2", "4"))
+    monkeypatch.setattr(codec, "NESTED", ("2", "4"))
     with Store.open(store) as opened:
         first = [part for chunk in opened.chunk_ids()[:6] for part in ("--chunks", chunk.hex())]
     kvtool("compress", "--store", store, "--fit-prompts", "2", "--questions", "0", "--level", "2", *first).fine()
@@ -95,20 +85,19 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     assert tokens == found["tokens"]
     raw_bytes = 4 * LAYERS * KV_HEADS * HEAD_DIM * tokens
     for threads in (1, 2):
-        for what in ("encode", "entropy decode", "decode"):
+        for what in ("encode", "decode"):
             row = rows[what, "2", threads]
             # A single level stands alone, so these are `compress`'s records: of the float32 numbers.
             assert row["bytes"] == pytest.approx(size, rel=0.001)
             assert row["bits_per_element"] == pytest.approx(16 * row["bytes"] / raw_bytes)
-        assert {row["raw_bytes"] for key, row in rows.items() if key[0] != codec_tasks.CONSTRICTION} == {raw_bytes}
+        assert {row["raw_bytes"] for row in rows.values()} == {raw_bytes}
         assert rows["encode", "lossless", threads]["bytes"] == rows["decode", "lossless", threads]["bytes"]
-    assert all(row["gb_per_s"] > 0 for key, row in rows.items() if key[0] != codec_tasks.CONSTRICTION)
+    assert all(row["gb_per_s"] > 0 for row in rows.values())
     assert rows["memcpy", None, 1]["bits_per_element"] == 16
-    beside = {"memcpy", "memcpy in the cache", "zstd -1 compress", "zstd -1 decompress", "transform limit, encode"}
+    beside = {"memcpy", "zstd -1 compress", "zstd -1 decompress"}
     assert {what for what, level, _ in rows if level is None} == beside
 
 
-@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> None:
     found = bench_codec(store, "--tokens", "1", "--threads", "1", "--dtype", dtype)
@@ -118,7 +107,7 @@ def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> N
     }
 
 
-def test_bench_codec_takes_the_stores_profile_and_shows_the_limit_of_its_transform(store: Path) -> None:
+def test_bench_codec_takes_the_stores_profile(store: Path) -> None:
     kvtool("compress", "--store", store, "--fit", "--questions", "0", "--level", "2").fine()
     threads = torch.get_num_threads()
     found = bench_codec(store, "--tokens", "1", "--threads", "1")
@@ -128,40 +117,10 @@ def test_bench_codec_takes_the_stores_profile_and_shows_the_limit_of_its_transfo
     assert {row["threads"] for row in found["rows"]} == {1}
     for level in NESTED:
         rows = {row["what"]: row for row in found["rows"] if row["level"] == level}
-        assert set(rows) - {codec_tasks.CONSTRICTION} == OF_A_LEVEL
-        limit = rows["transform limit, decode"]
-        if limit["gflop_per_s"] is not None:  # a level of this model may code no column at all
-            assert limit["gflop_per_s"] == pytest.approx(limit["flops_per_byte"] * limit["gb_per_s"])
-            assert 0 < limit["flops_per_byte"] <= 32 * (KV_HEADS * HEAD_DIM)
-    (forward,) = (row for row in found["rows"] if row["what"] == "transform limit, encode")
-    assert forward["flops_per_byte"] == KV_HEADS * HEAD_DIM
+        assert set(rows) == OF_A_LEVEL
 
 
-@pytest.mark.usefixtures("quick")
-def test_bench_codec_runs_by_the_coder_it_is_told(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec_tasks, "NESTED", NESTED[3:])
-    found = bench_codec(store, "--tokens", "1", "--coder", "numpy")
-    assert found["backend"] == "numpy"
-    assert coder.VARIABLE not in os.environ
-    kvtool("bench", "codec", "--store", store, "--coder", "abacus").failed(2, "abacus")
-    assert coder.VARIABLE not in os.environ
-
-
-@pytest.mark.usefixtures("quick")
-def test_bench_codec_without_constriction_says_so(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "constriction", None)
-    monkeypatch.setattr(codec_tasks, "NESTED", NESTED[:1])
-    done = kvtool("bench", "codec", "--store", store, "--tokens", "1", "--repeat", "1").fine()
-    (line,) = (line for line in done.out.splitlines() if "constriction" in line)
-    assert "not installed" in line
-
-
-@pytest.mark.usefixtures("quick")
 def test_bench_codec_needs_an_exact_chunk(store: Path) -> None:
     with Store.open(store) as opened, opened.writer() as writer:
         writer.drop_level(opened.chunk_ids(), "raw")
     kvtool("bench", "codec", "--store", store).failed(1, "exact", "kvtool ingest")
-
-
-def test_the_first_call_is_timed_in_a_new_process() -> None:
-    assert 0 < first_call.first_call_ms(1) < 600_000

@@ -23,15 +23,6 @@ def test_both_steppers_and_the_parts_of_a_token() -> None:
     assert found["rows"][1]["bytes_per_s"] is None
 
 
-def test_several_sequences_at_once() -> None:
-    found = kvtool(*TINY, "--together", "2,5,2", "--json").fine().json
-    assert [row["sequences"] for row in found["together"]] == [1, 2, 5]
-    assert all(row["same_logits"] for row in found["together"])
-    assert found["together"][0]["gain"] == 1
-    assert kvtool(*TINY, "--together", "3").fine().out.count("bit by bit") == 2
-    kvtool(*TINY, "--together", "0").failed(2, "--together")
-
-
 def test_one_stepper_is_measured_alone() -> None:
     found = kvtool(*TINY, "--stepper", "torch", "--json").fine().json
     assert [row["stepper"] for row in found["rows"]] == ["torch"]

@@ -15,7 +15,6 @@ import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.common.children import python, search_path
-from kvtool.lab.bench import first_call
 
 POISON = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise SystemExit('poisoned')"
 
@@ -37,12 +36,6 @@ def test_verify_runs_no_module_of_the_working_directory(
     monkeypatch.syspath_prepend("")  # as in `python -c` and a notebook
     with Store.create_or_open(tmp_path / "store") as store:
         assert verify(store, None) == []
-    assert not (poisoned / "ran").exists()
-
-
-def test_the_first_call_of_bench_runs_no_module_of_the_working_directory(poisoned: Path) -> None:
-    pytest.importorskip("llvmlite")
-    assert first_call._once() > 0
     assert not (poisoned / "ran").exists()
 
 

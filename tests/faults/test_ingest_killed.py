@@ -37,7 +37,7 @@ WARM = ["kvtool.core.ingest.compute", "kvtool.cli.ingest", "transformers.models.
 def processes() -> Any:
     """Children that have torch already: a kill must not wait seconds for the import it interrupts."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*WARM, "kvtool.core.session.gate_checks", "kvtool.core.checkpoint.load"])
+    context.set_forkserver_preload([*WARM, "kvtool.core.session.gate", "kvtool.core.checkpoint.load"])
     return context
 
 

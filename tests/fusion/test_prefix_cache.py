@@ -19,7 +19,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Sampling, first_token, generate
 from kvtool.core.model.prompt_cache import BufferLayer
 from kvtool.core.model.states import StateAndRowsLayer, StateCache, States
-from kvtool.core.session.gate_checks import check_invariants
+from kvtool.core.session.gate import check_invariants
 from tests.codec import test_families
 from tests.families import HYBRIDS, tiny_model
 from tests.fusion.making import (

@@ -16,7 +16,7 @@ from kvtool.core.fusion.prefix_cache import NewCheckpoint, StoredPrefix, encoded
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.prefix import Prefix
 from kvtool.core.model.decoder import Decoder
-from kvtool.core.session.gate_checks import check_invariants, compare_prefix
+from kvtool.core.session.gate import check_invariants, compare_prefix
 from tests.families import tiny_model
 from tests.fusion.making import CHUNKS, PREFIX, QUESTION, Case, decoder_of, exact_logits, idle, lossless, rms
 from tests.fusion.test_prefix_cache import GOES_ON, plan_of

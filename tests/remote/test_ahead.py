@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import ChunkCache, ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.query.ahead import COMPUTED, Ahead
+from kvtool.core.query.ahead import COMPUTED, BackgroundDecoder
 
 LAYERS, RECORD = 3, 10  # bytes
 SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]
@@ -64,7 +64,7 @@ class Bench:
     def __init__(self) -> None:
         self.source = Stepped()
         self.held = ChunkCache(self.source, 2**20)
-        self.ahead = Ahead(self.held, LAYERS, self.source.prefill)
+        self.ahead = BackgroundDecoder(self.held, LAYERS, self.source.prefill)
 
     def put(self, number: int, level: str = "4") -> None:
         self.ahead.put(number, SEGMENTS[number], level)
@@ -261,7 +261,7 @@ def test_what_cannot_be_computed_alone_is_left_to_the_pass(error: Exception, ben
 
 def test_what_memory_does_not_hold_is_not_counted_as_computed(bench: Bench) -> None:
     bench.held = ChunkCache(bench.source, 10)
-    bench.ahead = Ahead(bench.held, LAYERS, bench.source.prefill)
+    bench.ahead = BackgroundDecoder(bench.held, LAYERS, bench.source.prefill)
     compute(bench, 0)
     bench.source.step(LAYERS)
     assert ended(bench) == (0, False)

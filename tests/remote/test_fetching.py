@@ -10,7 +10,7 @@ from typing import Any, cast
 from kvtool.core.cache.link import Arrival, Link, Wanted
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.query.ahead import Ahead, Ended
+from kvtool.core.query.ahead import BackgroundDecoder, Ended
 from kvtool.core.query.fetching import Driver
 from kvtool.core.streaming.book import Fetch
 from kvtool.core.streaming.ladder import Part
@@ -38,7 +38,9 @@ class Scripted:
     alive: bool = True
 
     def run(self) -> list[tuple[Any, ...]]:
-        Driver(cast("Link", self), SEGMENTS, cast("Any", self), cast("Ahead", self), time.perf_counter()).run()
+        Driver(
+            cast("Link", self), SEGMENTS, cast("Any", self), cast("BackgroundDecoder", self), time.perf_counter()
+        ).run()
         return self.told
 
     # ---- the policy ----

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvtool.core.query.options import in_order
 from kvtool.core.retrieval.finder import _matcher
-from kvtool.core.retrieval.passages import Hit, Passage, in_order, title_of
+from kvtool.core.retrieval.passages import Hit, Passage, title_of
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from kvtool.core.errors import GateError
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.model.rope import Rotary
-from kvtool.core.session.gate import ConformanceCheck, ConformanceResult
-from kvtool.core.session.gate_checks import _Prompts, check_invariants
+from kvtool.core.session.gate import _Prompts, check_invariants
+from kvtool.core.session.identity import ConformanceCheck, ConformanceResult
 from tests.fusion.making import CHUNKS, DTYPES, MOE, NAMES, PREFIX, QUESTION, case, new_case, tokens
 from tests.laws import mutants
 

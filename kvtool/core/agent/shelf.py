@@ -18,8 +18,7 @@ from kvtool.core.query.since import changes
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
-from kvtool.core.session.gate import known_result
-from kvtool.core.session.identity import store_identity
+from kvtool.core.session.identity import known_result, store_identity
 from kvtool.core.upkeep.inventory import sizes_of
 
 if TYPE_CHECKING:

@@ -59,9 +59,9 @@ class ReadSet:
         read, skipped, unwritten = list[tuple[Segment, ...]](), list[tuple[Segment, ...]](), list[tuple[slice, ...]]()
         for window in windows:
             through = None if window is None else seen.get(window)
-            hidden = () if through is None else tuple(one for one in needed if not through.shows(one))
-            starts = {one.start for one in hidden}
-            read.append(tuple(one for one in needed if one.start not in starts))
+            shown = {one.start for one in needed if through is None or through.shows(one)}
+            hidden = tuple(one for one in needed if one.start not in shown)
+            read.append(tuple(one for one in needed if one.start in shown))
             skipped.append(hidden)
             unwritten.append(() if through is None else tuple(through.passed(one, device) for one in hidden))
         return cls(tuple(read), tuple(skipped), tuple(unwritten))

@@ -362,7 +362,7 @@ class _Job:
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.gate_checks import gate_store
+        from kvtool.core.session.gate import gate_store
 
         with session.decoder.turns.turn():
             verdict = gate_store(session.store, session.decoder, session.identity, self._gated)

@@ -32,14 +32,14 @@ class Ended:
 
 
 @dataclass(slots=True)
-class _Ahead:
+class _Decoded:
     """What has been decoded, or begun to be."""
 
     segment: Segment
     stats: ReadStats = field(default_factory=ReadStats)
 
 
-class Ahead:
+class BackgroundDecoder:
     """Decodes and computes into the memory that the loader then reads, while something is on its way.
 
     Decoding is work that is saved, and never waited for: a chunk that is refined meanwhile is begun anew, and what is
@@ -57,7 +57,7 @@ class Ahead:
         self._told: Ended | None = None  # how the last one ended, until somebody asked
         self._computed: set[int] = set()
         self._decoding = 0.0  # seconds, of all so far
-        self._ahead: dict[int, _Ahead] = {}
+        self._ahead: dict[int, _Decoded] = {}
         self._stopped = False
         self._begun: set[str | None] = set()
         self._taken: dict[str | None, tuple[float, float]] = {}  # by level: seconds, tokens
@@ -192,7 +192,7 @@ class Ahead:
     def _decode(self, number: int, segment: Segment) -> None:
         if number in self._ahead:
             self._source.forget(self._ahead[number].segment)
-        begun = self._ahead[number] = _Ahead(segment)
+        begun = self._ahead[number] = _Decoded(segment)
         started, done = time.perf_counter(), 0
         try:
             while done < self._layers and not self._stopped and number not in self._waiting:

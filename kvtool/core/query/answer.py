@@ -21,7 +21,7 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Asked, Marks, lay_out, plan_marks
+from kvtool.core.query.layout import Marks, PromptLayout, lay_out, plan_marks
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
@@ -64,7 +64,7 @@ def answer(
 
 
 def answer_asked(
-    session: Session, asked: Asked, options: QueryOptions, on_text: OnText | None = None, again: bool = False
+    session: Session, asked: PromptLayout, options: QueryOptions, on_text: OnText | None = None, again: bool = False
 ) -> Reply:
     """Answer a request whose prompt is laid out."""
     with session.lock, session.store.view():
@@ -77,7 +77,7 @@ def answer_asked(
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PreparedAnswer:
     """An answer whose first token is known: its prompt is in memory, and nothing of the store is held.
 
     Attributes
@@ -88,7 +88,7 @@ class Begun:
     """
 
     session: Session
-    asked: Asked
+    asked: PromptLayout
     options: QueryOptions
     choice: Choice | None
     selector: Selector
@@ -115,7 +115,9 @@ class Begun:
             _keep(self.session, self.outcome.fused, self.streamed.holes, again)
 
 
-def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marked: bool = False) -> Begun:
+def begin_answer(
+    session: Session, asked: PromptLayout, options: QueryOptions, *, marked: bool = False
+) -> PreparedAnswer:
     """Bring a request whose prompt is laid out to the first token of its answer.
 
     Parameters
@@ -127,10 +129,10 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marke
     GateError : the gate refuses this model.
     """
     with session.lock, session.store.view():
-        options.check_of(session.identity)
-        options = replace(options, fusion=options.mode(session.identity.keeps_states))
+        options = replace(options, fusion=options.fusion or session.identity.default_mode)
+        session.identity.check_modes([str(options.fusion)], options.defer)
         asked, options, choice = _choose(session, asked, options)
-        selector = selector_for(options, options.mode())
+        selector = selector_for(options, str(options.fusion))
         goes_on_from_states = asked.behind is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
             session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
@@ -144,7 +146,7 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marke
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _standing_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
-        return Begun(
+        return PreparedAnswer(
             session, asked, options, choice, selector, streamed, outcome, chunks, again, fuse_ms, known, sampling, marks
         )
 
@@ -152,7 +154,9 @@ def begin_answer(session: Session, asked: Asked, options: QueryOptions, *, marke
 # ---- before the first token ----
 
 
-def _choose(session: Session, asked: Asked, options: QueryOptions) -> tuple[Asked, QueryOptions, Choice | None]:
+def _choose(
+    session: Session, asked: PromptLayout, options: QueryOptions
+) -> tuple[PromptLayout, QueryOptions, Choice | None]:
     """What `auto` stands for. Neither a link nor what is added to a prompt can be weighed beforehand: then it is the
     mode that loses a little."""
     if options.fusion != AUTO:
@@ -168,14 +172,16 @@ def _streams(session: Session, options: QueryOptions) -> bool:
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
-def _fetch(session: Session, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
+def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what the prompt lacks, as far as an objective allows; without one it is read as it is needed."""
     if asked.behind is not None or not _streams(session, options) or not selector.reads(asked.plan, session.layers):
         return Streamed(asked.plan, session.source)
     return stream_prompt(session, asked, options, selector)
 
 
-def _fuse(session: Session, asked: Asked, streamed: Streamed, selector: Selector, options: QueryOptions) -> Outcome:
+def _fuse(
+    session: Session, asked: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
+) -> Outcome:
     """The whole prompt in one pass, or in rounds; or what comes behind one that stands."""
     if asked.behind is not None:
         return fuse_on(session, asked.behind, asked.plan, selector, options)
@@ -198,7 +204,7 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
     return [first_token(outcome.fused.logits, sampling)]
 
 
-def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]:
+def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[ReplyChunk]:
     """What a reply says of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
     return [
@@ -213,7 +219,7 @@ def reply_chunks(session: Session, asked: Asked, plan: Plan) -> list[ReplyChunk]
     ]
 
 
-def _standing_chunks(session: Session, asked: Asked) -> list[ReplyChunk]:
+def _standing_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
     """What a reply says of each chunk that was found and stood already."""
     if asked.behind is None:
         return []
@@ -241,7 +247,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
         fill_holes(session, holes)
 
 
-def _timing(begun: Begun, said: Generated) -> dict[str, float]:
+def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
     """Milliseconds; `ttft` runs from the question's text to the first token's id."""
     asked, choice, streamed = begun.asked, begun.choice, begun.streamed
     decide_ms = choice.decide_ms if choice is not None else 0.0
@@ -256,7 +262,7 @@ def _timing(begun: Begun, said: Generated) -> dict[str, float]:
     }
 
 
-def _bytes_spared(begun: Begun) -> int:
+def _bytes_spared(begun: PreparedAnswer) -> int:
     """What the records would have taken that no row could see; those in memory, nothing."""
     session, source = begun.session, begun.streamed.source
 
@@ -268,7 +274,7 @@ def _bytes_spared(begun: Begun) -> int:
     return begun.outcome.fused.read_set.bytes_skipped(sizes)
 
 
-def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
+def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
     fused, slo_ms = begun.outcome.fused, options.slo_ms
     text = said.text.strip()
@@ -276,7 +282,7 @@ def _reply(begun: Begun, said: Generated, timing: dict[str, float]) -> Reply:
         question=asked.request.question,
         answer=text,
         finish=said.finish,
-        fusion=options.mode(),
+        fusion=str(options.fusion),
         chunks=with_changes(session.store, begun.chunks),
         revision=asked.revision,
         tokens=_tokens(fused, said),

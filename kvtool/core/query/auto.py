@@ -21,7 +21,7 @@ from kvtool.core.codec.levels import known
 from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
 from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
-from kvtool.core.query.layout import Asked, lay_out_at
+from kvtool.core.query.layout import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 class Choice:
     """What the controller chose: a prompt with its options, and the milliseconds that measuring and deciding took."""
 
-    asked: Asked
+    asked: PromptLayout
     options: QueryOptions
     decision: Decision
     profile_ms: float
     decide_ms: float
 
 
-def choose(session: Session, asked: Asked, options: QueryOptions) -> Choice:
+def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choice:
     """The mode, the ratio and the level that a prompt is answered in soonest.
 
     Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
@@ -87,7 +87,7 @@ def spans_of(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Sp
     return [Span.of(segment, session.holds(segment), share) for segment, share in pairs]
 
 
-def _at_levels(session: Session, asked: Asked, options: QueryOptions) -> dict[str, Asked]:
+def _at_levels(session: Session, asked: PromptLayout, options: QueryOptions) -> dict[str, PromptLayout]:
     """The prompt at each level that may be read, the finest first, and as `--level auto` would read a mixed store."""
     cached = asked.plan.cached_chunks
     used = {segment.source.level for segment in cached}

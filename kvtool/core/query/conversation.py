@@ -16,11 +16,11 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.model.generate import Generated, generate
 from kvtool.core.model.tokens import encode
-from kvtool.core.query.answer import Begun, OnText, begin_answer
-from kvtool.core.query.layout import Standing, lay_out
+from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
+from kvtool.core.query.layout import CachedPrefix, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.query.turns import Stands, Trial, Turn, TurnLayout, check_room, marked
+from kvtool.core.query.turns import ConversationState, Trial, Turn, TurnLayout, check_room, marked
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import Request
@@ -125,7 +125,7 @@ class Conversation:
         question: str | Request,
         options: QueryOptions | None = None,
         must_find: bool = True,
-    ) -> Begun:
+    ) -> PreparedAnswer:
         """The first half of `ask`, up to the first token. The conversation stays as it was until `take`.
 
         Parameters
@@ -145,23 +145,25 @@ class Conversation:
                 marked(begun.outcome.fused.cache)  # where the answer begins
             return begun
 
-    def take(self, begun: Begun, said: Generated) -> Reply:
+    def take(self, begun: PreparedAnswer, said: Generated) -> Reply:
         """The second half of `ask`: the answer becomes a turn."""
         reply = begun.reply(said)
         request = begun.asked.request
         reply.turn = {"number": len(self.turns) + 1, "search": request.search or request.question}
         turn = Turn(reply.question, reply.answer, tuple(reply.places), reply.tokens)
         ids = self._ids_of(begun, reply.answer) if self._by_text else said.ids
-        self._add(turn, begun, Stands.after(begun, said.ids, ids))
+        self._add(turn, begun, ConversationState.after(begun, said.ids, ids))
         return reply
 
-    def give(self, session: Session, question: Request, answer: str) -> Begun:
+    def give(self, session: Session, question: Request, answer: str) -> PreparedAnswer:
         """Add a turn whose answer is known: as if it had been said. It need not have found anything."""
         begun = self.begin(session, question, must_find=False)
         counts = begun.outcome.fused.tokens.to_json()
         places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
         ids = self._ids_of(begun, answer)
-        self._add(Turn(question.question, answer, places, counts), begun, Stands.after(begun, begun.known, ids))
+        self._add(
+            Turn(question.question, answer, places, counts), begun, ConversationState.after(begun, begun.known, ids)
+        )
         return begun
 
     def finds_the_same(self, session: Session) -> bool:
@@ -181,14 +183,14 @@ class Conversation:
         stands = self._now.stands
         return Trial(session, options, self.tokens, {} if stands is None else stands.standing.chunks)
 
-    def _ids_of(self, begun: Begun, answer: str) -> Ids:
+    def _ids_of(self, begun: PreparedAnswer, answer: str) -> Ids:
         return tuple(encode(begun.session.tokenizer, answer))
 
-    def _add(self, turn: Turn, begun: Begun, stands: Stands) -> None:
+    def _add(self, turn: Turn, begun: PreparedAnswer, stands: ConversationState) -> None:
         now = self._now
         self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(begun)), stands=stands)
 
-    def _behind(self, session: Session, options: QueryOptions) -> Standing | None:
+    def _behind(self, session: Session, options: QueryOptions) -> CachedPrefix | None:
         """What the question comes behind, with the user's turn begun; None: it is the first."""
         stands = self._now.stands
         if stands is None:
@@ -226,7 +228,7 @@ class Conversation:
             session.warn(f"the conversation starts over: {error.message}", error.hint)
             self.start_over()
 
-    def _stand_on(self, stands: Stands) -> None:
+    def _stand_on(self, stands: ConversationState) -> None:
         self._now = replace(self._now, stands=stands)
 
 
@@ -243,7 +245,7 @@ class _Now:
     turns: tuple[Turn, ...] = ()
     earlier: tuple[Turn, ...] = ()
     laid: tuple[TurnLayout, ...] = ()
-    stands: Stands | None = None
+    stands: ConversationState | None = None
 
 
 # A vague follow-up is searched with the questions before it, as `samples/benchmarks/follow_ups.py` measured. Answers

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvtool.core.cache.link import Link, Stream, Wanted
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.query.ahead import Ahead
+from kvtool.core.query.ahead import BackgroundDecoder
 from kvtool.core.streaming.policy import DEPTH, Fetch, Policy
 
 _TICK = 0.01  # seconds after which it is looked again what the processor does, and should do
@@ -27,7 +27,9 @@ class _Flight:
 class Driver:
     """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
 
-    def __init__(self, link: Link, segments: Sequence[Segment], policy: Policy, ahead: Ahead, since: float) -> None:
+    def __init__(
+        self, link: Link, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
+    ) -> None:
         self._link, self._segments, self._policy, self._ahead = link, segments, policy, ahead
         self._since = since
         self._out: deque[_Flight] = deque()

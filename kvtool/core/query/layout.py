@@ -35,7 +35,7 @@ OTHER_TEXT = "what is stored of it is of another text"
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class PromptLayout:
     """A request with its chunks found and its prompt laid out.
 
     Attributes
@@ -52,13 +52,13 @@ class Asked:
     plan: Plan
     retrieve_ms: float
     revision: int = 0
-    behind: Standing | None = None
+    behind: CachedPrefix | None = None
     again: Sequence[Hit] = ()
     cut: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class CachedPrefix:
     """What a conversation's prompt cache holds.
 
     Attributes
@@ -80,9 +80,9 @@ def lay_out(
     *,
     exactly: bool = False,
     answered: bool = True,
-    behind: Standing | None = None,
+    behind: CachedPrefix | None = None,
     must_find: bool = True,
-) -> Asked:
+) -> PromptLayout:
     """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet.
 
     Parameters
@@ -119,7 +119,7 @@ def lay_out(
         revision = session.store.revision()
     retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
     length.check(plan.length)
-    return Asked(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, cut)
+    return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, cut)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ class _Length:
     session: Session
     more: int
     asked: int
-    behind: Standing | None
+    behind: CachedPrefix | None
 
     def check(self, tokens: int) -> None:
         """Refuse a prompt of so many tokens, or more; the hint is what would help."""
@@ -154,7 +154,7 @@ class _Length:
 
 
 def _found(
-    session: Session, request: Request, options: QueryOptions, behind: Standing | None, must_find: bool
+    session: Session, request: Request, options: QueryOptions, behind: CachedPrefix | None, must_find: bool
 ) -> tuple[list[Hit], list[Hit], int]:
     """Find the chunks for a request: those that are new, those that stand already, and how many were cut. Where
     something stands, a question that finds nothing is asked of that."""
@@ -169,7 +169,7 @@ def _found(
     return [hit for hit in hits if hit.passage.chunk_id not in known], again, cut
 
 
-def lay_out_at(session: Session, asked: Asked, options: QueryOptions, level: str) -> Asked:
+def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
     """Lay the same prompt out with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]

@@ -13,7 +13,7 @@ from kvtool.core.model.options import NetworkOptions, system_option
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.defer import spans
 from kvtool.core.retrieval.options import embedder_option
-from kvtool.core.retrieval.passages import Found, in_order
+from kvtool.core.retrieval.passages import Found, Hit
 from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 if TYPE_CHECKING:
@@ -191,15 +191,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         ------
         UsageError : the model keeps states, and a mode would reuse chunks wherever they stand.
         """
-        if not identity.keeps_states:
-            return
-        for mode in (self.mode(keeps_states=True), *modes):
-            if mode not in EXACTLY:
-                identity.check_movable(f"--fusion {mode}")
-        if self.defer:
-            raise UsageError(
-                "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
-            )
+        identity.check_modes((self.mode(identity.keeps_states), *modes), self.defer)
 
     @property
     def retrieval(self) -> Retrieval:
@@ -254,3 +246,19 @@ class ChunkChoice(Options, settings=False, group=CHUNKS):
         """Refuse both at once."""
         if self.chunks and self.documents:
             raise UsageError("--chunks and --documents exclude each other", "give one of them")
+
+
+def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
+    """Put hits, given best first, in the order in which they are to stand in the prompt.
+
+    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
+    first.
+    """
+    if order == "best-last":
+        return list(reversed(hits))
+    if order == "document":
+        ranks: dict[str, int] = {}
+        for hit in hits:
+            ranks.setdefault(hit.passage.source, len(ranks))
+        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
+    return list(hits)

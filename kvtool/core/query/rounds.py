@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.decoder import Decoder
-    from kvtool.core.query.layout import Standing
+    from kvtool.core.query.layout import CachedPrefix
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
@@ -109,7 +109,7 @@ def fuse_in_rounds(
     raise AssertionError("a last round is always enough")
 
 
-def fuse_on(session: Session, behind: Standing, plan: Plan, selector: Selector, options: QueryOptions) -> Outcome:
+def fuse_on(session: Session, behind: CachedPrefix, plan: Plan, selector: Selector, options: QueryOptions) -> Outcome:
     """Fuse what a plan has behind a prompt that stands, in one pass."""
     decoder, cache, timeline = session.decoder, behind.cache, session.timeline
     if isinstance(cache, StateCache):

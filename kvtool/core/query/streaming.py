@@ -24,7 +24,7 @@ from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
 from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.source import ChunkCache, KVSource, held_on
-from kvtool.core.query.ahead import COMPUTED, Ahead
+from kvtool.core.query.ahead import COMPUTED, BackgroundDecoder
 from kvtool.core.query.fetching import Driver
 from kvtool.core.query.fill import compute_alone, stands_alone
 from kvtool.core.session.identity import MeasuredLosses
@@ -34,7 +34,7 @@ from kvtool.core.streaming.ladder import Ladder, Part, Rung
 from kvtool.core.streaming.policy import Task
 
 if TYPE_CHECKING:
-    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
@@ -67,7 +67,7 @@ class Streamed:
     ms: float = 0.0
 
 
-def stream_prompt(session: Session, asked: Asked, options: QueryOptions, selector: Selector) -> Streamed:
+def stream_prompt(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what a prompt lacks until the objective leaves time for nothing but computing.
 
     Measuring this machine and compiling its decoders, once, is not the question's time.
@@ -85,7 +85,7 @@ def stream_prompt(session: Session, asked: Asked, options: QueryOptions, selecto
 
 
 def _stream(
-    session: Session, asked: Asked, options: QueryOptions, selector: Selector, speeds: Speeds, since: float
+    session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector, speeds: Speeds, since: float
 ) -> Streamed:
     store, link, source = session.store, session.store.link, session.source
     assert link is not None
@@ -99,7 +99,7 @@ def _stream(
     if not isinstance(source, ChunkCache):
         limit = session.decoder.kv_bytes(asked.plan.length)
         source = ChunkCache(source, limit, device=held_on(session.decoder))
-    ahead = Ahead(source, speeds.layers, partial(compute_alone, session))
+    ahead = BackgroundDecoder(source, speeds.layers, partial(compute_alone, session))
     computing = Computing(asked.plan, speeds, selector, frozenset(holes))
     alone = partial(_alone, session, asked.plan, speeds)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)

@@ -14,8 +14,17 @@ from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.model.prompt import question_tokens, turn_header
 from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.model.tokens import encode
-from kvtool.core.query.answer import Begun
-from kvtool.core.query.layout import OTHER_TEXT, Asked, Marks, Standing, lay_out, parts_for, plan_marks, record_marks
+from kvtool.core.query.answer import PreparedAnswer
+from kvtool.core.query.layout import (
+    OTHER_TEXT,
+    CachedPrefix,
+    Marks,
+    PromptLayout,
+    lay_out,
+    parts_for,
+    plan_marks,
+    record_marks,
+)
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 
@@ -57,15 +66,15 @@ class Trial:
         tokenizer = self.session.tokenizer
         self.tokens = asked.plan.length + len(encode(tokenizer, answer)) + len(turn_header(tokenizer))
 
-    def _laid_out(self, request: Request) -> Asked:
+    def _laid_out(self, request: Request) -> PromptLayout:
         behind = None
         if self.tokens:
             check_room(self.session, self.tokens)
-            behind = Standing(Candidate((0,) * self.tokens), self.session.decoder.new_cache(0), self.chunks)
+            behind = CachedPrefix(Candidate((0,) * self.tokens), self.session.decoder.new_cache(0), self.chunks)
         return lay_out(self.session, request, self.options, behind=behind, must_find=False)
 
 
-def chunks_of(asked: Asked) -> dict[bytes, int]:
+def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
     """Return the chunks that a turn brings, with the tokens of each."""
     sources = [segment.source for segment in asked.plan.chunks]
     return {one.chunk_id: len(one.ids) for one in sources if one.chunk_id}
@@ -144,7 +153,7 @@ class TurnLayout:
     revision: int
 
     @classmethod
-    def of(cls, begun: Begun) -> TurnLayout:
+    def of(cls, begun: PreparedAnswer) -> TurnLayout:
         """Note the layout of an answer's prompt."""
         asked, fused = begun.asked, begun.outcome.fused
         # Else a record was damaged, or slow.
@@ -157,7 +166,7 @@ class TurnLayout:
         """Return whether the store as it is now would give the same layout, of the same records."""
         if not self.is_as_laid or self.revision == session.store.revision():
             return self.is_as_laid
-        behind = None if self.known is None else Standing(Candidate(()), cache, self.known)
+        behind = None if self.known is None else CachedPrefix(Candidate(()), cache, self.known)
         try:
             asked = lay_out(session, self.request, options, behind=behind, must_find=False)
         except KvtoolError:  # what it names is gone
@@ -205,7 +214,7 @@ class Turn:
 
 
 @dataclass(frozen=True, slots=True)
-class Stands:
+class ConversationState:
     """What a conversation holds between two questions.
 
     Attributes
@@ -219,13 +228,13 @@ class Stands:
 
     session: Session
     system: str | None
-    standing: Standing
+    standing: CachedPrefix
     states: Marked | None
     pending: Ids
     is_whole: bool = True
 
     @classmethod
-    def after(cls, begun: Begun, said: Sequence[int], answer: Ids) -> Stands:
+    def after(cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids) -> ConversationState:
         """What a turn leaves. Of its answer those rows stand that were computed of the same tokens.
 
         Parameters
@@ -246,10 +255,10 @@ class Stands:
         if before is not None:
             chunks = {**before.chunks, **chunks}
         pending = (*answer[alike:], *turn_header(begun.session.tokenizer))
-        stands = Standing(tokens, fused.cache, chunks)
+        stands = CachedPrefix(tokens, fused.cache, chunks)
         return cls(begun.session, begun.options.system, stands, marked(fused.cache), pending)
 
-    def whole(self) -> Stands:
+    def whole(self) -> ConversationState:
         """The same without what is behind the rows that stand."""
         if self.is_whole:
             return self
@@ -263,7 +272,7 @@ class Stands:
             self, standing=replace(self.standing, cache=copied(self.session.decoder, cache, rows)), is_whole=True
         )
 
-    def settled(self) -> Stands:
+    def settled(self) -> ConversationState:
         """The same with its cache brought to where the next question begins; it has to be whole."""
         if not self.pending:
             return self

@@ -46,22 +46,6 @@ def recent_first(hits: Sequence[Hit], recent: Container[bytes]) -> list[Hit]:
     return sorted(hits, key=lambda hit: (-hit.score, hit.passage.chunk_id not in recent))
 
 
-def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Put hits, given best first, in the order in which they are to stand in the prompt.
-
-    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
-    first.
-    """
-    if order == "best-last":
-        return list(reversed(hits))
-    if order == "document":
-        ranks: dict[str, int] = {}
-        for hit in hits:
-            ranks.setdefault(hit.passage.source, len(ranks))
-        return sorted(hits, key=lambda hit: (ranks[hit.passage.source], hit.passage.start))
-    return list(hits)
-
-
 def passages_in(document: DocumentEntry) -> list[Passage]:
     """The passages of one document, in order."""
     return [Passage(c.chunk_id, document.source, c.start, c.end, index) for index, c in enumerate(document.chunks)]

@@ -15,14 +15,15 @@ from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreS
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
 from kvtool.core.retrieval.finder import Finder
-from kvtool.core.session.gate import ConformanceResult, stored_result
 from kvtool.core.session.identity import (
     LEARNED,
+    ConformanceResult,
     MeasuredLosses,
     ProfileCache,
     StoreIdentity,
     model_files,
     store_identity,
+    stored_result,
 )
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class Session:
             return
         known = {None, self.arithmetic, *self._conformance.compared}
         if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
-            from kvtool.core.session.gate_checks import cross_dtype_records
+            from kvtool.core.session.gate import cross_dtype_records
 
             self._conformance = cross_dtype_records(
                 self.store, self.decoder, self.identity, self._conformance, chunk_ids
@@ -263,13 +264,13 @@ class Session:
         GateError : with the measured numbers.
         """
         if self._conformance is not None:
-            from kvtool.core.session.gate_checks import cross_dtype_prefix
+            from kvtool.core.session.gate import cross_dtype_prefix
 
             self._conformance = cross_dtype_prefix(self.store, self.decoder, self._conformance, segments, found)
             self._conformance.enforce()
 
     def _meet(self) -> ConformanceResult | None:
-        from kvtool.core.session.gate_checks import gate_store
+        from kvtool.core.session.gate import gate_store
 
         return gate_store(self.store, self.decoder, self.identity)
 

@@ -1,33 +1,48 @@
-"""The codec's speed on a store's own chunks, beside what bounds it, in the same run."""
+"""Speed of the codec on a store's own chunks, with a copy and zstandard in the same run."""
 
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
+import zstandard
 
+from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.base import NAMES
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import DTYPES, NAMES, Encoded, LayerKV, Shape, shape_of_layer
+from kvtool.core.codec.levels import LEVELS, NESTED, exact
+from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans import coder
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
+from kvtool.core.errors import KvtoolError
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.records.read import exact_level, read_chunk
 from kvtool.core.session.identity import ProfileCache, store_identity
-from kvtool.lab.bench.codec_tasks import Task, all_tasks
-from kvtool.lab.bench.first_call import first_call_ms
 from kvtool.lab.bench.machine import Host
-from kvtool.lab.bench.sample import Sample
-from kvtool.lab.bench.scratch import fit_to
+from kvtool.lab.bench.prompts import fit_to
 
+AT_ONCE = 16  # chunks that are decoded together
+SIDE = "K or V of a layer of a chunk"
+CHUNK = "all layers of a chunk"
+MANY = f"a layer of {AT_ONCE} chunks"
 _LEAST_SECONDS = 0.25  # of a measurement
+
+
+Job = Callable[[], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,32 +52,28 @@ class CodecRow:
     Attributes
     ----------
     threads : of kvtool; torch and every other library has one in each.
-    gb_per_s : raw 16-bit bytes of K and V, 10^9 a second, wall time: the median of the rounds. None: not measured.
+    gb_per_s : raw 16-bit bytes of K and V, 10^9 a second, wall time: the median of the rounds.
     bits_per_element : all bytes of the records, their headers and digests included.
     raw_bytes, bytes : of the numbers, at 16 bit, and of what they are encoded to.
-    flops_per_byte, gflop_per_s : of the transform alone: of a raw byte, and a second in plain products.
     """
 
     what: str
     level: str | None
     threads: int
-    gb_per_s: float | None
+    gb_per_s: float
     bits_per_element: float | None
     raw_bytes: int
     bytes: int | None
     batch: str
-    flops_per_byte: float | None = None
-    gflop_per_s: float | None = None
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CodecBench:
-    """All rows, and what they were measured on; `first_call_ms`: see first_call.py."""
+    """All rows, and what they were measured on."""
 
     rows: tuple[CodecRow, ...]
     backend: str
-    first_call_ms: float
     cores: int
     host: Host
     tokens: int
@@ -76,32 +87,11 @@ class CodecBench:
         return asdict(self)
 
 
-@contextmanager
-def entropy_coder(name: str | None) -> Iterator[str]:
-    """Let entropy decoding and encoding run by this back-end (None: the one that would be taken) for a while.
-
-    Raises
-    ------
-    UsageError : there is no such back-end here.
-    """
-    before = os.environ.get(coder.VARIABLE)
-    if name is not None:
-        os.environ[coder.VARIABLE] = name
-    try:
-        yield coder.chosen()
-    finally:
-        if name is not None:
-            os.environ.pop(coder.VARIABLE)
-        if before is not None:
-            os.environ[coder.VARIABLE] = before
-
-
 def bench_codec(
     store: Store,
     tokens: int,
     repeat: int,
     threads: int | None = None,
-    coder: str | None = None,
     events: Events | None = None,
     dtype: str = "auto",
 ) -> CodecBench:
@@ -113,7 +103,6 @@ def bench_codec(
 
     Raises
     ------
-    UsageError : no such entropy coder here.
     KvtoolError : the store has no exact record.
     DamagedError : a record or the profile is damaged.
     """
@@ -122,7 +111,7 @@ def bench_codec(
     profile = ProfileCache(store).current()
     most = threads or cores()
     keep_freed_memory()  # as loading a model does: two threads would wait for each other's fresh pages
-    with entropy_coder(coder) as backend, _one_torch_thread():
+    with _one_torch_thread():
         events.status("read the store's chunks")
         sample = Sample.of(store, tokens, leave_out=identity.prefix_id, decoded=dtype)
         events.status("encode them for every measurement")
@@ -130,12 +119,9 @@ def bench_codec(
         with ThreadPoolExecutor(most) as pool:
             tasks = all_tasks(sample, used, pool)
         rows = list(_rows(tasks, repeat, tuple(dict.fromkeys((1, most))), events))
-        events.status("start new processes")
-        ready = first_call_ms(repeat)
     return CodecBench(
         rows=tuple(rows),
-        backend=backend,
-        first_call_ms=ready,
+        backend=coder.chosen(),
         cores=cores(),
         host=Host.here(most),
         tokens=sample.tokens,
@@ -159,7 +145,7 @@ def _one_torch_thread() -> Iterator[None]:
 
 def _rows(tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], events: Events) -> Iterator[CodecRow]:
     """Every task once a round, so that a slow moment of the machine meets all of them."""
-    runs = [(task, count) for task in tasks for count in thread_counts if count == 1 or task.threaded]
+    runs = [(task, count) for task in tasks for count in thread_counts]
     seconds: list[list[float]] = [[] for _ in runs]
     often = [1 for _ in runs]
     pools = {
@@ -170,7 +156,7 @@ def _rows(tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], even
             for number, (task, count) in enumerate(runs):
                 events.status(" ".join(filter(None, (task.what, task.level, f"{count} threads" if count > 1 else ""))))
                 seconds[number].append(_seconds(pools[count], count, task, often[number]))
-                often[number] = max(1, math.ceil(_LEAST_SECONDS / seconds[number][0])) if task.jobs else 1
+                often[number] = max(1, math.ceil(_LEAST_SECONDS / seconds[number][0]))
                 events.advance(1 / len(runs))
     finally:
         for pool in pools.values():
@@ -194,17 +180,215 @@ def _run(jobs: Sequence[Callable[[], Any]]) -> None:
 
 
 def _row(task: Task, threads: int, seconds: float) -> CodecRow:
-    measured = bool(task.jobs)
     return CodecRow(
         what=task.what,
         level=task.level,
         threads=threads,
-        gb_per_s=task.raw_bytes / seconds / 1e9 if measured else None,
+        gb_per_s=task.raw_bytes / seconds / 1e9,
         bits_per_element=None if task.bytes is None else 16 * task.bytes / task.raw_bytes,
         raw_bytes=task.raw_bytes,
         bytes=task.bytes,
         batch=task.batch,
-        flops_per_byte=task.flops / task.raw_bytes if task.flops else None,
-        gflop_per_s=task.flops / seconds / 1e9 if task.flops else None,
         note=task.note,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to measure.
+
+    Parameters
+    ----------
+    raw_bytes : of the numbers that the jobs go through, at 16 bit.
+    bytes : of what these are encoded to.
+    """
+
+    what: str
+    level: str | None
+    jobs: Sequence[Job]
+    raw_bytes: int
+    bytes: int | None
+    batch: str
+    note: str = ""
+
+
+def all_tasks(sample: Sample, profile: Profile, pool: ThreadPoolExecutor) -> list[Task]:
+    """Every task, their records made by `pool`."""
+    tasks = [*_plain_tasks(sample, pool), *_lossless_tasks(sample, pool)]
+    for level in NESTED:
+        records = _encoded(_lossy_encoders(sample, level, profile), sample, pool, sample.decoded)
+        tasks += _lossy_tasks(sample, level, profile, records)
+    return tasks
+
+
+# ---- what there is without kvtool --------------------------------------------------------------------------------
+
+
+def _plain_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
+    raws = [
+        _raw(side[layer]) for layer in range(sample.layers) for kv in sample.chunks for side in (kv.keys, kv.values)
+    ]
+    copies: list[Job] = [partial(np.copyto, np.zeros_like(raw), raw) for raw in raws]
+    yield Task("memcpy", None, copies, sample.raw_bytes, sample.raw_bytes, SIDE, note="into memory that is there")
+    squeezed = list(pool.map(_zstd, raws))
+    size = sum(map(len, squeezed))
+    jobs: list[Job] = [partial(_zstd, raw) for raw in raws]
+    yield Task("zstd -1 compress", None, jobs, sample.raw_bytes, size, SIDE)
+    jobs = [partial(_unzstd, frame) for frame in squeezed]
+    yield Task("zstd -1 decompress", None, jobs, sample.raw_bytes, size, SIDE)
+
+
+def _raw(side: torch.Tensor) -> npt.NDArray[np.uint8]:
+    return side.view(torch.uint8).numpy().reshape(-1)
+
+
+def _zstd(raw: npt.NDArray[np.uint8]) -> bytes:
+    return zstandard.ZstdCompressor(level=1).compress(raw.data)
+
+
+def _unzstd(frame: bytes) -> bytes:
+    return zstandard.ZstdDecompressor().decompress(frame)
+
+
+# ---- kvtool's levels ---------------------------------------------------------------------------------------------
+
+
+def _lossless_tasks(sample: Sample, pool: ThreadPoolExecutor) -> Iterator[Task]:
+    for level in (level for level in exact() if not LEVELS[level].verbatim):
+        codec = CODECS[level]
+        jobs: list[Job] = [partial(codec.encode_layers, _layers(kv)) for kv in sample.chunks]
+        records = _encoded(jobs, sample, pool, sample.dtype)
+        size = _size(records)
+        yield Task("encode", level, jobs, sample.raw_bytes, size, CHUNK)
+        jobs = [partial(codec.decode, batch, layer) for layer, batch in _batches(sample, records)]
+        yield Task("decode", level, jobs, sample.raw_bytes, size, MANY)
+
+
+def _layers(kv: ChunkKV) -> list[LayerKV]:
+    return kv.layers
+
+
+def _lossy_encoders(sample: Sample, level: str, profile: Profile) -> list[Job]:
+    return [partial(CODECS[level].encode_layers, _layers(kv), profile) for kv in sample.chunks]
+
+
+def _lossy_tasks(sample: Sample, level: str, profile: Profile, records: Sequence[Encoded]) -> Iterator[Task]:
+    size, raw_bytes = _size(records), sample.raw_bytes
+    yield Task("encode", level, _lossy_encoders(sample, level, profile), raw_bytes, size, CHUNK)
+    profiles = {profile.digest: profile}.__getitem__
+    decoded = (partial(CODECS[level].decode, batch, layer, profiles) for layer, batch in _batches(sample, records))
+    jobs: list[Job] = [*decoded]
+    yield Task("decode", level, jobs, raw_bytes, size, MANY, note=f"to {NAMES[sample.decoded]}")
+    jobs = [partial(CODECS[level].decode_layers, items, profiles) for items in _by_chunk(sample, records)]
+    yield Task("decode by chunk", level, jobs, raw_bytes, size, CHUNK, note=f"to {NAMES[sample.decoded]}")
+
+
+# ---- records -----------------------------------------------------------------------------------------------------
+
+
+def _encoded(jobs: Sequence[Job], sample: Sample, pool: ThreadPoolExecutor, dtype: torch.dtype) -> list[Encoded]:
+    """Records of every layer of every chunk, layer by layer, to be decoded to `dtype`; a job makes those of one."""
+    chunks = list(pool.map(lambda job: [b"".join(parts) for parts in job()], jobs))
+    shapes = [sample.shape(chunk) for chunk in range(len(sample.chunks))]
+    return [
+        Encoded(payload, shape, NAMES[dtype])
+        for payloads in zip(*chunks, strict=True)
+        for payload, shape in zip(payloads, shapes, strict=True)
+    ]
+
+
+def _batches(sample: Sample, records: Sequence[T]) -> Iterator[tuple[int, list[T]]]:
+    """Layer, and what there is at it of the chunks that are decoded together."""
+    for layer in range(sample.layers):
+        for batch in sample.batches():
+            yield layer, [records[layer * len(sample.chunks) + chunk] for chunk in batch]
+
+
+def _by_chunk(sample: Sample, records: Sequence[T]) -> list[list[T]]:
+    """All layers of each chunk."""
+    count = len(sample.chunks)
+    return [[records[layer * count + chunk] for layer in range(sample.layers)] for chunk in range(count)]
+
+
+def _size(records: Sequence[Encoded]) -> int:
+    return sum(len(record.payload) + OVERHEAD_BYTES for record in records)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Chunks whose numbers have 16 bit; those of a float32 store are rounded to bfloat16.
+
+    Attributes
+    ----------
+    decoded : the dtype that lossy records are decoded to: the store's own, as a query takes it, or another's.
+    """
+
+    chunks: tuple[ChunkKV, ...]
+    decoded: torch.dtype
+
+    @classmethod
+    def of(cls, store: Store, tokens: int, leave_out: bytes | None = None, decoded: str = "auto") -> Sample:
+        """The first exact chunks, of about `tokens` tokens, one chunk at least.
+
+        Parameters
+        ----------
+        decoded : name of the dtype that lossy records are decoded to; `auto`: the store's own.
+
+        Raises
+        ------
+        KvtoolError : none is exact.
+        DamagedError : a record is damaged.
+        """
+        found: list[ChunkKV] = []
+        read = 0
+        for chunk in store.chunk_ids():
+            level, info = exact_level(store, chunk), store.chunk_info(chunk)
+            if level is None or info is None or chunk == leave_out:
+                continue
+            if found and read + len(info.token_ids) > tokens:
+                break
+            kv = read_chunk(store, chunk, level, info.layers)
+            own = kv.dtype
+            found.append(ChunkKV(*([_of_16_bit(numbers) for numbers in side] for side in (kv.keys, kv.values))))
+            read += len(info.token_ids)
+        if not found:
+            raise KvtoolError(
+                "the store holds no exact chunk to measure on", "run `kvtool ingest PATH` with --level raw"
+            )
+        return cls(tuple(found), own if decoded == "auto" else DTYPES[decoded])
+
+    @property
+    def layers(self) -> int:
+        return len(self.chunks[0].keys)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of all chunks."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
+    @property
+    def channels(self) -> int:
+        """How many numbers a token has in K, or in V, of a layer."""
+        return self.chunks[0].keys[0].shape[0] * self.chunks[0].keys[0].shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.chunks[0].dtype
+
+    @property
+    def raw_bytes(self) -> int:
+        """The bytes of K and V of all layers of all chunks, at 16 bit."""
+        return 4 * self.layers * self.tokens * self.channels
+
+    def shape(self, chunk: int) -> Shape:
+        """The shape of K and V of a layer of a chunk."""
+        return shape_of_layer(self.chunks[chunk].layers[0])
+
+    def batches(self) -> list[range]:
+        """Numbers of the chunks that are decoded together."""
+        count = len(self.chunks)
+        return [range(first, min(first + AT_ONCE, count)) for first in range(0, count, AT_ONCE)]
+
+
+def _of_16_bit(side: torch.Tensor) -> torch.Tensor:
+    return (side if side.element_size() == 2 else side.to(torch.bfloat16)).contiguous()

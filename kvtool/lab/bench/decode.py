@@ -17,9 +17,7 @@ from kvtool.core.model.decode import decode_backend
 from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
 from kvtool.core.model.decode.native import PARTS, Engine, engine_of
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.lab.bench.limits import copied_bytes_per_s
-from kvtool.lab.bench.machine import Host
-from kvtool.lab.bench.together import TogetherRow, TogetherRun
+from kvtool.lab.bench.machine import Host, copied_bytes_per_s
 
 if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
@@ -35,12 +33,11 @@ _PREFILLED = 512  # tokens
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What to measure: the tokens before the first step, how many steps, and of how many sequences at once."""
+    """What to measure: the tokens before the first step, and how many steps."""
 
     context: int
     new_tokens: int
     steppers: tuple[str, ...]
-    together: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,6 @@ class DecodeBench:
     apart_max: float | None
     rows: tuple[StepperRow, ...]
     parts: tuple[PartRow, ...]
-    together: tuple[TogetherRow, ...]
     notes: tuple[str, ...]
     includes: str = INCLUDES
 
@@ -127,11 +123,6 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
     kv_bytes = decoder.kv_bytes(options.context)
     read = None if found is None else found.weights_bytes + kv_bytes
     parts = _parts(found, kv_bytes) if found is not None and "native" in names else ()
-    together: tuple[TogetherRow, ...] = ()
-    if options.together:
-        several = TogetherRun(decoder, partial(_filled, decoder, options), options.together)
-        several.all(options.new_tokens, events)
-        together = several.rows(None if found is None else found.weights_bytes, kv_bytes, memcpy)
     return DecodeBench(
         model=decoder.loaded.files.ref,
         device=decoder.device,
@@ -149,7 +140,6 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
         apart_max=run.apart_max,
         rows=tuple(_row(name, run.times[name], read if name == "native" else None, memcpy) for name in names),
         parts=parts,
-        together=together,
         notes=tuple(notes),
     )
 
@@ -174,7 +164,7 @@ class _Run:
 
     def __init__(self, decoder: Decoder, names: Sequence[str], options: DecodeOptions) -> None:
         self._options, self._vocabulary = options, int(decoder.config.vocab_size)
-        self._steppers = {name: _stepper(name, decoder, _filled(decoder, options)) for name in names}
+        self._steppers = {name: _stepper(name, decoder, filled_cache(decoder, options)) for name in names}
         self.times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         self.kl_max: float | None = None
         self.apart_max: float | None = None
@@ -205,7 +195,7 @@ def _stepper(name: str, decoder: Decoder, cache: PromptCache) -> DecodeBackend:
     return decode_backend(decoder, cache) if name == "native" else TorchBackend(decoder, cache)
 
 
-def _filled(decoder: Decoder, options: DecodeOptions) -> PromptCache:
+def filled_cache(decoder: Decoder, options: DecodeOptions) -> PromptCache:
     """A cache of random tokens' rows, the first ones over and over: a step takes as long whatever they are."""
     count = min(options.context, _PREFILLED)
     chance = torch.Generator().manual_seed(0)

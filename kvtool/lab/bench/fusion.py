@@ -2,34 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import resolve_device
-from kvtool.core.codec.levels import level_of
+from kvtool.core.codec.levels import RAW
 from kvtool.core.common.arithmetic import FLOAT32, why_float32
 from kvtool.core.common.machine import cores
 from kvtool.core.common.progress import Events
+from kvtool.core.errors import DamagedError
+from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
+from kvtool.core.fusion.source import StoreSource
 from kvtool.core.kernels.linear.onednn import keep_few_kernels, keep_freed_memory, pack_weights
 from kvtool.core.model.decoder import Decoder
-from kvtool.lab.bench.flops import Architecture
-from kvtool.lab.bench.limits import Machine, measure_machine
-from kvtool.lab.bench.machine import Host
-from kvtool.lab.bench.passes import INCLUDES, PLAIN, PLAIN_INCLUDES, Answerer, Sample, warm_up
-from kvtool.lab.bench.prompts import BenchPrompt, stored_prompts
-from kvtool.lab.bench.rows import About, FusionRow, Measured, Reference, rows_of
-from kvtool.lab.bench.scratch import Sizes, scratch_store
+from kvtool.core.session.identity import ProfileCache
+from kvtool.lab.bench.machine import (
+    Architecture,
+    Host,
+    Machine,
+    Work,
+    flops,
+    full_work,
+    fused_work,
+    limit_of,
+    measure_machine,
+    synchronize,
+)
+from kvtool.lab.bench.prompts import BenchPrompt, Sizes, scratch_store, stored_prompts
 from kvtool.lab.bench.shapes import PUBLISHED, build_shape, shape_dtype
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.fusion.plan import Segment
+    from kvtool.core.model.decoder import Decoder
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
+PLAIN = "transformers sdpa"  # beside the names of modes
+INCLUDES = (
+    "from the question's ids to the first token's id (argmax): chunk descriptions looked up, prompt laid out, records "
+    "read (warm page cache), checked, decoded, uploaded, rotated, rows selected and computed, LM head of one row; not "
+    "in it: retrieval, tokenising, loading of the model and of the codec's profile"
+)
+PLAIN_INCLUDES = "one call of the model on the same ids with sdpa attention, a cache and the logits of the last row"
 SEED = 0
 
 
@@ -41,7 +64,6 @@ class FusionOptions:
     ----------
     skip_full_above : longer prompts are not prefilled in full: attention over all of 32,000 tokens takes minutes, and
         the limits that a mode is measured against need none of it.
-    paired : modes that shift reused rows are timed without that, too.
     """
 
     modes: tuple[str, ...]
@@ -50,18 +72,12 @@ class FusionOptions:
     repeat: int
     query: QueryOptions
     skip_full_above: int | None = None
-    paired: bool = False
 
     def measured(self, length: int) -> tuple[str, ...]:
         """The modes of one prompt, full prefill by both first unless that takes too long."""
         if self.skip_full_above is not None and length > self.skip_full_above:
             return tuple(mode for mode in self.modes if mode != REFERENCE)
         return tuple(dict.fromkeys((PLAIN, REFERENCE, *self.modes)))
-
-    def held_against(self) -> tuple[str, ...]:
-        """The modes that are timed without their shift as well; where rows are left out nothing is shifted."""
-        shifting = self.paired and self.query.shift and level_of(self.level).share == 100
-        return tuple(mode for mode in self.modes if shifting and selector_for(self.query, mode).shift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +114,8 @@ class FusionBench:
 
 def passes(options: FusionOptions) -> int:
     """How many passes there will be at most: the work of a progress bar."""
-    contexts = options.sizes.contexts
-    all_modes = sum(len(options.measured(context)) for context in contexts)
-    return all_modes * (options.repeat + 1) + len(contexts) * len(options.held_against()) * options.repeat
+    modes = sum(len(options.measured(context)) for context in options.sizes.contexts)
+    return modes * (options.repeat + 1)
 
 
 def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: Events) -> FusionBench:
@@ -201,20 +216,279 @@ def _shortfalls(prompts: Sequence[BenchPrompt], level: str) -> Iterator[str]:
 
 
 def _measure(answerer: Answerer, prompt: BenchPrompt, options: FusionOptions, events: Events) -> Measured:
-    """Every mode once a round, so that a slow moment of the machine meets all of them; one before for memory."""
-    modes, paired = options.measured(prompt.length), options.held_against()
+    """Every mode once a round, so that a slow moment of the machine meets all of them."""
+    modes = options.measured(prompt.length)
     facts = {}
     for mode in modes:
         events.status(f"{prompt.length} tokens, {mode}")
         facts[mode] = answerer.facts(prompt, mode)
         events.advance(1)
     samples: dict[str, list[Sample]] = {mode: [] for mode in modes}
-    unshifted: dict[str, list[Sample]] = {mode: [] for mode in paired}
-    for number in range(options.repeat):
+    for _ in range(options.repeat):
         for mode in modes:
             events.status(f"{prompt.length} tokens, {mode}")
-            turns = [(samples, True), (unshifted, False)] if mode in paired else [(samples, True)]
-            for found, shift in turns[:: -1 if number % 2 else 1]:
-                found[mode].append(answerer.sample(prompt, mode, shift))
-                events.advance(1)
-    return Measured(prompt, samples, facts, unshifted)
+            samples[mode].append(answerer.sample(prompt, mode))
+            events.advance(1)
+    return Measured(prompt, samples, facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One timed pass, milliseconds; `plan_ms` is a part of `ttft_ms`."""
+
+    ttft_ms: float
+    plan_ms: float = 0.0
+    timing: FuseTiming | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a mode does to a prompt, the same in every pass.
+
+    Attributes
+    ----------
+    passes : rows and keys, layer by layer.
+    rows : computed at each layer of the main pass.
+    records_read, records_spared : of all layers, and those that no computed row sees through its window;
+        `bytes_spared`: what these would have taken.
+    """
+
+    passes: tuple[Work, ...]
+    rows: tuple[int, ...]
+    bytes_read: int
+    records_read: int = 0
+    records_spared: int = 0
+    bytes_spared: int = 0
+
+
+class Answerer:
+    """Answers prompts from one store; profiles are read once, as a session does."""
+
+    def __init__(self, decoder: Decoder, store: Store, options: QueryOptions) -> None:
+        self.decoder = decoder
+        self._store, self._options = store, options
+        self._profiles = ProfileCache(store)
+
+    def sample(self, prompt: BenchPrompt, mode: str) -> Sample:
+        """Time one pass."""
+        return self._plain(prompt) if mode == PLAIN else self._fused(prompt, mode)[0]
+
+    def facts(self, prompt: BenchPrompt, mode: str) -> Facts:
+        """Count what one pass computes and reads; nothing is timed."""
+        windows = self.decoder.windows
+        if mode == PLAIN:
+            return Facts((full_work(prompt.length, windows),), (prompt.length,) * len(windows), 0)
+        fused = self._fused(prompt, mode)[1]
+        _check_whole(fused)
+        passes = tuple(fused_work(fused, selector_for(self._options, mode), windows))
+        spared = fused.read_set.bytes_skipped(self._sizes)
+        return Facts(passes, fused.tokens.rows, fused.bytes_read, **fused.read_set.to_json(), bytes_spared=spared)
+
+    def _sizes(self, segment: Segment) -> list[int]:
+        return self._store.payload_sizes(segment.source.chunk_id, segment.source.level or RAW)
+
+    def _plain(self, prompt: BenchPrompt) -> Sample:
+        plan = prompt.plan(self._store)
+        model, device = self.decoder.model, self.decoder.device
+        with self.decoder.plain_attention(), torch.inference_mode():
+            synchronize(device)
+            started = time.perf_counter()
+            ids = torch.tensor([plan.ids], device=device)
+            out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+            int(out.logits[0, -1].argmax())
+            synchronize(device)
+            return Sample((time.perf_counter() - started) * 1e3)
+
+    def _fused(self, prompt: BenchPrompt, mode: str) -> tuple[Sample, Fused]:
+        decoder = self.decoder
+        synchronize(decoder.device)
+        started = time.perf_counter()
+        source = StoreSource(self._store, decoder, self._profiles)
+        plan = prompt.plan(self._store)
+        planned = time.perf_counter()
+        fused = fuse(decoder, plan, selector_for(self._options, mode), source)
+        int(fused.logits.argmax())
+        synchronize(decoder.device)
+        ended = time.perf_counter()
+        return Sample((ended - started) * 1e3, (planned - started) * 1e3, fused.timing), fused
+
+
+def _check_whole(fused: Fused) -> None:
+    """A hole is computed in place: times would not be those of reuse."""
+    holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
+    if holes:
+        raise DamagedError(f"a record cannot be used: {holes[0].reason}", REPAIR)
+
+
+def warm_up(answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str]) -> None:
+    """Every mode once over a short prompt: machine code, tables and handles are made at the first call."""
+    for mode in modes:
+        answerer.sample(prompt.shortest(), mode)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionRow:
+    """One mode at one context; times are medians over the rounds, each part by itself.
+
+    Attributes
+    ----------
+    speedup : full_ms / ttft_ms.
+    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and which that was; where
+        neither was measured, None and "", and so are `speedup` and `efficiency`.
+    flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
+    load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
+        `select_ms` (the question's own pass included) and `shift_ms` being parts.
+    overlap : ttft_ms / max(load_ms, compute_ms): 1 is loading and computing beside each other at no cost.
+    limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
+    roofline_efficiency : limit_ms / ttft_ms.
+    rows_by_layer : computed rows in the main pass, layer by layer, and their sum.
+    layer_bytes : the KV of one layer of the prompt.
+    """
+
+    fusion: str
+    context: int
+    ttft_ms: float
+    speedup: float | None
+    flops_ratio: float
+    efficiency: float | None
+    read_ms: float
+    decode_ms: float
+    upload_ms: float
+    rotate_ms: float
+    load_ms: float
+    select_ms: float
+    shift_ms: float
+    compute_ms: float
+    wait_ms: float
+    plan_ms: float
+    overlap: float
+    bytes_read: int
+    records_read: int
+    records_spared: int
+    bytes_spared: int
+    rows_by_layer: tuple[int, ...]
+    rows_total: int
+    flops: int
+    full_ms: float | None
+    reference: str
+    limit_ms: float
+    compute_limit_ms: float
+    load_limit_ms: float
+    roofline_efficiency: float
+    kv_bytes: int
+    layer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Full prefill of one context, by `transformers` and by kvtool; milliseconds, medians; None: not measured."""
+
+    context: int
+    context_wanted: int
+    chunks: int
+    question_tokens: int
+    transformers_ms: float | None
+    kvtool_ms: float | None
+
+    @property
+    def ms(self) -> float | None:
+        """The faster one's."""
+        return min((ms for ms in (self.transformers_ms, self.kvtool_ms) if ms is not None), default=None)
+
+    @property
+    def name(self) -> str:
+        """Which one that is."""
+        if self.ms is None:
+            return ""
+        return PLAIN if self.transformers_ms == self.ms else "kvtool full"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A prompt's samples and facts by mode."""
+
+    prompt: BenchPrompt
+    samples: Mapping[str, Sequence[Sample]]
+    facts: Mapping[str, Facts]
+
+    @property
+    def reference(self) -> Reference:
+        """Full prefill."""
+        return Reference(
+            context=self.prompt.length,
+            context_wanted=self.prompt.wanted,
+            chunks=len(self.prompt.chunks),
+            question_tokens=len(self.prompt.question),
+            transformers_ms=self._median(PLAIN),
+            kvtool_ms=self._median(REFERENCE),
+        )
+
+    def _median(self, mode: str) -> float | None:
+        samples = self.samples.get(mode)
+        return statistics.median(sample.ttft_ms for sample in samples) if samples else None
+
+
+class About:
+    """What rows are computed with besides their own samples."""
+
+    def __init__(self, architecture: Architecture, machine: Machine, decoder: Decoder) -> None:
+        self.architecture, self.machine, self.decoder = architecture, machine, decoder
+        self.model_bytes = sum(weight.nbytes for weight in decoder.model.parameters())
+
+
+def rows_of(measured: Measured, about: About, modes: Sequence[str]) -> Iterator[FusionRow]:
+    """A row for each of these modes that was measured."""
+    reference = measured.reference
+    for mode in (mode for mode in modes if mode in measured.samples):
+        yield _row(mode, measured.samples[mode], measured.facts[mode], reference, about)
+
+
+def _row(mode: str, samples: Sequence[Sample], facts: Facts, reference: Reference, about: About) -> FusionRow:
+    ttft = statistics.median(sample.ttft_ms for sample in samples)
+    parts = _parts(samples)
+    work = flops(about.architecture, facts.passes)
+    full = flops(about.architecture, [full_work(reference.context, about.architecture.windows)])
+    bytes_each = about.decoder.dtype.itemsize
+    kv_bytes = about.decoder.kv_bytes(reference.context)
+    limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
+    speedup = None if reference.ms is None else reference.ms / ttft
+    return FusionRow(
+        fusion=mode,
+        context=reference.context,
+        ttft_ms=ttft,
+        speedup=speedup,
+        flops_ratio=full / work,
+        efficiency=None if speedup is None else speedup / (full / work),
+        **parts,
+        overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
+        bytes_read=facts.bytes_read,
+        records_read=facts.records_read,
+        records_spared=facts.records_spared,
+        bytes_spared=facts.bytes_spared,
+        rows_by_layer=facts.rows,
+        rows_total=sum(facts.rows),
+        flops=work,
+        full_ms=reference.ms,
+        reference=reference.name,
+        limit_ms=limit.ms,
+        compute_limit_ms=limit.compute_ms,
+        load_limit_ms=limit.load_ms,
+        roofline_efficiency=limit.ms / ttft,
+        kv_bytes=kv_bytes,
+        layer_bytes=kv_bytes // len(about.architecture.layers),
+    )
+
+
+def _parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """Medians of the parts of the time to the first token."""
+    timings = [sample.timing for sample in samples if sample.timing is not None]
+
+    def middle(*names: str) -> float:
+        return float(statistics.median(sum(getattr(timing, name) for name in names) for timing in timings))
+
+    return {
+        **{f"{name}_ms": middle(name) for name in ("read", "decode", "upload", "rotate", "select", "shift", "wait")},
+        "load_ms": middle("read", "decode", "upload", "rotate"),
+        "compute_ms": middle("recompute", "select", "shift"),
+        "plan_ms": statistics.median(sample.plan_ms for sample in samples),
+    }

@@ -62,9 +62,6 @@ class FusionBenchOptions(Options, settings=False):
         lowest=0,
         instead="all are",
     )
-    paired: bool = option(
-        False, "Time modes that shift reused rows without it too, in turn: what it costs.", group=MEASURED
-    )
     repeat: int = _repeat(5)
     plot: Path | None = option(None, "Draw the result.", group=DRAWN, metavar="FILE.svg", unit="path")
 
@@ -79,5 +76,4 @@ class DecodeBenchOptions(Options, settings=False, group=MEASURED):
     stepper: tuple[str, ...] = option(
         ("native", "torch"), "Ways to decode.", choices=("native", "torch"), metavar="a,b", instead="both"
     )
-    together: tuple[int, ...] = option((), "Sequences decoded at once, beside one alone.", metavar="N,N", lowest=1)
     threads: int | None = option(None, "Of all arithmetic.", lowest=1, instead="torch's own")

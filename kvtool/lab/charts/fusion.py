@@ -7,16 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.common.sizes import counted
-from kvtool.lab.bench.fusion import FusionBench
-from kvtool.lab.bench.rows import FusionRow
+from kvtool.lab.bench.fusion import FusionBench, FusionRow
 from kvtool.lab.charts.svg import Line, Panel, line_charts
 
 _MEANING = (
     "speedup: full prefill / TTFT; FLOPs: those of full / of this mode; efficiency: speedup / FLOPs. Milliseconds: "
     "load = read + decode + upload + rotate, in a thread beside compute (selection included); wait: for it; overlap: "
     "TTFT / the larger of load and compute. limit: by layer the slower of its FLOPs and its weights, or all bytes "
-    "read, at the speeds above; peak: memory on top of the model, measured in a pass that is not timed; staged: what "
-    "a pass that has nothing to load takes less of it (the KV of one layer: {layer_mb:.1f} MB)"
+    "read, at the speeds above"
 )
 
 
@@ -34,11 +32,11 @@ def fusion_tables(result: FusionBench) -> tuple[FusionTable, ...]:
     head = ("fusion", "context")
     speed = (*head, "TTFT ms", "speedup", "FLOPs", "efficiency", "of limit")
     times = (*head, "read", "decode", "load", "wait", "select", "shift", "compute")
-    sizes = (*head, "overlap", "limit ms", "MB read", "peak MB", "staged")
+    sizes = (*head, "overlap", "limit ms", "MB read")
     return (
         FusionTable("time to the first token", speed, tuple(_speeds(result))),
         FusionTable("milliseconds by part", times, tuple(map(_times, result.rows))),
-        FusionTable("limits and memory", sizes, tuple(map(_sizes, result.rows))),
+        FusionTable("limits", sizes, tuple(map(_sizes, result.rows))),
     )
 
 
@@ -73,8 +71,7 @@ def _times(row: FusionRow) -> tuple[Any, ...]:
 
 
 def _sizes(row: FusionRow) -> tuple[Any, ...]:
-    held = ("-" if size is None else f"{size / 1e6:.0f}" for size in (row.peak_memory_bytes, row.staging_bytes))
-    return (row.fusion, row.context, f"{row.overlap:.2f}", _ms(row.limit_ms), f"{row.bytes_read / 1e6:.1f}", *held)
+    return (row.fusion, row.context, f"{row.overlap:.2f}", _ms(row.limit_ms), f"{row.bytes_read / 1e6:.1f}")
 
 
 def _ms(milliseconds: float) -> str:
@@ -97,19 +94,12 @@ def fusion_notes(result: FusionBench) -> Iterator[str]:
             f"{reference.context} tokens: {counted(reference.chunks, 'chunk')} and a question of "
             f"{reference.question_tokens}; full prefill is {full}"
         )
-    for row in result.rows:
-        if row.shift_cost_ms is not None:
-            yield (
-                f"{row.fusion}, {row.context} tokens: with the shift {row.shift_cost_ms:.1f} ms later than without "
-                f"({row.shift_cost:.1%}), {row.shift_cost_cpu_ms:.1f} ms more of processor time "
-                f"({row.shift_cost_cpu:.1%}), the middle of {result.repeat} pairs in turn"
-            )
     upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
     yield (
         f"its limits: products in {result.dtype} {machine.gemm_flop_per_s / 1e12:.3f} TFLOP/s, weights read at "
         f"{machine.weights_bytes_per_s / 1e9:.1f} GB/s, memcpy {machine.memcpy_bytes_per_s / 1e9:.1f} GB/s{upload}"
     )
-    yield _MEANING.format(layer_mb=max(row.layer_bytes for row in result.rows) / 1e6)
+    yield _MEANING
     yield f"TTFT: {result.includes}"
     yield f"full, transformers: {result.plain_includes}"
 

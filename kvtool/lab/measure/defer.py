@@ -13,7 +13,7 @@ from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.model.generate import Sampling, generate
 from kvtool.core.query.defer import PROBED, Threshold, confidence, judge
-from kvtool.core.query.layout import Asked, lay_out
+from kvtool.core.query.layout import PromptLayout, lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.query.rounds import probe, steps, text_of
@@ -47,7 +47,9 @@ def rows_of_rounds(session: Session, specs: Mapping[str, RunSpec], options: Quer
     return rows_of
 
 
-def _question(session: Session, asked: Asked, at_once: Asked, spec: RunSpec, options: QueryOptions) -> Row:
+def _question(
+    session: Session, asked: PromptLayout, at_once: PromptLayout, spec: RunSpec, options: QueryOptions
+) -> Row:
     """Answer after every round, as if it were the last, and from one pass over all chunks."""
     decoder, selector = session.decoder, selector_for(spec.options(options), spec.mode)
     source, answers = session.source, asked.request.answers

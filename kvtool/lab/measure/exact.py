@@ -16,7 +16,7 @@ from kvtool.core.query.layout import lay_out
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Ids
-    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
@@ -53,7 +53,7 @@ class LaidOut:
     resolved : the model and how it is used.
     """
 
-    asked: list[Asked]
+    asked: list[PromptLayout]
     source: KVSource
     level: str
     question: str
@@ -95,7 +95,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
     return LaidOut(prompts, source, level, requests[0].question, resolved)
 
 
-def _computed(session: Session, asked: Asked, source: Exactly) -> Asked:
+def _computed(session: Session, asked: PromptLayout, source: Exactly) -> PromptLayout:
     """Compute the chunks that are stored at lossy levels alone into `source`, and read the prompt from there."""
     prefix, *_, question = asked.plan.segments
     chunks = []

@@ -13,7 +13,7 @@ from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.lab.measure.intervals import estimates, mean
 
 if TYPE_CHECKING:
-    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.reply import Request
     from kvtool.core.retrieval.places import Places
 
@@ -24,7 +24,7 @@ def check_sources(places: Places, requests: Sequence[Request]) -> None:
         places.of_document(name)
 
 
-def found(places: Places, asked: Asked) -> dict[str, float]:
+def found(places: Places, asked: PromptLayout) -> dict[str, float]:
     """Tell what retrieval found of a question's expected sources; nothing where it names none, or its own chunks.
 
     Returns

@@ -11,14 +11,14 @@ from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.query.answer import reply_chunks
 from kvtool.core.query.auto import spans_of
 from kvtool.core.query.defer import spans
-from kvtool.core.query.layout import Asked
+from kvtool.core.query.layout import PromptLayout
 
 if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
 
-def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
+def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
     """Work out what `inspect plan` tells of one prompt, as JSON values.
 
     Parameters
@@ -47,7 +47,7 @@ def plan_facts(session: Session, asked: Asked, options: QueryOptions, speeds: Sp
     return value | {"expected_ms": expected, "break_even": _break_even(ingest, expected, chunks)}
 
 
-def _chunks(session: Session, asked: Asked) -> list[dict[str, Any]]:
+def _chunks(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
     """Tell of each chunk what a reply would, and what is stored of it."""
     rows = []
     for hit, segment, chunk in zip(

@@ -15,7 +15,7 @@ from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
-from kvtool.core.query.layout import Asked
+from kvtool.core.query.layout import PromptLayout
 from kvtool.core.query.options import QueryOptions
 from kvtool.lab.measure.runs import RunSpec
 
@@ -34,7 +34,7 @@ class Trial:
 
     decoder: Decoder
     source: KVSource
-    asked: Asked
+    asked: PromptLayout
     options: QueryOptions
 
     def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:

@@ -16,7 +16,7 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment
-    from kvtool.core.query.layout import Asked
+    from kvtool.core.query.layout import PromptLayout
 
 _SHIFT = ("layer", "K", "K shifted", "V", "V shifted")
 _HEAD = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")
@@ -46,7 +46,7 @@ def deviation(desk: Desk) -> Findings:
     return Findings("KV deviation", value, [*_told(value, read_at)], sections, read_at)
 
 
-def _chunks(asked: Asked, texts: Sequence[Sequence[tuple[str, float]]]) -> Iterator[dict[str, Any]]:
+def _chunks(asked: PromptLayout, texts: Sequence[Sequence[tuple[str, float]]]) -> Iterator[dict[str, Any]]:
     """The reused chunks of a prompt, each with where it stands and its pieces."""
     places = [
         hit.passage for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True) if segment.status == "hit"

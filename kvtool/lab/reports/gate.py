@@ -9,7 +9,7 @@ from kvtool.lab.reports.report import Desk, Findings, Report
 
 def gate(desk: Desk) -> Findings:
     """Show how near the model is to each law, as it was measured at its first meeting with the store."""
-    from kvtool.core.session.gate import known_result
+    from kvtool.core.session.identity import known_result
 
     verdict = known_result(desk.store, desk.identity.fingerprint)
     if verdict is None:

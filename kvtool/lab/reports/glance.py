@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def glance(desk: Desk) -> Findings:
     """Show what the store holds, and for which model."""
-    from kvtool.core.session.gate import known_result
-    from kvtool.core.session.identity import MeasuredLosses
+    from kvtool.core.session.identity import MeasuredLosses, known_result
     from kvtool.core.upkeep.inventory import sizes_of
 
     store, identity = desk.store, desk.identity

@@ -12,7 +12,7 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.encode import encode_layers
-from kvtool.lab.bench.scratch import Sizes, fit_to, random_text
+from kvtool.lab.bench.prompts import Sizes, fit_to, random_text
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 

@@ -20,11 +20,9 @@ from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
-from kvtool.lab.bench.flops import Architecture
-from kvtool.lab.bench.limits import measure_machine, synchronize
-from kvtool.lab.bench.passes import PLAIN, Answerer, warm_up
+from kvtool.lab.bench.fusion import PLAIN, About, Answerer, Measured, rows_of, warm_up
+from kvtool.lab.bench.machine import Architecture, measure_machine, synchronize
 from kvtool.lab.bench.prompts import BenchPrompt
-from kvtool.lab.bench.rows import About, Measured, rows_of
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 from samples.benchmarks.gpu_day.machine import dropped

@@ -12,9 +12,9 @@ from kvtool.core.ingest.storer import batch_tokens
 from kvtool.core.model.decode import decode_backend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
-from kvtool.lab.bench.memory import peak_memory
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
+from samples.benchmarks.peak_memory import peak_memory
 
 
 def run(day: Day) -> None:

@@ -11,8 +11,7 @@ from tempfile import TemporaryDirectory
 from kvtool.core.cache.store import Store
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.decoder import Decoder
-from kvtool.lab.bench.prompts import BenchPrompt
-from kvtool.lab.bench.scratch import Sizes, filled_store, prompt_of, random_text
+from kvtool.lab.bench.prompts import BenchPrompt, Sizes, filled_store, prompt_of, random_text
 from kvtool.lab.bench.shapes import build_shape
 from samples.benchmarks.gpu_day.day import Day
 from tests.families import tiny_tokenizer

@@ -18,7 +18,7 @@ from kvtool.core.model.decode.backend import DecodeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
-from kvtool.lab.bench.flops import Architecture, flops, fused_work
+from kvtool.lab.bench.machine import Architecture, flops, fused_work
 from kvtool.lab.bench.prompts import BenchPrompt, Stored
 from samples.benchmarks.systems.plain import built
 from samples.benchmarks.systems.prepare import STORE

@@ -22,7 +22,7 @@ from kvtool.core.common.installing import extra_line
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, UsageError
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.bench.folder import scratch_folder
+from kvtool.lab.bench.prompts import scratch_folder
 from kvtool.lab.measure.journal import Journal
 from samples.benchmarks.systems.task import KVTOOL, LLAMA, OFF, ON, TRANSFORMERS, Contender, Measured, Task, text
 

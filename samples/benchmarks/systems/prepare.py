@@ -19,8 +19,7 @@ from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.records.encode import encode_layers
 from kvtool.lab.bench.machine import Host
-from kvtool.lab.bench.prompts import BenchPrompt, Stored
-from kvtool.lab.bench.scratch import LEAD_IN_TOKENS, BenchText, filled_store, fit_to, prompt_of
+from kvtool.lab.bench.prompts import LEAD_IN_TOKENS, BenchPrompt, BenchText, Stored, filled_store, fit_to, prompt_of
 from samples.benchmarks.systems.task import PeerPrompt, Piece, hold_to, prompts_file, text
 
 STORE = "store"

@@ -8,9 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decoder import Decoder
-from kvtool.lab.bench.flops import Architecture, LayerWork, flops, full_work, keys_seen
-from kvtool.lab.bench.limits import Machine, limit_of
-from kvtool.lab.bench.memory import own_pages, peak_memory
+from kvtool.lab.bench.machine import Architecture, LayerWork, Machine, flops, full_work, keys_seen, limit_of
 from kvtool.lab.bench.shapes import SHAPES, build_shape, parameter_count, shape_config
 from tests.checkpoint.gguf_models import IN_GGUF
 from tests.fusion.making import decoder_of
@@ -130,15 +128,3 @@ def test_an_unknown_shape_is_guessed_at() -> None:
     with pytest.raises(UsageError) as raised:
         shape_config("qwen2.5-0.6b")
     assert "did you mean 'qwen2.5-0.5b'?" in raised.value.hint
-
-
-@pytest.mark.skipif(own_pages() is None, reason="no /proc here")
-def test_the_peak_of_memory_is_seen_although_it_is_given_back() -> None:
-    with peak_memory("cpu") as peak:
-        held = torch.ones(2**25)  # 128 MiB
-        del held
-    assert peak.bytes is not None
-    with peak_memory("cpu") as kept:
-        still = torch.ones(2**25)
-    assert kept.bytes is not None
-    assert kept.bytes >= 0.9 * still.nbytes

@@ -13,7 +13,7 @@ from kvtool.core.evaluate.reference import Reference, forced_logits, kl
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
-from kvtool.core.query.layout import Asked
+from kvtool.core.query.layout import PromptLayout
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.lab.measure.runs import RunSpec, parse_run
@@ -40,7 +40,7 @@ def fused_by(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tupl
 
 
 def trial(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> Trial:
-    asked = Asked(Request("?", answers=("gold",)), (), own.plan(chunks), 0.0)
+    asked = PromptLayout(Request("?", answers=("gold",)), (), own.plan(chunks), 0.0)
     return Trial(own.decoder, own.source, asked, options)
 
 
@@ -163,7 +163,7 @@ def test_the_answer_without_context_is_transformers_own(name: str) -> None:
     own, options = case(name), QueryOptions(max_tokens=6)
     first, *_, last = own.plan().segments
     alone = [*first.ids, *last.ids]
-    asked = Asked(Request("?"), (), own.plan(holes=[1]), 5000.0)
+    asked = PromptLayout(Request("?"), (), own.plan(holes=[1]), 5000.0)
     rows = dict(Trial(own.decoder, own.source, asked, options).rows([RunSpec(NO_CONTEXT), RUNS[2]]))
     row, whole = rows[NO_CONTEXT], scratch(own, RUNS[0], options, CHUNKS)
     said = plain_text(name, own.dtype, tuple(alone), options.max_tokens)
@@ -179,7 +179,7 @@ def test_the_answer_without_context_is_transformers_own(name: str) -> None:
 
 def test_counts_and_holes() -> None:
     own, options = case("llama"), QueryOptions(max_tokens=2)
-    asked = Asked(Request("?"), (), own.plan(holes=[1]), 5000.0)
+    asked = PromptLayout(Request("?"), (), own.plan(holes=[1]), 5000.0)
     rows = dict(Trial(own.decoder, own.source, asked, options).rows(RUNS[1:]))
     for row in rows.values():
         assert row["reused"] + row["recomputed"] + row["fresh"] == asked.plan.length

@@ -9,9 +9,7 @@ from tests.cli.working import QUESTION, built, corpus, fresh, store, tiny
 
 __all__ = ["built", "corpus", "fresh", "store", "tiny"]
 
-# One of them says what cannot be found before the model is loaded, one which rows of a chunk are stored, one which
-# records a row can see, one whose a chunk is.
-MOST_FILES, MOST_ENTRIES = 30, 2
+MOST_FILES, MOST_ENTRIES = 21, 2
 
 
 def test_a_question_passes_few_files_and_each_once_or_twice(store: Path) -> None:

@@ -1,21 +1,42 @@
-"""Decoding of several sequences in one step, against each alone."""
+"""Decoding of several sequences in one step, against one alone: each number of them in turn, token by token.
+
+    python samples/benchmarks/decoding.py --sequences 2,4,8
+    python samples/benchmarks/decoding.py --shape qwen2.5-0.5b --context 512
+
+Prompts are random tokens of one length. The model is smollm2 unless --model or --shape names another.
+"""
 
 from __future__ import annotations
 
+import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
-from kvtool.core.common.progress import Events
-from kvtool.core.model.decode import decode_backend, step_together
-from kvtool.core.model.prompt_cache import PromptCache
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-if TYPE_CHECKING:
-    from kvtool.core.model.decoder import Decoder
+from kvtool.cli.out import Out
+from kvtool.core.checkpoint.files import PACKAGED
+from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.load import load_model
+from kvtool.core.common.progress import Events
+from kvtool.core.kernels.linear.onednn import pack_weights
+from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode.native import engine_of
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.lab.bench.decode import DecodeOptions, filled_cache
+from kvtool.lab.bench.machine import copied_bytes_per_s
+from kvtool.lab.bench.shapes import build_shape
+from samples.benchmarks.script import Parser, parser, run, several, whole
+
+HEAD = ("sequences", "tokens/s", "of one", "ms", "CPU ms", "of a copy's", "as alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +132,52 @@ class TogetherRun:
 def _medians(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
     wall, processor = (statistics.median(column) for column in zip(*times, strict=True))
     return wall, processor
+
+
+def arguments() -> Parser:
+    made = parser(__doc__)
+    made.add_argument("--sequences", type=several(whole), default=(2, 4, 8), metavar="N,N", help="beside one alone")
+    made.add_argument("--model", default=PACKAGED)
+    made.add_argument("--shape", metavar="NAME", help="random weights of this model's size")
+    made.add_argument("--context", type=whole, default=512, metavar="N", help="tokens of each prompt")
+    made.add_argument("--new-tokens", type=whole, default=20, metavar="N", help="steps")
+    made.add_argument("--threads", type=whole, metavar="N")
+    made.add_argument("--dtype", default="auto")
+    return made
+
+
+@torch.inference_mode()
+def measure(given: argparse.Namespace, out: Out) -> None:
+    if given.threads is not None:
+        torch.set_num_threads(given.threads)
+    decoder = loaded(given)
+    options = DecodeOptions(given.context, given.new_tokens, ("native",))
+    together = TogetherRun(decoder, partial(filled_cache, decoder, options), given.sequences)
+    together.all(given.new_tokens, Events())
+    engine = engine_of(decoder)
+    read = None if isinstance(engine, str) else engine.weights_bytes
+    rows = together.rows(read, decoder.kv_bytes(given.context), copied_bytes_per_s())
+    out.result({"together": [asdict(row) for row in rows]}, human=lambda: out.table(HEAD, map(cells, rows)))
+
+
+def loaded(given: argparse.Namespace) -> Decoder:
+    if given.shape is None:
+        return Decoder(load_model(resolve(given.model), device="cpu", dtype=given.dtype, packed=True))
+    made = build_shape(given.shape, "cpu", given.dtype)
+    pack_weights(made.model)
+    return Decoder(made)
+
+
+def cells(row: TogetherRow) -> tuple[str, ...]:
+    share = "-" if row.copy_share is None else f"{row.copy_share:.2f}"
+    same = "bit by bit" if row.same_logits else "nearly"
+    rates = (f"{row.tokens_per_second:.1f}", f"{row.gain:.2f}", f"{row.step_ms:.2f}", f"{row.step_cpu_ms:.2f}")
+    return (str(row.sequences), *rates, share, same)
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    return run(arguments(), given, measure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
