@@ -12,7 +12,7 @@ JOBS   ?= 3
 SECONDS ?= 3600
 CORPUS  ?= .fuzzing
 
-.PHONY: demo test nightly fmt lint type docs clean
+.PHONY: demo test test-arm nightly fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -30,6 +30,10 @@ demo: $(READY)
 
 test: lint type
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# As root, on x86 Linux: the kernels' own tests in an emulated arm64 Debian, which is made in .arm.
+test-arm: $(READY)
+	.ci/arm $(TESTS)
 
 nightly: $(READY)
 	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[fuzz]'

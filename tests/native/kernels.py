@@ -332,11 +332,7 @@ def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
     isa = {**ISAS, "avx512bf16": AVX512_BF16}.get(name.rpartition("/")[2], ISAS["avx2"])
     target = binding.Target.from_default_triple()
     machine = target.create_target_machine(cpu=isa.cpu or "x86-64", features=isa.extra, opt=2)
-    called = set(re.findall(r"call void (@(?:product|unpack)_\w+)(\([^)]*\))", text))  # of modules that others make
-    for function, arguments in called:
-        if not re.search(rf"define .*{function}\(", text):
-            text += f"declare void {function}({', '.join(one.split()[0] for one in arguments[1:-1].split(','))})\n"
-    module = binding.parse_assembly(_declared(text))
+    module = binding.parse_assembly(declared(text))
     if optimised:
         builder = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(2))
         builder.getModulePassManager().run(module, builder)
@@ -344,9 +340,12 @@ def _machine_code(name: str, text: str, optimised: bool = False) -> bytes:
     return code
 
 
-def _declared(text: str) -> str:
-    """A text with a declaration of every intrinsic that it calls and does not declare."""
+def declared(text: str) -> str:
+    """Declare every intrinsic and every function of another module that a text calls."""
     lines = set[str]()
+    for function, arguments in re.findall(r"call void (@(?:product|unpack)_\w+)(\([^)]*\))", text):
+        if not re.search(rf"define .*{function}\(", text):
+            lines.add(f"declare void {function}({', '.join(one.split()[0] for one in arguments[1:-1].split(','))})")
     for result, name, arguments in re.findall(r"call (?:\w+ )*?(<[^>]*>|\w+) (@llvm\.[\w.]+)\((.*)\)", text):
         types = re.findall(r"(<[^>]*>|[a-z]\w*) [%\w.\-]+", re.sub(r"splat \([^)]*\)", "zero", arguments))
         lines.add(f"declare {result} {name}({', '.join(types)})")

@@ -24,7 +24,7 @@ from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
 from kvtool.core.common.arithmetic import product_dtype
 from kvtool.core.errors import DamagedError
-from kvtool.core.kernels.machine import has_triton
+from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.native.job import scratch
 
 Parsed = tuple[Record, Encoded]

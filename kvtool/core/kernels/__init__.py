@@ -1,1 +1,8 @@
-"""Kernels: pure functions of tensors, in machine code, Triton or torch operations. Never imports transformers."""
+"""Kernels: pure functions of tensors, which know no model."""
+
+import torch
+
+from kvtool.core.native.builder import STORED
+
+# What machine code calls torch's number formats: names of `STORED`.
+FORMATS: dict[torch.dtype, str] = {getattr(torch, name): name for name in STORED}

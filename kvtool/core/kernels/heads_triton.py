@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.common.installing import install_line
-from kvtool.core.errors import KvtoolError
 from kvtool.core.kernels.rope import CosSin
+from kvtool.core.kernels.triton_jit import jit
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -57,7 +56,7 @@ def place(
         return out.transpose(1, 2)
     cos, sin = (table.cos, table.sin) if table is not None else (queries, queries)
     first, second = (norm.weight for norm in norms) if norms is not None else (queries, queries)
-    kernel()[(-(-rows // _ROWS), heads + 2 * kv_heads)](
+    _kernel()[(-(-rows // _ROWS), heads + 2 * kv_heads)](
         queries, keys, values, out, key_buffer, value_buffer, at, cos, sin, first, second,
         norms[0].epsilon if norms is not None else 0.0, norms[1].epsilon if norms is not None else 0.0, rows,
         queries.stride(0), keys.stride(0), values.stride(0), cos.stride(-2) if table is not None else 0,
@@ -95,53 +94,21 @@ def _check(
 
 
 @functools.cache
-def kernel() -> Any:
-    """The kernel, of which triton makes one for each set of constants (see `triton_decode.py` in the codec)."""
-    try:
-        import triton
-        import triton.language
-    except ImportError as error:
-        raise KvtoolError("this needs triton", install_line("triton")) from error
-    globals()["tl"] = triton.language
-    for function in (_normed, _rotated, _turned):
-        globals()[function.__name__] = triton.jit(function)
-    return triton.jit(do_not_specialize=["rows"])(_place)
+def _kernel() -> Any:
+    return jit(_place, _normed, _rotated, _turned, unspecialized=("rows",))
 
 
 # Below: Triton, which takes no numbers of this module.
 
 
 def _place(
-    queries: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    out: tl.tensor,
-    key_buffer: tl.tensor,
-    value_buffer: tl.tensor,
-    at: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    query_weight: tl.tensor,
-    key_weight: tl.tensor,
-    query_epsilon: tl.tensor,
-    key_epsilon: tl.tensor,
-    rows: tl.tensor,
-    query_row: tl.tensor,
-    key_row: tl.tensor,
-    value_row: tl.tensor,
-    table_row: tl.tensor,
-    key_head_out: tl.tensor,
-    key_row_out: tl.tensor,
-    value_head_out: tl.tensor,
-    value_row_out: tl.tensor,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr,
-    NORMED: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
+    queries: tl.tensor, keys: tl.tensor, values: tl.tensor, out: tl.tensor, key_buffer: tl.tensor,
+    value_buffer: tl.tensor, at: tl.tensor, cos: tl.tensor, sin: tl.tensor, query_weight: tl.tensor,
+    key_weight: tl.tensor, query_epsilon: tl.tensor, key_epsilon: tl.tensor, rows: tl.tensor, query_row: tl.tensor,
+    key_row: tl.tensor, value_row: tl.tensor, table_row: tl.tensor, key_head_out: tl.tensor, key_row_out: tl.tensor,
+    value_head_out: tl.tensor, value_row_out: tl.tensor, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, NORMED: tl.constexpr, ROWS: tl.constexpr,
+) -> None:  # fmt: skip
     """Some rows of one head: those of queries first, then of keys, then of values."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
@@ -174,19 +141,10 @@ def _place(
 
 
 def _turned(
-    source: tl.tensor,
-    weight: tl.tensor,
-    epsilon: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    row: tl.tensor,
-    table_row: tl.tensor,
-    real: tl.tensor,
-    column: tl.tensor,
-    DIM: tl.constexpr,
-    ROTARY: tl.constexpr,
+    source: tl.tensor, weight: tl.tensor, epsilon: tl.tensor, cos: tl.tensor, sin: tl.tensor, row: tl.tensor,
+    table_row: tl.tensor, real: tl.tensor, column: tl.tensor, DIM: tl.constexpr, ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Rows of a head, normed, rounded, and rotated, in float32."""
     number = tl.load(source + column[None, :], mask=real[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
     factor = number
@@ -208,19 +166,10 @@ def _normed(
 
 
 def _rotated(
-    number: tl.tensor,
-    source: tl.tensor,
-    factor: tl.tensor,
-    weight: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    row: tl.tensor,
-    table_row: tl.tensor,
-    real: tl.tensor,
-    column: tl.tensor,
-    ROTARY: tl.constexpr,
+    number: tl.tensor, source: tl.tensor, factor: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor,
+    row: tl.tensor, table_row: tl.tensor, real: tl.tensor, column: tl.tensor, ROTARY: tl.constexpr,
     NORMED: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """Rows of a head with each number's partner, half a rotation further on, taken in; the rest stays."""
     turns = column < ROTARY
     half: tl.constexpr = ROTARY // 2

@@ -9,6 +9,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from kvtool.core.kernels import FORMATS
 from kvtool.core.native.builder import STORED, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa
 from kvtool.core.native.jit import Function, compiled
@@ -16,9 +17,7 @@ from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import rotate
 
 _WIDTH = 8  # numbers handled together
-_FORMATS = frozenset(
-    (getattr(torch, stored), kept) for stored in STORED for kept in (getattr(torch, stored), torch.float32)
-)
+_FORMATS = frozenset((stored, kept) for stored in FORMATS for kept in (stored, torch.float32))
 _JOB = Job(
     **{"from": "ptr", "from_head": "i64", "from_row": "i64", "to": "ptr", "to_head": "i64", "to_row": "i64"},
     **{"cos": "float*", "sin": "float*", "table_row": "i64", "heads": "i64", "rows": "i64"},
@@ -176,7 +175,7 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
     formats = moves[0].formats
     if not all(move.formats == formats and move.fits for move in moves):
         return False
-    stored, kept = (str(dtype).removeprefix("torch.") for dtype in formats)
+    stored, kept = (FORMATS[dtype] for dtype in formats)
     jobs = np.array([move.job() for move in moves], np.int64)
     _function(isa, stored, kept)(jobs.ctypes.data, len(jobs))
     return True

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.common.installing import install_line
-from kvtool.core.errors import KvtoolError
+from kvtool.core.kernels.triton_jit import jit
 
 if TYPE_CHECKING:
     import triton.language as tl  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -174,35 +173,17 @@ def constants(heads: int, head_dim: int, half: int, aligned: bool) -> dict[str, 
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel, of which triton makes one for each set of `constants` (see `triton_decode.py` in the codec)."""
-    try:
-        import triton
-        import triton.language
-    except ImportError as error:
-        raise KvtoolError("placing in one launch needs triton", install_line("triton")) from error
-    globals()["tl"] = triton.language
-    return triton.jit(_place)
+    return jit(_place)
 
 
 # Below: Triton, which takes no numbers of this module: 8 fields of a row.
 
 
 def _place(
-    table: tl.tensor,
-    keys: tl.tensor,
-    values: tl.tensor,
-    cos: tl.tensor,
-    sin: tl.tensor,
-    to_head: tl.tensor,
-    to_row: tl.tensor,
-    table_row: tl.tensor,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    WIDTH: tl.constexpr,
-    HALF: tl.constexpr,
-    ROWS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> None:
+    table: tl.tensor, keys: tl.tensor, values: tl.tensor, cos: tl.tensor, sin: tl.tensor, to_head: tl.tensor,
+    to_row: tl.tensor, table_row: tl.tensor, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
+) -> None:  # fmt: skip
     """A head of a segment, a block of its tokens, and one side a program."""
     job = table + tl.program_id(0) // HEADS * 8
     head = (tl.program_id(0) % HEADS).to(tl.int64)

@@ -15,6 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.rope import CosSin, RopeTables
 from kvtool.core.native.builder import BYTES, STORED, Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa, isa_here
@@ -150,8 +151,7 @@ class ShiftKernel:
             self._job[JOB.places[name]] = value
         self._address = self._job.ctypes.data
         self._plain, self._turned = (
-            _compiled(isa, str(like.dtype).removeprefix("torch."), head_dim, half)
-            for half in (0, max(runs.widths) // 2)
+            _compiled(isa, FORMATS[like.dtype], head_dim, half) for half in (0, max(runs.widths) // 2)
         )
         self._helped = like[:, : int(self._told[:, 1].sum())].numel() > _ALONE
 
@@ -229,7 +229,7 @@ def _layout(rows: torch.Tensor) -> tuple[object, ...]:
 def _is_known(rows: torch.Tensor, runs: ShiftSpans) -> bool:
     return (
         rows.is_cpu
-        and str(rows.dtype).removeprefix("torch.") in STORED
+        and rows.dtype in FORMATS
         and rows.stride(2) == 1
         and rows.shape[1] >= len(runs.factors)
         and max(runs.widths) <= rows.shape[2]

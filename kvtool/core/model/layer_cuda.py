@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.kernels.heads_triton import HeadNorm, place
-from kvtool.core.kernels.machine import has_triton
 from kvtool.core.kernels.rope import RopeTables, rotate_halves_torch
+from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.attention import PlacedRows, QueryRows
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.spec import (

@@ -12,7 +12,6 @@ import torch
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels import rope_triton as triton_place
-from kvtool.core.kernels.machine import has_triton
 from kvtool.core.kernels.rope import (
     CopyWithRope,
     CosSin,
@@ -22,6 +21,7 @@ from kvtool.core.kernels.rope import (
     rotate_halves_torch,
 )
 from kvtool.core.kernels.rope_triton import Piece, Side
+from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.model.kinds import LayerKind, Sample, angles_of, rotary_of
 from kvtool.core.native.isa import Isa, isa_here
 

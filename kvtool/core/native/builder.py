@@ -178,8 +178,6 @@ class Value:
         """Replace the number in a lane."""
         return self.k.emit_value(self.type, f"insertelement {self.typed}, {value.typed}, i32 {index}")
 
-    # ---- pointers ----
-
     def of(self, target: str) -> Value:
         """Take the same address as that of something else."""
         return Value(self.k, "ptr", self.name, target)
@@ -276,9 +274,6 @@ def _narrow_float16(value: Value) -> Value:
     finite = (size < (113 << 23)).select(small, normal)
     whole = (size >= (143 << 23)).select(size.like(0x7C00), finite)
     return whole | ((bits >> 16) & 0x8000)
-
-
-# ---- functions ---------------------------------------------------------------------------------------------------
 
 
 class Fields:

@@ -15,8 +15,11 @@ import os
 import platform
 import stat
 import tempfile
+import threading
+from collections.abc import Callable
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtool.core.common.arithmetic import X86
 from kvtool.core.common.places import cache_dir
@@ -27,6 +30,8 @@ from kvtool.core.native.isa import Isa, llvm
 _OPTIMISATION = 2  # 3 takes as long and gives the same speed; 1 gives 10 % less
 _CALLABLE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 _engines: list[Any] = []  # own the machine code: never freed
+
+R = TypeVar("R")
 
 _MOST_BYTES = 2**22  # of one piece of code
 _MOST_FILES = 256
@@ -80,6 +85,18 @@ def compiled(text: str, isa: Isa, *names: str) -> tuple[Function, ...]:
     engine.finalize_object()
     _engines.append(engine)
     return tuple(Function(int(engine.get_function_address(name))) for name in names)
+
+
+def compile_once(make: Callable[..., R]) -> Callable[..., R]:
+    """Keep what a function compiles, by its arguments: a thread that asks meanwhile waits for the first one's."""
+    kept, lock = cache(make), threading.Lock()
+
+    @wraps(make)
+    def once(*arguments: Any) -> R:
+        with lock:
+            return kept(*arguments)
+
+    return once
 
 
 def _compiler(binding: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from kvtool.core.common.arithmetic import cpu_features, is_fast, lacks_avx2, pro
 from kvtool.core.common.machine import cores, cpu_name, is_busy
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.native.isa import best_isa
 from kvtool.lab.doctor.finding import Finding, failing
 
 _TELLING = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amxbf16", "asimd", "bf16", "i8mm", "sve")
@@ -24,6 +25,7 @@ def check_cpu() -> Iterator[Finding]:
     """Say what the CPU can do, and whether it is free."""
     features = [name for name in _TELLING if name in cpu_features()]
     text = f"{cpu_name()}, {counted(cores(), 'core')}: {' '.join(features) or 'nothing known of what it can do'}"
+    text += f"; kernels for {best_isa() or 'numpy and torch alone'}"
     if lacks_avx2():
         yield Finding("CPU", "warning", f"{text}; no AVX2", "everything works at about a quarter of the speed")
     else:

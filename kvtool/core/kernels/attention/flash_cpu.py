@@ -9,19 +9,17 @@ import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
+from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.attention.flash_ir import JOB, KEYS, Tiling, attention_module
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
-from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.jit import Function, compile_once, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
-
-_STORED = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 name = "flash"
 
@@ -84,7 +82,7 @@ def compile_ahead(dtype: torch.dtype) -> None:
 
 def tiling_here(dtype: torch.dtype) -> Tiling | None:
     """Return what the kernel is made for here; None: this CPU has none of the instruction sets."""
-    stored, isa = _STORED.get(dtype), isa_here()
+    stored, isa = FORMATS.get(dtype), isa_here()
     if stored is None or isa is None:
         return None
     if stored == "bfloat16" and multiplies_bfloat16(isa):
@@ -107,7 +105,6 @@ _NONE = -1e30  # a score so low that it never weighs anything, and still a numbe
 _SHARES = 4  # pieces of work for each thread that even out what a block costs
 
 KV = tuple[torch.Tensor, torch.Tensor]
-_compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +171,7 @@ class Kernel:
             raise ValueError(f"no kernel for {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
         if leads is not None and (_refused(query, *leads) or not (_alike(leads[0], key) and _alike(leads[1], value))):
             raise ValueError(f"no kernel for a lead-in {tuple(leads[0].shape)}")
-        if self.tiling.stored != str(query.dtype).removeprefix("torch."):
+        if self.tiling.stored != FORMATS.get(query.dtype):
             raise ValueError(f"this is no kernel for {query.dtype}")
         if query.shape[1] != len(rows.limits) or rows.furthest >= given + key.shape[1]:
             raise ValueError(
@@ -259,19 +256,14 @@ def takes(call: AttentionCall) -> str:
     return ""
 
 
+@compile_once
 def kernel(tiling: Tiling) -> Kernel:
-    """The kernel of a tiling, compiled at its first use (0.15 s).
+    """Make the kernel of a tiling, compiled at its first use (0.15 s).
 
     Raises
     ------
     RuntimeError : it cannot be compiled here.
     """
-    with _compiling:
-        return _kernel(tiling)
-
-
-@cache
-def _kernel(tiling: Tiling) -> Kernel:
     return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from kvtool.core.native import builder
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.gemm import accumulate
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
-from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.jit import Function, compile_once, compiled
 from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.threads import launch
 
@@ -132,7 +130,6 @@ def _set_thresholds(size: int) -> None:
 MOST_ROWS = 320  # beyond, oneDNN's own products are as fast
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 _PROBED = 512  # numbers of a weight that must lie where they are expected
-_compiling = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,13 +204,8 @@ def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
     return torch.equal(found, weight.detach()[row, column].view(torch.int16))
 
 
+@compile_once
 def _function() -> Function:
-    with _compiling:
-        return _compiled()
-
-
-@cache
-def _compiled() -> Function:
     return compiled(panels_module(), AVX512_BF16, "panels")[0]
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvtool.core.kernels import FORMATS
+
 BLOCK = 32  # columns whose codes lie together
 SUPERBLOCK = 256  # columns whose scales are read together
 BLOCKS = SUPERBLOCK // BLOCK
@@ -140,7 +142,7 @@ class QuantizedTensor:
 
 def dense(weight: torch.Tensor) -> QuantizedTensor:
     """Make a matrix of a float32 or bfloat16 weight `[rows, columns]`, which is shared, not copied, if contiguous."""
-    kind = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[weight.dtype]
+    kind = FORMATS[weight.dtype]
     return QuantizedTensor(kind, weight.shape[0], weight.shape[1], weight.detach().contiguous(), none(), none())
 
 

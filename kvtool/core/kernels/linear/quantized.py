@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import threading
-from functools import cache
 from itertools import pairwise
 
 import torch
 
+from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.linear.gemm_ir import (
     OUTPUTS,
     SHARE_JOB,
@@ -22,14 +21,13 @@ from kvtool.core.kernels.linear.gemm_ir import (
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import AVX512_BF16, ISAS, best_isa, multiplies_bfloat16
-from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.jit import Function, compile_once, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
 
-_ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+_ELEMENTS = (torch.float32, torch.bfloat16)
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
 _FEW = 256  # rows of X at a time: both stay in a core's own cache
-_compiling = threading.Lock()
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 
 
@@ -74,7 +72,7 @@ def small_batch_gemm(
         raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
     added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
     out = torch.empty((count, matrix.rows), dtype=x.dtype)
-    function = _few(matrix.kind, _ELEMENTS[x.dtype], name or "")
+    function = _few(matrix.kind, FORMATS[x.dtype], name or "")
     blocks = -(-count // _FEW)  # as even as can be: the last one must not have fewer rows than the code takes
     for first, stop in pairwise(count * number // blocks for number in range(blocks + 1)):
         _multiply_block(function, matrix, x[first:stop], out[first:stop], added)
@@ -113,15 +111,14 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = No
     return tile_rows(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
 
 
-@cache
+@compile_once
 def _few(kind: str, element: str, name: str) -> Function:
     """A kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
     functions = [small_gemm(isa, kind, element)]
     if not LAYOUTS[kind].dense:
         functions.append(unpack(isa, kind, element))
-    with _compiling:
-        return compiled(module(*functions), isa, functions[0].name)[0]
+    return compiled(module(*functions), isa, functions[0].name)[0]
 
 
 def dequantize_rows(
@@ -146,7 +143,7 @@ def dequantize_rows(
     rows = out.view(-1)[:size].view(last - first, matrix.columns)
     if matrix.layout.dense:
         return rows.copy_(matrix.data[first:last])
-    to = {torch.float32: "float32", torch.bfloat16: "bfloat16"}[out.dtype]
+    to = FORMATS[out.dtype]
     start = out.data_ptr() - first * matrix.columns * out.itemsize
     _run(_functions(matrix.kind, isa)[to], matrix, 0, start, first, last)
     return rows
@@ -164,11 +161,10 @@ def _functions(kind: str, isa: str | None) -> dict[str, Function]:
     name = isa or best_isa()
     if name is None:
         raise RuntimeError("there is no machine code here")
-    with _compiling:
-        return _compiled(kind, name)
+    return _compiled(kind, name)
 
 
-@cache
+@compile_once
 def _compiled(kind: str, name: str) -> dict[str, Function]:
     """A kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
     isa = ISAS[name]

@@ -1,0 +1,46 @@
+"""Compilation of Triton kernels at their first use: nothing imports triton before."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from kvtool.core.common.installing import install_line
+from kvtool.core.errors import KvtoolError
+
+
+def has_triton() -> bool:
+    """Return whether there is Triton; asked for at every layer, so looked for once."""
+    return _found(importlib.util.find_spec)
+
+
+@functools.cache
+def _found(find: Callable[[str], Any]) -> bool:
+    return find("triton") is not None
+
+
+def jit(kernel: Callable[..., None], *parts: Callable[..., Any], unspecialized: tuple[str, ...] = ()) -> Any:
+    """Make a Triton kernel, of which triton makes one for each set of its constants. A caller keeps it.
+
+    Parameters
+    ----------
+    kernel : a function of a module whose `tl` is for type checkers alone: the language is put there.
+    parts : functions of the same module that the kernel calls.
+    unspecialized : numbers for whose 1 and multiples of 16 no kernel of its own is made.
+
+    Raises
+    ------
+    KvtoolError : there is no triton.
+    """
+    try:
+        import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]
+        import triton.language  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    except ImportError as error:
+        raise KvtoolError("this kernel needs triton", install_line("triton")) from error
+    names: dict[str, Any] = kernel.__globals__
+    names["tl"] = triton.language
+    for part in parts:
+        names[part.__name__] = triton.jit(part)
+    return triton.jit(do_not_specialize=list(unspecialized))(kernel)
