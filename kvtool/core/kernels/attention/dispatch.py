@@ -30,14 +30,23 @@ class AttentionBackend(Protocol):
     name: str
 
     def declines(self, call: AttentionCall) -> str:
-        """Return why it does not serve a call, or an empty string. Only `call.asked` overrules a preference."""
+        """Return why the backend does not serve a call, or an empty string. `call.asked` overrules a preference.
+
+        A call of a device and a number format alone, with `asked`, says what `KVTOOL_ATTENTION` may ask for on this
+        machine: a reason given there is an error to the user, any other leads to the next backend.
+        """
         ...
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
     ) -> torch.Tensor:
-        """Attend with query `[1, heads, rows, key_dim]` over key and value `[1, kv_heads, keys, …]`, of which row i
-        sees those in `ranges`: `[1, heads, rows, value_dim]`, best laid out with rows before heads."""
+        """Attend with query `[batch, heads, rows, key_dim]` over key and value `[batch, kv_heads, keys, …]`.
+
+        Return `[batch, heads, rows, value_dim]`, best laid out with rows before heads. Row i sees the keys in `ranges`,
+        which already hold the window of `params`. Keys before `ranges.begin(0)` and after `ranges.last[-1]` may be
+        undefined, NaN included, and must not be read. With `ranges.on_device` the end of a row's keys is `ranges.at`,
+        and `last` an upper bound.
+        """
         ...
 
 

@@ -101,7 +101,10 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
     """Attend: see `AttentionBackend`. Scores of a block of rows at a time stay in the cache."""
-    _, heads, rows, _ = query.shape
+    batch, heads, rows, _ = query.shape
+    if batch > 1:
+        each = zip(query.split(1), key.split(1), value.split(1), strict=True)
+        return torch.cat([attend(*sides, params, ranges) for sides in each])
     base, end = ranges.begin(0), ranges.last[-1] + 1
     exact = not params.is_unshaped
     keys = _transposed(key[0, :, base:end], exact)
