@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.attention.dispatch import KV, attend, attend_packed
-from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges, Spans
+from kvtool.core.kernels.attention.dispatch import attend, attend_packed
+from kvtool.core.kernels.attention.params import KV, AttentionParams, KeyRanges, Spans
 from kvtool.core.model.mla import latents_of
 
 IMPLEMENTATION = "kvtool_rows"
@@ -160,11 +160,11 @@ class PlacedRows(AttentionRows, Protocol):
         ...
 
 
-_passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("passing", default=lambda: None)
+_passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("rows_of_pass", default=lambda: None)
 
 
 @contextmanager
-def passing(rows: Callable[[], AttentionRows | None]) -> Iterator[None]:
+def rows_of_pass(rows: Callable[[], AttentionRows | None]) -> Iterator[None]:
     """Set the rows that a model computes inside: some layers pass on to attention only what they know (StableLM)."""
     token = _passing.set(rows)
     try:
@@ -189,7 +189,7 @@ def rows_attention(
     ----------
     query : `[batch, heads, rows, head_dim]`.
     key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (mla.py).
-    rows : the query rows. None: those that are `passing`; without any, a plain causal prefill.
+    rows : the query rows. None: those that are `rows_of_pass`; without any, a plain causal prefill.
     kwargs : `sliding_window`, `softcap` and `s_aux` (sinks), where a layer has them.
 
     Returns

@@ -188,7 +188,7 @@ class Decoder(DecoderStack):
         pooled = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
         try:
             pool = use_pool(torch.get_num_threads() if pooled else 1)
-            with pool, attention.passing(lambda: cache.rows), preemptible(self.layers):
+            with pool, attention.rows_of_pass(lambda: cache.rows), preemptible(self.layers):
                 return module(
                     input_ids=ids[None],
                     position_ids=(rows.places if position_ids is None else position_ids)[None],

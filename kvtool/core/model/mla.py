@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from kvtool.core.errors import ModelError
-from kvtool.core.model.modules import KV, CacheProxy, Swapped, cache_name, own_class, swap, swapped_by
+from kvtool.core.kernels.attention.params import KV
+from kvtool.core.model.modules import CacheProxy, Swapped, cache_name, own_class, swap, swapped_by
 
 _SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "num_heads")
 

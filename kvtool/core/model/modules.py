@@ -12,9 +12,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
-from kvtool.core.kernels.attention.params import AttentionParams
+from kvtool.core.kernels.attention.params import KV, AttentionParams
 
-KV = tuple[torch.Tensor, torch.Tensor]
 # What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
 CACHES = ("past_key_values", "cache", "layer_past")
 _BY = "_swapped_by"

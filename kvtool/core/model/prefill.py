@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.model.attention import ChunkWatch, PackedChunks, passing
+from kvtool.core.kernels.attention.params import KV
+from kvtool.core.model.attention import ChunkWatch, PackedChunks, rows_of_pass
 from kvtool.core.model.decoder import Decoder, out_of_memory_hint
-from kvtool.core.model.modules import KV, CacheProxy, ForwardEnded, cache_name
+from kvtool.core.model.modules import CacheProxy, ForwardEnded, cache_name
 from kvtool.core.model.preemption import preemptible
 
 _LEAST_ROWS = 16  # a single row would take a matrix-vector kernel, whose sums round otherwise
@@ -121,7 +122,7 @@ def prefill_chunks(
             raise ForwardEnded
         return keys, values
 
-    with out_of_memory_hint(len(tokens)), suppress(ForwardEnded), passing(lambda: rows), preemptible(decoder.layers):
+    with out_of_memory_hint(len(tokens)), suppress(ForwardEnded), rows_of_pass(lambda: rows), preemptible(decoder.layers):
         decoder.base(
             input_ids=decoder.ids_there(tokens)[None],
             position_ids=positions[None],

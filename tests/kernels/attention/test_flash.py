@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.common.arithmetic import cpu_features
-from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, takes
+from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, shape_mismatch
 from kvtool.core.kernels.attention.flash_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans
 from kvtool.core.native.isa import AVX512_BF16, ISAS, runnable
@@ -205,7 +205,7 @@ def test_machine_code_sees_no_wrong_sizes(tiling: Tiling) -> None:
     own: Kernel = kernel(tiling)
     query, key = random(tiling, 4, 10, 16), random(tiling, 2, 10, 16)
     rows = scattered(list(range(10)))
-    assert not takes(AttentionCall.of(query[None], key[None], key[None], PLAIN))
+    assert not shape_mismatch(AttentionCall.of(query[None], key[None], key[None], PLAIN))
     for wrong in (
         (query, key[..., :8], key),
         (query[..., :8], key[..., :8], key),

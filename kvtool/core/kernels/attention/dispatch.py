@@ -14,9 +14,7 @@ import torch
 from kvtool.core.common.switches import ATTENTION, asked
 from kvtool.core.errors import UsageError
 from kvtool.core.kernels.attention import eager, flash_cpu, sdpa, triton_rows
-from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
-
-KV = tuple[torch.Tensor, torch.Tensor]
+from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans
 
 
 class AttentionBackend(Protocol):

@@ -14,7 +14,7 @@ import torch
 
 from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.attention.flash_ir import JOB, KEYS, Tiling, attention_module
-from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, KeyRanges, Spans
+from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionParams, KeyRanges, Spans
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compile_once, compiled
@@ -42,7 +42,7 @@ def declines(call: AttentionCall) -> str:
         return "torch's fused kernel multiplies bfloat16 with this CPU's AMX tiles"
     if call.batch != 1 or call.gradient or call.scale <= 0 or call.on_device:
         return "it takes one prompt, rows that the host knows, a positive scale and no gradient"
-    return takes(call) or ("" if _compiled(tiling) is not None else "its machine code could not be made")
+    return shape_mismatch(call) or ("" if _compiled(tiling) is not None else "its machine code could not be made")
 
 
 def attend(
@@ -103,8 +103,6 @@ COLUMNS = 16  # head dimensions are a multiple of it
 MOST_GROUPED = 120  # most query heads of one key head: the smallest `max_rows` of any tiling
 _NONE = -1e30  # a score so low that it never weighs anything, and still a number
 _SHARES = 4  # pieces of work for each thread that even out what a block costs
-
-KV = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +243,7 @@ def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
     return size
 
 
-def takes(call: AttentionCall) -> str:
+def shape_mismatch(call: AttentionCall) -> str:
     """Return why there is no kernel for a call's shapes, or an empty string."""
     if call.mixed:
         return "queries, keys and values have different number formats"
@@ -270,7 +268,7 @@ def kernel(tiling: Tiling) -> Kernel:
 def _refused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether machine code, which knows no bounds, does not fit tensors `[heads, rows, head_dim]`."""
     call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
-    return query.shape[2] != key.shape[2] or bool(takes(call))
+    return query.shape[2] != key.shape[2] or bool(shape_mismatch(call))
 
 
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:

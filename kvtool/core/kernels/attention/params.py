@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
