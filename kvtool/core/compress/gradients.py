@@ -19,7 +19,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.kernels.rope import RopeTables
-from kvtool.core.model.attention import passing
+from kvtool.core.model.attention import rows_of_pass
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
 from kvtool.core.model.mla import joined
@@ -95,7 +95,7 @@ def _logits(decoder: Decoder, prompts: Sequence[Asked], rows: _Rows) -> torch.Te
     device = decoder.device
     positions = [torch.arange(prompt.cached, prompt.cached + len(prompt.ids)) for prompt in prompts]
     kept = [torch.arange(stop - prompt.said - 1, stop) for (_, stop), prompt in zip(rows.spans, prompts, strict=True)]
-    with passing(lambda: rows):
+    with rows_of_pass(lambda: rows):
         out = decoder.model(
             torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
             position_ids=torch.cat(positions)[None].to(device),

@@ -189,7 +189,7 @@ def rows_attention(
     ----------
     query : `[batch, heads, rows, head_dim]`.
     key, value : `[batch, kv_heads, keys, head_dim]`; of a module that keeps latents the single head's (mla.py).
-    rows : the query rows. None: those that are `rows_of_pass`; without any, a plain causal prefill.
+    rows : the query rows. None: those of the pass that runs; without any, a plain causal prefill.
     kwargs : `sliding_window`, `softcap` and `s_aux` (sinks), where a layer has them.
 
     Returns

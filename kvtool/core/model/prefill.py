@@ -122,7 +122,12 @@ def prefill_chunks(
             raise ForwardEnded
         return keys, values
 
-    with out_of_memory_hint(len(tokens)), suppress(ForwardEnded), rows_of_pass(lambda: rows), preemptible(decoder.layers):
+    with (
+        out_of_memory_hint(len(tokens)),
+        suppress(ForwardEnded),
+        rows_of_pass(lambda: rows),
+        preemptible(decoder.layers),
+    ):
         decoder.base(
             input_ids=decoder.ids_there(tokens)[None],
             position_ids=positions[None],
