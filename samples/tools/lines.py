@@ -1,4 +1,4 @@
-"""Count the lines of a tree's product code by what they are: code, imports, docstrings, blank lines and comments.
+"""Count the lines and files of a tree's product code by room, and the share of imports and docstrings.
 
     python samples/tools/lines.py [TREE ...]
 
@@ -31,12 +31,25 @@ def lines_of(source: str) -> Counter[str]:
     return counts
 
 
+def rooms_of(tree: Path) -> dict[str, list[Path]]:
+    """Return the product's files by room: a package under `kvtool/core`, or one beside it."""
+    package, rooms = tree / "kvtool", dict[str, list[Path]]()
+    for file in sorted(package.rglob("*.py")):
+        parts = file.relative_to(package).parts
+        depth = 2 if parts[0] == "core" else 1
+        rooms.setdefault("/".join(parts[:depth]) if len(parts) > depth else "top", []).append(file)
+    return rooms
+
+
 def main() -> None:
+    print("| tree | room | files | lines | imports | docstrings |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for tree in sys.argv[1:] or [str(Path(__file__).resolve().parents[2])]:
-        files = sorted(Path(tree, "kvtool").rglob("*.py"))
-        counts = sum((lines_of(file.read_text(encoding="utf-8")) for file in files), Counter[str]())
-        told = ", ".join(f"{counts[kind]:,} {kind}" for kind in ("code", "imports", "docstrings", "other"))
-        print(f"{tree}: {told}; {counts.total():,} lines in {len(files)} files")
+        rooms = rooms_of(Path(tree))
+        for room, files in [*rooms.items(), ("all", sum(rooms.values(), []))]:
+            counts = sum((lines_of(file.read_text(encoding="utf-8")) for file in files), Counter[str]())
+            shares = (f"{counts[kind] / max(counts.total(), 1):.0%}" for kind in ("imports", "docstrings"))
+            print(f"| {tree} | {room} | {len(files)} | {counts.total():,} | {' | '.join(shares)} |")
 
 
 if __name__ == "__main__":
