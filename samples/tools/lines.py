@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -46,7 +47,7 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for tree in sys.argv[1:] or [str(Path(__file__).resolve().parents[2])]:
         rooms = rooms_of(Path(tree))
-        for room, files in [*rooms.items(), ("all", sum(rooms.values(), []))]:
+        for room, files in [*rooms.items(), ("all", [*chain(*rooms.values())])]:
             counts = sum((lines_of(file.read_text(encoding="utf-8")) for file in files), Counter[str]())
             shares = (f"{counts[kind] / max(counts.total(), 1):.0%}" for kind in ("imports", "docstrings"))
             print(f"| {tree} | {room} | {len(files)} | {counts.total():,} | {' | '.join(shares)} |")

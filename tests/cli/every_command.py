@@ -73,7 +73,6 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             ),
             "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--halves", "--json"),
             "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
-            "inspect quality --defer": ("inspect", "quality", "--defer", *here, "--batch", good, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),
             "inspect sparsity": ("inspect", "sparsity", "--batch", good, *here, "--json"),
             "inspect plan": ("inspect", "plan", QUESTION, *here, "--json"),

@@ -14,23 +14,13 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
-from kvtool.core.query import defer
 from kvtool.core.query.answer import answer
 from kvtool.core.query.audit import compare
-from kvtool.core.query.defer import (
-    DEFAULT_THRESHOLD,
-    Threshold,
-    confidence,
-    judge,
-    keep_threshold,
-    spans,
-    threshold_for,
-)
+from kvtool.core.query.defer import confidence, judge, spans
 from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
-from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
 from tests.cli.working import QUESTION, SHORT, Done, chunks_of, damages, drop_records, kvtool
 
@@ -182,45 +172,6 @@ def test_comparing_is_refused_in_python_too(session: Session) -> None:
         answer(session, REQUEST, QueryOptions(defer=True, defer_first=0))
 
 
-# ---- how sure is sure enough ----
-
-
-def test_the_calibrated_threshold_is_used(store: Path) -> None:
-    with Store.open(store) as opened:
-        fingerprint = store_identity(opened).fingerprint
-        assert threshold_for(opened, fingerprint, "union", None) == Threshold(DEFAULT_THRESHOLD, "default")
-        keep_threshold(opened, fingerprint, "union", 1.5, {"questions": 3})
-        keep_threshold(opened, fingerprint, "reuse", 0.0, {"questions": 3})
-        assert threshold_for(opened, fingerprint, "union", None) == Threshold(1.5, "calibrated")
-        assert threshold_for(opened, fingerprint, "union", 0.2) == Threshold(0.2, "asked for")
-        assert threshold_for(opened, fingerprint, "epic", None).origin == "default"
-        assert threshold_for(opened, "0" * 64, "union", None).origin == "default"
-    assert len(ask(store, "--defer", "--fusion", "reuse").json["rounds"]) == 1
-    rounds = ask(store, "--defer").json["rounds"]
-    assert len(rounds) > 1
-    assert "1.500 (calibrated)" in rounds[0]["reason"]
-
-
-@pytest.mark.parametrize(
-    "damage", ["", "[]", "{}", '{"format": 1, "probed": 8, "modes": 3}', '{"format": 99}', "\udcff"]
-)
-def test_a_file_that_cannot_be_used_is_as_none(store: Path, damage: str) -> None:
-    with Store.open(store) as opened:
-        keep_threshold(opened, "f" * 64, "union", 0.4, {})
-        (path,) = (store / "defer").iterdir()
-        path.write_bytes(damage.encode("utf-8", "surrogateescape"))
-        assert threshold_for(opened, "f" * 64, "union", None).origin == "default"
-        keep_threshold(opened, "f" * 64, "union", 0.3, {})
-        assert threshold_for(opened, "f" * 64, "union", None) == Threshold(0.3, "calibrated")
-
-
-def test_a_threshold_of_other_tokens_is_not_used(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Store.open(store) as opened:
-        keep_threshold(opened, "f" * 64, "union", 0.4, {})
-        monkeypatch.setattr(defer, "PROBED", 3)
-        assert threshold_for(opened, "f" * 64, "union", None).origin == "default"
-
-
 @pytest.mark.parametrize(
     ("count", "first", "expected"),
     [
@@ -252,7 +203,7 @@ def test_confidence_is_the_geometric_mean() -> None:
     ],
 )
 def test_verdicts(sure: float, text: str, enough: bool, why: str) -> None:
-    verdict = judge(sure, text, Threshold(0.5, "default"))
+    verdict = judge(sure, text, 0.5)
     assert verdict.enough == enough
     assert why in verdict.why
 

@@ -75,7 +75,7 @@ class QueryArguments(TypedDict, total=False):
     token_ids: bool
     defer: bool
     defer_first: int
-    defer_threshold: float | None
+    defer_threshold: float
     slo_ms: float | None
     load_timeout: float | str
     stream_predictor: str

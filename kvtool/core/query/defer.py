@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
-
-if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
+from typing import Any
 
 PROBED = 8  # answer tokens whose probability says how sure a round is
-DEFAULT_THRESHOLD = 0.6  # samples/results/deferred-loading.md
-_FORMAT = 1  # of what is kept
-
-Origin = Literal["asked for", "calibrated", "default"]
 
 # What models say in place of an answer; in lower case. An answer that begins with one of them is no answer.
 _NOT_THERE = (
@@ -23,14 +16,6 @@ _NOT_THERE = (
     *("cannot be determined", "i don't know", "i do not know", "i'm sorry", "i am sorry", "unknown", "unanswerable"),
     *("알 수 없", "찾을 수 없", "언급되지 않", "나와 있지 않", "정보가 없", "모르겠"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Threshold:
-    """The least confidence that is enough, and where it comes from."""
-
-    value: float
-    origin: Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,49 +72,14 @@ def confidence(log_p: Sequence[float]) -> float:
     return math.exp(math.fsum(log_p) / len(log_p))
 
 
-def judge(sure: float, beginning: str, threshold: Threshold) -> RoundVerdict:
-    """Whether an answer is given that begins with this text, as sure as that."""
+def judge(sure: float, beginning: str, threshold: float) -> RoundVerdict:
+    """Decide whether an answer is given: from its beginning, and from how sure the model is of it."""
     text = beginning.lower()
     if (phrase := next((phrase for phrase in _NOT_THERE if phrase in text), None)) is not None:
         return RoundVerdict(False, f"it says that the answer is not there: {phrase!r}")
-    if sure < threshold.value:
-        return RoundVerdict(False, f"unsure: {sure:.3f} is below {threshold.value:.3f} ({threshold.origin})")
-    return RoundVerdict(True, f"sure: {sure:.3f} is at least {threshold.value:.3f} ({threshold.origin})")
+    if sure < threshold:
+        return RoundVerdict(False, f"unsure: {sure:.3f} is below {threshold:.3f}")
+    return RoundVerdict(True, f"sure: {sure:.3f} is at least {threshold:.3f}")
 
 
 ALL_LOADED = RoundVerdict(True, "all chunks are loaded")
-
-
-# ---- the threshold, which `inspect defer` measures and keeps beside the store by model and mode ----
-
-
-def threshold_for(store: Store, fingerprint: str, mode: str, asked: float | None) -> Threshold:
-    """What was asked for, else what was calibrated for this model and mode, else the default."""
-    if asked is not None:
-        return Threshold(asked, "asked for")
-    try:
-        value = float(_modes(store, fingerprint)[mode]["threshold"])
-    except (KeyError, TypeError, ValueError):
-        return Threshold(DEFAULT_THRESHOLD, "default")
-    return Threshold(value, "calibrated") if math.isfinite(value) else Threshold(DEFAULT_THRESHOLD, "default")
-
-
-def keep_threshold(store: Store, fingerprint: str, mode: str, value: float, facts: Mapping[str, Any]) -> bool:
-    """Put a mode's threshold; those of other modes stay. False: the store cannot be written.
-
-    Parameters
-    ----------
-    facts : what it was measured on; for people.
-    """
-    modes = _modes(store, fingerprint) | {mode: {"threshold": value, **facts}}
-    return store.write_side(_name(fingerprint), {"format": _FORMAT, "probed": PROBED, "modes": modes})
-
-
-def _modes(store: Store, fingerprint: str) -> dict[str, Any]:
-    """What was kept, by mode; nothing where that cannot be read, or was measured in another way."""
-    modes = store.read_side(_name(fingerprint), format=_FORMAT, probed=PROBED).get("modes")
-    return modes if isinstance(modes, dict) else {}
-
-
-def _name(fingerprint: str) -> str:
-    return f"defer/{fingerprint[:16]}.json"

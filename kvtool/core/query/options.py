@@ -33,7 +33,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     ----------
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
-        sure than `defer_threshold` (None: as calibrated, else the default); core/query/defer.py.
+        sure than `defer_threshold`; core/query/defer.py.
     check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
         the mode's own.
     """
@@ -124,13 +124,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 
     defer: bool = option(False, "Load more chunks only when the answer is unsure.", group=DEFER)
     defer_first: int = option(2, "How many chunks --defer loads first.", group=DEFER, lowest=1)
-    defer_threshold: float | None = option(
-        None,
-        "How sure --defer has to be.",
-        group=DEFER,
-        lowest=0,
-        instead="as `inspect quality --defer` has calibrated",
-    )
+    defer_threshold: float = option(
+        0.6, "How sure --defer has to be.", group=DEFER, lowest=0
+    )  # samples/results/deferred-loading.md
 
     slo_ms: float | None = option(
         None,

@@ -15,7 +15,7 @@ from kvtool.core.fusion.prefix_cache import PrefixFused, extend_prefix
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
 from kvtool.core.model.states import StateCache
-from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans, threshold_for
+from kvtool.core.query.defer import ALL_LOADED, PROBED, Round, RoundVerdict, confidence, judge, spans
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
@@ -94,14 +94,13 @@ def fuse_in_rounds(
 ) -> Outcome:
     """Load until the answer's greedy beginning is sure, or nothing is left to load."""
     decoder, timeline = session.decoder, session.timeline
-    threshold = threshold_for(session.store, session.identity.fingerprint, selector.name, options.defer_threshold)
     rounds: list[Round] = []
     for step in steps(decoder, plan, selector, source, options, timeline):
         began, begun, sure, verdict = time.perf_counter(), None, None, ALL_LOADED
         if not step.last:
             begun = probe(decoder, step.fused, options.max_tokens)
             sure = confidence(begun.log_p)
-            verdict = judge(sure, text_of(decoder, begun), threshold)
+            verdict = judge(sure, text_of(decoder, begun), options.defer_threshold)
         took = step.milliseconds + add_span(timeline, "is it sure?", began) * 1e3
         rounds.append(_round(step, verdict, sure, took))
         if verdict.enough:

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.sizes import counted
-from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
@@ -37,12 +36,6 @@ class EvidenceOptions(Options, settings=False, group=RUNS):
 def quality(desk: Desk) -> Findings:
     """Answer questions in every mode beside full recompute: how near each comes, how fast, and how sure that is."""
     flags, evidence = desk.get(RunOptions), desk.get(EvidenceOptions)
-    if flags.defer:
-        if evidence.no_context or evidence.halves:
-            raise UsageError("--defer calibrates, and compares no runs", "leave --no-context and --halves out")
-        from kvtool.lab.reports.defer import calibrate
-
-        return calibrate(desk)
     requests = desk.get(BatchOptions).requests("quality")
     options = desk.query_options(*ASKED, max_tokens=flags.max_tokens, force=flags.force)
     from kvtool.lab.charts.quality import quality_sections
@@ -93,11 +86,10 @@ REPORT = Report(
     quality,
     takes=(
         *(BatchOptions, ResumeOptions, RunOptions, EvidenceOptions),
-        *(QueryOptions.some(*ASKED, "defer_first"), ModelOptions),
+        *(QueryOptions.some(*ASKED), ModelOptions),
     ),
     examples=(
         "inspect quality --batch q.jsonl --runs reuse,union:5% --resume r.jsonl",
         "inspect quality --batch questions.jsonl --no-context --halves",
-        "inspect quality --batch questions.jsonl --defer --runs union",
     ),
 )

@@ -31,7 +31,6 @@ class RunOptions(Options, settings=False, group=RUNS):
     )
     max_tokens: int = option(20, "Longest answer in tokens.", lowest=1)
     force: bool = option(False, "Measure although the gate refuses.")
-    defer: bool = option(False, "Calibrate deferred loading instead.")
 
 
 @dataclass(frozen=True, slots=True)
