@@ -1,4 +1,4 @@
-"""What is installed: the package and its manual page, and none of the tests and samples."""
+"""What is installed: the package, and none of the tests and samples."""
 
 from __future__ import annotations
 
@@ -9,10 +9,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-
-from kvtool.cli.app import COMMANDS
-from kvtool.cli.manual import MANUAL, manual
-from kvtool.cli.reference import each_command
 
 ROOT = Path(__file__).resolve().parent.parent
 MOST_BYTES = 4 * 2**20
@@ -34,25 +30,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def test_a_wheel_holds_the_package_and_the_manual_page_alone(wheel: Path) -> None:
+def test_a_wheel_holds_the_package_alone(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
     about = {name for name in names if not name.startswith("kvtool/")}
-    assert {name.split("/", 1)[0] for name in about} == {"kvtool-0.1.0.dist-info", "kvtool-0.1.0.data"}
-    assert "kvtool-0.1.0.data/data/share/man/man1/kvtool.1" in about
+    assert {name.split("/", 1)[0] for name in about} == {"kvtool-0.1.0.dist-info"}
     kept = (path for path in (ROOT / "kvtool").rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     wanted = {path.relative_to(ROOT).as_posix() for path in kept}
     assert wanted - names == set()
     assert names - about - wanted == set()
     assert wheel.stat().st_size < MOST_BYTES
-
-
-def test_the_manual_page_tells_every_command() -> None:
-    page = manual(each_command())
-    assert all(f".SS kvtool {name}\n" in page for name in COMMANDS)
-    assert MANUAL.read_text(encoding="utf-8").startswith(page[:400])
-    requests = {line.split()[0] for line in page.splitlines() if line.startswith(".")}
-    assert requests == {'.\\"', ".TH", ".SH", ".SS", ".B", ".BR", ".I", ".RI", ".PP", ".TP", ".nf", ".fi"}
 
 
 def test_the_container_is_run_by_nobody_special() -> None:

@@ -1,5 +1,4 @@
-"""The command reference, made from what the commands declare: `python -m kvtool.cli.reference` writes the page, and
-the manual page."""
+"""The command reference, made from what the commands declare: `python -m kvtool.cli.reference` writes the page."""
 
 from __future__ import annotations
 
@@ -10,7 +9,6 @@ from typing import Any
 from kvtool.cli.app import COMMANDS, load_command
 from kvtool.cli.commands import Described, described
 from kvtool.cli.lazy import LazyGroup
-from kvtool.cli.manual import MANUAL, manual
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 _HEAD = """\
@@ -84,7 +82,6 @@ def _without_marks(text: str) -> str:
 
 def main() -> None:
     PAGE.write_text(reference(), encoding="utf-8")
-    MANUAL.write_text(manual(each_command()), encoding="utf-8")
 
 
 if __name__ == "__main__":
