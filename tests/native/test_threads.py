@@ -19,7 +19,16 @@ from kvtool.core.native.builder import FunctionBuilder, module
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.job import JOBS
-from kvtool.core.native.threads import Barrier, ThreadPool, barrier, current, launch, launch_in_pool, use_pool
+from kvtool.core.native.threads import (
+    Barrier,
+    ThreadPool,
+    atomic_load,
+    barrier,
+    current,
+    launch,
+    launch_in_pool,
+    use_pool,
+)
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 TASKS = 1000
@@ -50,7 +59,7 @@ def waiting() -> Function:
     again, after = k.new_block(), k.new_block()
     k.branch(again)
     k.begin_block(again)
-    k.branch(again, k.atomic_load(k.args.job.at(1)).ne(0), after)
+    k.branch(again, atomic_load(k.args.job.at(1)).ne(0), after)
     k.begin_block(after)
     return compiled(module(k), isa, "run")[0]
 
@@ -64,7 +73,7 @@ def meeting(rounds: int) -> Function:
     with k.loop(rounds) as index:
         k.atomic_add(k.args.job.at(2), 1)
         k.call_void("barrier", memory, number)
-        with k.when(k.atomic_load(k.args.job.at(2)).ne((index + 1) * number)):
+        with k.when(atomic_load(k.args.job.at(2)).ne((index + 1) * number)):
             k.atomic_add(k.args.job.at(3), 1)
         k.call_void("barrier", memory, number)
     return compiled(module(barrier(isa), k), isa, "run")[0]

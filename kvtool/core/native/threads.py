@@ -273,7 +273,7 @@ def _submit(isa: Isa) -> FunctionBuilder:
         k.call_void(at["posts"].load(), at["semaphore"].load(), k.constant("i64", 1), k.constant("ptr"))
     k.call_void(k.args.function, k.args.job)
     k.atomic_add(at["turn"], 1, "seq_cst")
-    _spin(k, looks, at["yields"].load(), lambda: _atomic_load(at["inside"]).eq(0))
+    _spin(k, looks, at["yields"].load(), lambda: atomic_load(at["inside"]).eq(0))
     return k
 
 
@@ -303,7 +303,7 @@ def _worker(isa: Isa) -> FunctionBuilder:
     looks.store(0)
     go("look")
     begin("look")
-    now = _atomic_load(at["turn"])
+    now = atomic_load(at["turn"])
     go("enter", is_new(now), "idle")
     begin("idle")
     _pause(k)
@@ -312,7 +312,7 @@ def _worker(isa: Isa) -> FunctionBuilder:
     go("tired", (looked % _LOOKS).eq(0), "look")
     begin("tired")
     over = k.new_block()
-    k.branch(block["end"], _atomic_load(at["over"]).ne(0), over)
+    k.branch(block["end"], atomic_load(at["over"]).ne(0), over)
     k.begin_block(over)
     go("announce", looked >= _LOOKS * _PATIENCE, "rest")
     begin("rest")
@@ -320,10 +320,10 @@ def _worker(isa: Isa) -> FunctionBuilder:
     go("look")
     begin("announce")  # before it looks once more: who opens a job looks for those that sleep after it is open
     k.atomic_add(at["asleep"], 1, "seq_cst")
-    missed = is_new(_atomic_load(at["turn"])) | _atomic_load(at["over"]).ne(0)
+    missed = is_new(atomic_load(at["turn"])) | atomic_load(at["over"]).ne(0)
     go("back", missed, "wait")
     begin("back")  # 0: the semaphore has been posted to for this one too
-    asleep, taken = _atomic_load(at["asleep"]), k.new_block()
+    asleep, taken = atomic_load(at["asleep"]), k.new_block()
     k.branch(block["wait"], asleep.eq(0), taken)
     k.begin_block(taken)
     pair = k.emit_value("{i64, i1}", f"cmpxchg ptr {at['asleep']}, {asleep.typed}, i64 {asleep - 1} seq_cst seq_cst")
@@ -333,7 +333,7 @@ def _worker(isa: Isa) -> FunctionBuilder:
     go("begin")
     begin("enter")
     k.atomic_add(at["inside"], 1, "seq_cst")
-    go("come", _atomic_load(at["turn"]).eq(now), "leave")
+    go("come", atomic_load(at["turn"]).eq(now), "leave")
     begin("come")
     entered = k.atomic_add(at["entered"], 1, "seq_cst")
     go("work", entered.compare("slt", at["places"].load()), "leave")
@@ -354,16 +354,16 @@ def barrier(isa: Isa) -> FunctionBuilder:
     arrived, phase, yields = (k.args.memory.at(line * _WORDS) for line in range(3))
     looks = k.alloca("i64")
     with k.when(k.args.threads > 1):
-        now = _atomic_load(phase)
+        now = atomic_load(phase)
         last = (k.atomic_add(arrived, 1, "seq_cst") + 1).eq(k.args.threads)
         with k.when(last):
             arrived.store(0)
             k.atomic_add(phase, 1, "seq_cst")
-        _spin(k, looks, yields.of("ptr").load(), lambda: _atomic_load(phase).ne(now))
+        _spin(k, looks, yields.of("ptr").load(), lambda: atomic_load(phase).ne(now))
     return k
 
 
-def _atomic_load(pointer: Value) -> Value:
+def atomic_load(pointer: Value) -> Value:
     """Load an i64 that other threads change, in one order for all threads."""
     return pointer.k.emit_value("i64", f"load atomic i64, ptr {pointer} seq_cst, align 8")
 
