@@ -237,10 +237,13 @@ def narrow(value: Value, form: str) -> Value:
     """Round float32 to a format as it is stored, to the nearest, ties to even."""
     if form == "float32":
         return value
-    if form == "float16":
-        return value.to("half") if value.k.isa.converts_float16 else _narrow_float16(value).to("i16").bitcast("half")
-    short = (_round_up(value) >> 16).to("i16")
-    return value.compare("uno", 0.0).select(short.like(0x7FC0), short) if value.k.keeps_nan else short
+    is_half = form == "float16"
+    if is_half and value.k.isa.converts_float16:
+        return value.to("half")
+    short = (_narrow_float16(value) if is_half else _round_up(value) >> 16).to("i16")
+    if value.k.keeps_nan:
+        short = value.compare("uno", 0.0).select(short.like(0x7E00 if is_half else 0x7FC0), short)
+    return short.bitcast("half") if is_half else short
 
 
 def rounded(value: Value, form: str) -> Value:
