@@ -138,7 +138,7 @@ def test_no_fused_forward_on_a_cpu() -> None:
     assert decoder_of(tiny_model("llama"), "cpu").fused_forward is None
 
 
-def test_heads_that_are_not_rotated_rotate_halves_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_that_are_not_rotated_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = decoder_of(tiny_model("llama"), "cpu")
     monkeypatch.setattr(decoder.rotary, "rotate", lambda keys, table, layer: keys * 2)
     with pytest.raises(UnsupportedArchitecture, match="halves"):
