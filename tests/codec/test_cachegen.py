@@ -276,7 +276,7 @@ def test_no_chunk() -> None:
 def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[int, ...], np.dtype[np.int16]]:
     """Whole numbers of a record."""
     out = HostBuffer(torch.zeros((item.shape[1], of.layout.stride), dtype=torch.int16))
-    decode.fill(of, layer, [(Record.parse(item.payload), item)], [0], out)
+    decode.fill(of, [(layer, [(Record.parse(item.payload), item)], [0])], out)
     return out.tensor.numpy()
 
 

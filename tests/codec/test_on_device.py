@@ -35,7 +35,7 @@ def numbers_of(items: Sequence[Encoded], of: Profile, kind: type[HostBuffer] | t
     ends = list(accumulate(item.shape[1] for item in items))
     numbers = kind(torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16))
     records = [(Record.parse(item.payload), item) for item in items]
-    decode.fill(of, 0, records, [0, *ends[:-1]], numbers)
+    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers)
     return numbers.tensor.numpy()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from kvtool.core.codec.base import DTYPES, NAMES, Encoded
 from kvtool.core.codec.levels import NESTED, check_of
 from kvtool.core.codec.profile import SIDES, Profile
 from kvtool.core.codec.rans import coder
-from kvtool.core.codec.rans.reference import ESCAPE, I16, ZERO, Columns
+from kvtool.core.codec.rans.reference import ESCAPE, ZERO, Columns
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
 from kvtool.core.common.arithmetic import product_dtype
@@ -28,6 +28,8 @@ from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.native.job import scratch
 
 Parsed = tuple[Record, Encoded]
+Work = tuple[int, Sequence[Parsed], Sequence[int]]  # a layer, some records of it, and the first row of each
+Streams = tuple[Columns, Sequence[Record], Sequence[int]]  # the columns of some records, and the first row of each
 BOTH = (Predictor.TRANSFORM, Predictor.TRANSFORM)
 AT_ONCE = 1 << 20  # bytes of decoded numbers, or one layer's: what is made of them finds them in a core's cache
 _FLOAT_FORMS: dict[str, coder.Form] = {"bfloat16": "bfloat16", "float16": "float16"}
@@ -74,15 +76,15 @@ def _decode_slab(
 ) -> None:
     rows = out.shape[2]
     shape = (len(layers) * rows, profile.layout.stride)
-    parts = [slice(at * rows, (at + 1) * rows) for at in range(len(layers))]
     refined = any(record.base for some in items for record, _ in some)
     by = None if out.is_cuda else transform_kernels.reading_by(profile.layout, out.dtype)
-    whole = HostBuffer.of(shape, out.dtype, by, refined) if device is None else DeviceBuffer.of(shape, device)
-    if isinstance(whole, HostBuffer) and not refined:
-        _fill_alone(profile, layers, level, items, starts, [whole.part(part) for part in parts])
+    whole: HostBuffer | DeviceBuffer
+    if device is None:
+        whole = HostBuffer.of(shape, out.dtype, by, refined)
     else:
-        for layer, some, part in zip(layers, items, parts, strict=True):
-            fill(profile, layer, some, starts, whole.part(part))
+        whole = DeviceBuffer(torch.zeros(shape, dtype=torch.int16, device=device))
+    firsts = [[at * rows + start for start in starts] for at in range(len(layers))]
+    fill(profile, list(zip(layers, items, firsts, strict=True)), whole)
     records = [[record for record, _ in some] for some in items]
     sides_of(profile, layers, level, whole.tensor.view(len(layers), rows, -1), records, out, by)
 
@@ -118,29 +120,24 @@ class HostBuffer:
             return cls(torch.empty(shape, dtype=dtype), form)
         return cls(torch.zeros(shape, dtype=torch.int16))
 
-    def part(self, rows: slice) -> HostBuffer:
-        """Return some of the rows."""
-        return HostBuffer(self.tensor[rows], self.form)
-
     @property
     def _held(self) -> npt.NDArray[Any]:
         return self.tensor.view(torch.int16).numpy().view(coder.HELD[self.form])
 
-    def decode(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
-        """Decode each record's stream from its first row on, escapes included. Raises DamagedError.
+    def decode(self, streams: Sequence[Streams]) -> None:
+        """Decode each record's stream from its first row on, escapes included, in one call. Raises DamagedError.
 
         By columns that refine, the numbers there become finer.
         """
-        coder.decode(self.job(columns, records, starts))
-
-    def job(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> coder.Decoding:
-        """Return the work of `decode`, to be done together with others'."""
-        marked, marks = None, [len(record.escapes.marked) for record in records]
-        if not columns.refines:
-            marked = in_form(np.concatenate([record.escapes.marked for record in records]), self.form)
-        streams, rows = [record.streams[0] for record in records], [record.tokens for record in records]
-        marks = [] if marked is None else marks
-        return coder.Decoding(streams, columns, starts, rows, self._held, self.form, marked, marks)
+        jobs = []
+        for columns, records, starts in streams:
+            marked, marks = None, list[int]()
+            if not columns.refines:
+                marked = in_form(np.concatenate([record.escapes.marked for record in records]), self.form)
+                marks = [len(record.escapes.marked) for record in records]
+            words, rows = [record.streams[0] for record in records], [record.tokens for record in records]
+            jobs.append(coder.Decoding(words, columns, starts, rows, self._held, self.form, marked, marks))
+        coder.decode(*jobs)
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
         """Put a record's placed escapes into its rows. Raises DamagedError."""
@@ -154,31 +151,22 @@ class DeviceBuffer:
 
     tensor: torch.Tensor
 
-    @classmethod
-    def of(cls, shape: tuple[int, int], device: torch.device) -> DeviceBuffer:
-        """Make a buffer on a device, all 0."""
-        return cls(torch.zeros(shape, dtype=torch.int16, device=device))
-
-    def part(self, rows: slice) -> DeviceBuffer:
-        """Return some of the rows."""
-        return DeviceBuffer(self.tensor[rows])
-
-    def decode(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
+    def decode(self, streams: Sequence[Streams]) -> None:
         """Decode as `HostBuffer.decode` does."""
-        rows = [record.tokens for record in records]
-        decode_batch_cuda(
-            [
-                CudaDecoding(record.streams[0], columns, count, self.tensor[start : start + count])
-                for record, count, start in zip(records, rows, starts, strict=True)
-            ],
-            self.tensor.device,
-        )
-        if not columns.refines:
-            self._replace(columns, [record.escapes.marked for record in records], rows, starts)
+        jobs = [
+            CudaDecoding(record.streams[0], columns, record.tokens, self.tensor[start : start + record.tokens])
+            for columns, records, starts in streams
+            for record, start in zip(records, starts, strict=True)
+        ]
+        decode_batch_cuda(jobs, self.tensor.device)
+        for columns, records, starts in streams:
+            if not columns.refines:
+                self._replace(columns, records, starts)
 
-    def _replace(self, columns: Columns, marked: Sequence[I16], rows: Sequence[int], starts: Sequence[int]) -> None:
+    def _replace(self, columns: Columns, records: Sequence[Record], starts: Sequence[int]) -> None:
         """Replace each decoded ESCAPE by the number that it stands for: streams in order, each row by row."""
-        device = self.tensor.device
+        device, rows = self.tensor.device, [record.tokens for record in records]
+        marked = [record.escapes.marked for record in records]
         wanted = torch.from_numpy(columns.numbers).to(device)
         spans = zip(starts, rows, strict=True)
         at = torch.cat([torch.arange(start, start + count) for start, count in spans]).to(device)
@@ -194,15 +182,9 @@ class DeviceBuffer:
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
         """Put a record's placed escapes into its rows. Raises DamagedError."""
         numbers = self.tensor[start : start + rows].view(-1)
-        if not len(escapes.places):
-            return
-        if int(escapes.places[-1]) >= numbers.numel():
-            raise DamagedError("a compressed record with an escape outside of it")
-        places = torch.from_numpy(escapes.places.astype(np.int64)).to(numbers.device)
-        numbers[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(numbers.device)
-
-
-CoefficientBuffer = HostBuffer | DeviceBuffer
+        if escapes.has_places(numbers.numel()):
+            places = torch.from_numpy(escapes.places.astype(np.int64)).to(numbers.device)
+            numbers[places] = torch.from_numpy(escapes.placed.astype(np.int16)).to(numbers.device)
 
 
 def decodes_there(device: str) -> bool:
@@ -210,49 +192,33 @@ def decodes_there(device: str) -> bool:
     return device.startswith("cuda") and has_triton()
 
 
-def _fill_alone(
-    profile: Profile,
-    layers: Sequence[int],
-    level: str,
-    items: Sequence[Sequence[Parsed]],
-    starts: Sequence[int],
-    parts: Sequence[HostBuffer],
-) -> None:
-    """Decode records that refine no other: all layers in one call."""
-    jobs = []
-    for layer, some, buffer in zip(layers, items, parts, strict=True):
-        records = [record for record, _ in some]
-        jobs.append(buffer.job(_fitting(profile, profile.coded(level, layer).alone, records), records, starts))
-    coder.decode(*jobs)
-    for some, buffer in zip(items, parts, strict=True):
-        for (record, _), start in zip(some, starts, strict=True):
-            buffer.place(record.escapes, start, record.tokens)
-
-
-def fill(
-    profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], buffer: CoefficientBuffer
-) -> None:
+def fill(profile: Profile, work: Sequence[Work], buffer: HostBuffer | DeviceBuffer) -> None:
     """Decode records of one level from their first rows on, coarser levels first; raises DamagedError.
 
     Only coded columns are written.
     """
-    if not items:
-        return
-    columns = profile.coded(NESTED[items[0][0].level - 1], layer)
-    alone = [number for number, (record, _) in enumerate(items) if not record.base]
-    refined = [number for number, (record, _) in enumerate(items) if record.base]
-    bases = [_base_of(*items[number]) for number in refined]
-    fill(profile, layer, bases, [starts[number] for number in refined], buffer)
-    for some, own in ((alone, columns.alone), (refined, columns.fine)):
-        if some:
-            records = [items[number][0] for number in some]
-            buffer.decode(_fitting(profile, own, records), records, [starts[number] for number in some])
-    for (record, _), start in zip(items, starts, strict=True):
-        buffer.place(record.escapes, start, record.tokens)
+    for refines in (False, True):
+        some = [one for one in (_chosen(*one, refines) for one in work) if one[1]]
+        if refines and some:
+            bases = [(layer, [_base_of(*item) for item in items], starts) for layer, items, starts in some]
+            fill(profile, bases, buffer)
+        buffer.decode([_streams(profile, *one, refines) for one in some])
+    for _, items, starts in work:
+        for (record, _), start in zip(items, starts, strict=True):
+            buffer.place(record.escapes, start, record.tokens)
 
 
-def _fitting(profile: Profile, columns: Columns | None, records: Sequence[Record]) -> Columns:
-    """Return the columns, if all records are theirs; raises DamagedError."""
+def _chosen(layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Work:
+    """Choose the records that refine others, or that do not."""
+    which = [bool(record.base) is refines for record, _ in items]
+    return layer, list(compress(items, which)), list(compress(starts, which))
+
+
+def _streams(profile: Profile, layer: int, items: Sequence[Parsed], starts: Sequence[int], refines: bool) -> Streams:
+    """Return the columns of some records, and these; raises DamagedError: they do not fit the profile."""
+    records = [record for record, _ in items]
+    coded = profile.coded(NESTED[records[0].level - 1], layer)
+    columns = coded.fine if refines else coded.alone
     fits = columns is not None and all(
         record.columns == len(columns)
         and record.predictors == BOTH
@@ -263,7 +229,7 @@ def _fitting(profile: Profile, columns: Columns | None, records: Sequence[Record
     )
     if columns is None or not fits:
         raise DamagedError("a compressed record that does not fit its profile")
-    return columns
+    return columns, records, starts
 
 
 def _base_of(record: Record, item: Encoded) -> Parsed:

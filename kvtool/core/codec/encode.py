@@ -185,19 +185,14 @@ class _Slab:
             weights = [transform_kernels.Weights.forward(self._profile, layer, by.tile) for layer in self._layers]
             finite = transform_kernels.numbers_of(layout, by, weights, transform_kernels.Places.of(self._exact), out)
         else:
-            finite = self._finest_by_torch(out)
+            finite = True
+            for number, (layer, kv) in enumerate(zip(self._layers, self._kvs, strict=True)):
+                sides = torch.stack([side.transpose(0, 1).flatten(1) for side in kv]).float()
+                finite &= bool(torch.isfinite(sides).all())
+                out[number] = finest_numbers(layout, self._profile.means[layer], self._profile.forward(layer), sides)
         if not finite:
             raise KvtoolError("the KV holds numbers that are not finite", "keep it at the level raw or lossless")
         return out
-
-    def _finest_by_torch(self, out: I16) -> bool:
-        profile = self._profile
-        finite = True
-        for number, (layer, kv) in enumerate(zip(self._layers, self._kvs, strict=True)):
-            sides = torch.stack([side.transpose(0, 1).flatten(1) for side in kv]).float()
-            finite &= bool(torch.isfinite(sides).all())
-            out[number] = finest_numbers(profile.layout, profile.means[layer], profile.forward(layer), sides)
-        return finite
 
     def _memory(self, name: str) -> I16:
         shape = (len(self._layers), self._tokens, self._profile.layout.stride)
@@ -264,18 +259,13 @@ def finest_numbers(layout: Layout, means: torch.Tensor, forward: torch.Tensor, s
     made = np.empty if layout.size == layout.padded else np.zeros
     out = made((tokens, layout.stride), np.int16)
     by = transform_kernels.forward_by(layout, sides.dtype)
-    if by is None or not tokens:
-        _finest_by_torch(layout, means, forward, sides, out)
+    if by is not None and tokens:
+        weights = transform_kernels.Weights.of(
+            [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
+        )
+        heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
+        transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
         return out
-    weights = transform_kernels.Weights.of(
-        [*forward.flatten(0, 1)], means.view(SIDES * layout.groups, layout.size), by.tile
-    )
-    heads = sides.view(SIDES, tokens, layout.groups, layout.size).transpose(1, 2)
-    transform_kernels.numbers_of(layout, by, [weights], transform_kernels.Places.of([*heads]), out[None])
-    return out
-
-
-def _finest_by_torch(layout: Layout, means: torch.Tensor, forward: torch.Tensor, sides: torch.Tensor, out: I16) -> None:
     grouped = (sides - means[:, None]).view(SIDES, -1, layout.groups, layout.size).transpose(1, 2)
     values = torch.matmul(grouped, forward)  # [2, groups, tokens, size]
     nearest = values.round_().clamp_(-MOST_NUMBER, MOST_NUMBER - 1).to(torch.int16).numpy()
@@ -283,6 +273,7 @@ def _finest_by_torch(layout: Layout, means: torch.Tensor, forward: torch.Tensor,
         for group in range(layout.groups):
             start = layout.start(side, group)
             out[:, start : start + layout.size] = nearest[side, group]
+    return out
 
 
 def coarsened(numbers: I16, levels: int = 1) -> I16:

@@ -84,13 +84,16 @@ class Escapes:
             if len(part)
         ]
 
-    def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
-        """Put the placed ones into decoded numbers `[rows, stride]` of a form. Raises DamagedError: outside of them."""
-        if not len(self.places):
-            return
-        if int(self.places[-1]) >= numbers.size:
+    def has_places(self, count: int) -> bool:
+        """Return True if some are placed, among so many numbers. Raises DamagedError: outside of them."""
+        if len(self.places) and int(self.places[-1]) >= count:
             raise DamagedError("a compressed record with an escape outside of it")
-        numbers.reshape(-1)[self.places] = in_form(self.placed, form)
+        return bool(len(self.places))
+
+    def place(self, numbers: npt.NDArray[Any], form: Form) -> None:
+        """Put the placed ones into decoded numbers `[rows, stride]` of a form. Raises DamagedError."""
+        if self.has_places(numbers.size):
+            numbers.reshape(-1)[self.places] = in_form(self.placed, form)
 
 
 def in_form(numbers: npt.NDArray[np.int16], form: Form) -> npt.NDArray[Any]:

@@ -70,8 +70,9 @@ def _numbers(items: Sequence[Encoded], of: Profile, device: str | None) -> torch
     shape = (ends[-1], of.layout.stride)
     numbers: Any = HostBuffer(torch.zeros(shape, dtype=torch.int16))
     if device is not None:
-        numbers = DeviceBuffer.of(shape, torch.device(device))
-    decode.fill(of, 0, [(Record.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
+        numbers = DeviceBuffer(torch.zeros(shape, dtype=torch.int16, device=device))
+    records = [(Record.parse(item.payload), item) for item in items]
+    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers)
     made: torch.Tensor = numbers.tensor.cpu()
     return made
 
