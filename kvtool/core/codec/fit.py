@@ -212,11 +212,11 @@ def bell(spread: float) -> F64:
     return np.asarray(inside, np.float64)
 
 
-def shared_tables(counts: Counts, most: int = TABLES) -> tuple[U16, U16]:
+def shared_tables(counts: Counts) -> tuple[U16, U16]:
     """Cluster columns by their counts `[columns, 256]` to shared tables; also returns each column's table id."""
     rows = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     sample = rows[:: -(-len(rows) // _MOST_COLUMNS)]
-    groups = _start(sample, min(most, len(sample)))
+    groups = _start(sample, min(TABLES, len(sample)))
     for _ in range(_ROUNDS):
         tables = np.stack([_table(sample[groups == group]) for group in range(groups.max() + 1)])
         groups = _nearest(sample, tables)

@@ -128,7 +128,8 @@ def fuse(
         try:
             return fuse_into(into, decoder, there, selector, source, timeline, patience)
         except RecordMissing as missing:
-            plan = plan.without_all(in_original(plan, there, missing.unusable), missing.stored)
+            for segment, reason in in_original(plan, there, missing.unusable):
+                plan = plan.without(segment, reason, missing.stored)
             if cache is not None and missing.stored:  # the thread that reads it may still write into these buffers
                 cache = copied(decoder, cache, there.segments[0].stop)
 
@@ -162,13 +163,13 @@ def fuse_into(
         read_set = ReadSet.of(plan, selector, decoder.windows, decoder.device)
         read_set.clear(cache)
         loader = stack.enter_context(Loader(decoder, read_set.read, cache, source, timeline, patience=patience))
-        first = _first_rows(decoder, plan, selector, cache, loader, timeline)
+        rows, done, asking_s = _first_rows(decoder, plan, selector, cache, loader, timeline)
         shift = Shift(decoder, plan, cache, wanted=selector.shift, loader=loader)
-        selection = LayerwiseSelection(decoder, plan, selector, cache, loader, first.rows, cached, shift, timeline)
+        selection = LayerwiseSelection(decoder, plan, selector, cache, loader, rows, cached, shift, timeline)
         cache.before_update, cache.after_update = selection.on_update, selection.on_updated
         if selection.targets:
             stack.enter_context(selection.hooked())
-        logits = _computed(decoder, plan, first.rows, cache)
+        logits = _computed(decoder, plan, rows, cache)
         selection.end()
     if logits.is_cuda:  # the caller reads them next in any case; so times are those of the work, not of its launch
         torch.cuda.current_stream(logits.device).synchronize()
@@ -180,8 +181,8 @@ def fuse_into(
         logits=logits,
         cache=cache,
         plan=plan,
-        tokens=_count(plan, cached, recomputed, [count + first.done for count in selection.computed]),
-        timing=_timing(loader, selection.select_s + first.asking_s, selection.shift_s, total),
+        tokens=_count(plan, cached, recomputed, [count + done for count in selection.computed]),
+        timing=_timing(loader, selection.select_s + asking_s, selection.shift_s, total),
         bytes_read=loader.stats.bytes_read,
         read_set=read_set,
         recomputed=recomputed,
@@ -190,34 +191,24 @@ def fuse_into(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _First:
-    """The rows of the first layer.
-
-    Attributes
-    ----------
-    done : number of rows that the question's own pass has computed before: the holes.
-    asking_s : seconds of that pass.
-    """
-
-    rows: QueryRows
-    done: int = 0
-    asking_s: float = 0.0
-
-
 def _first_rows(
     decoder: Decoder, plan: Plan, selector: Selector, cache: PromptCache, loader: Loader, timeline: Timeline | None
-) -> _First:
-    """Choose the first layer's rows, by the question's attention where the selector ranks by that."""
+) -> tuple[QueryRows, int, float]:
+    """Choose the first layer's rows, by the question's attention where the selector ranks by that.
+
+    Returns
+    -------
+    The rows; the number of rows that the question's own pass has computed before, the holes; and its seconds.
+    """
     started, cached = time.perf_counter(), plan.mask("hit", "exact")
     asked = selector.asked(plan, decoder.stored_layers)
     if not asked:
         wanted = selector.rows(plan) & cached if selector.uses_cache else cached
-        return _First(_rows(decoder, plan, wanted | plan.mask("miss", "fresh")))
+        return _rows(decoder, plan, wanted | plan.mask("miss", "fresh")), 0, 0.0
     attention = question_attention(decoder, plan, cache, loader, asked, selector.pooling)
     wanted = selector.rows(plan, attention) & cached
     asking = add_span(timeline, "question attention", started) - loader.waited_s
-    return _First(_rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking)
+    return _rows(decoder, plan, wanted | plan.mask("fresh")), int(plan.mask("miss").sum()), asking
 
 
 def _rows(decoder: Decoder, plan: Plan, mask: torch.Tensor) -> QueryRows:

@@ -188,13 +188,6 @@ class Plan:
         hole = replace(segment, status="miss", reason=reason, source=source)
         return Plan(tuple(hole if s is segment else s for s in self.segments))
 
-    def without_all(self, unusable: Sequence[tuple[Segment, str]], stored: bool = False) -> Plan:
-        """Return the plan with several segments as holes, each for its reason."""
-        plan = self
-        for segment, reason in unusable:
-            plan = plan.without(segment, reason, stored)
-        return plan
-
 
 def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> list[Candidate]:
     """Add to candidates which of their rows are stored at their level; an unreadable one becomes a hole.

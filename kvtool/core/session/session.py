@@ -99,14 +99,7 @@ class Session:
             self.warn_once(*_OLD_LEAD_IN)
 
     @classmethod
-    def open(
-        cls,
-        store: Store,
-        wanted: ModelOptions = _STORES_OWN,
-        *,
-        gradients: bool = False,
-        warn: Warn = warn_nobody,
-    ) -> Self:
+    def open(cls, store: Store, wanted: ModelOptions = _STORES_OWN, *, warn: Warn = warn_nobody) -> Self:
         """Open a session with its model loaded.
 
         Raises
@@ -114,7 +107,7 @@ class Session:
         StoreNotFoundError : nothing was ever ingested into the store.
         ModelError : the wanted model is not the store's, or cannot be loaded.
         """
-        session = cls(store, wanted, gradients=gradients, warn=warn)
+        session = cls(store, wanted, warn=warn)
         _ = session.decoder
         return session
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 from kvtool.core.errors import UsageError
@@ -22,23 +23,13 @@ class Estimator(Protocol):
         """What the next transfer is expected to get; None before the first."""
 
 
-class Last:
-    """The last transfer's (CacheGen, arXiv 2310.07240, section 5.3)."""
-
-    def __init__(self) -> None:
-        self._rate: float | None = None
-
-    def observe(self, size: float, seconds: float) -> None:
-        if size and seconds > 0:
-            self._rate = size / seconds
-
-    @property
-    def bytes_per_second(self) -> float | None:
-        return self._rate
-
-
 class Ewma:
-    """Exponentially weighted moving average: forgets a single odd transfer, follows a change with a delay."""
+    """Exponentially weighted moving average: forgets a single odd transfer, follows a change with a delay.
+
+    Parameters
+    ----------
+    newest : weight of the newest transfer; with 1 it alone counts (CacheGen, arXiv 2310.07240, section 5.3).
+    """
 
     def __init__(self, newest: float = _NEWEST) -> None:
         self._newest = newest
@@ -57,8 +48,8 @@ class Ewma:
 class Harmonic:
     """Harmonic mean of the last few transfers' rates: a slow one weighs most, so that it errs on the safe side."""
 
-    def __init__(self, window: int = _WINDOW) -> None:
-        self._rates: deque[float] = deque(maxlen=window)
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=_WINDOW)
 
     def observe(self, size: float, seconds: float) -> None:
         if size and seconds > 0:
@@ -69,7 +60,7 @@ class Harmonic:
         return len(self._rates) / sum(1 / rate for rate in self._rates) if self._rates else None
 
 
-PREDICTORS: dict[str, type[Last] | type[Ewma] | type[Harmonic]] = {"last": Last, "ewma": Ewma, "harmonic": Harmonic}
+PREDICTORS: dict[str, Callable[[], Estimator]] = {"last": lambda: Ewma(1.0), "ewma": Ewma, "harmonic": Harmonic}
 DEFAULT_PREDICTOR = "harmonic"
 DEFAULT_MARGIN = 0.1  # of the estimate that is not counted on
 
