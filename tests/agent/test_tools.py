@@ -51,6 +51,7 @@ async def refused(client: Client, tool: str, **arguments: Any) -> str:
     return str(result.content[0].text)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
     async def say(client: Client) -> None:
         found = (await call(client, "search", question=QUESTION))["chunks"]

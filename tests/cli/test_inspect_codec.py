@@ -49,6 +49,7 @@ def inspect(store: Path, *args: object) -> Any:
     return kvtool("inspect", "codec", "--store", store, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [False, True])
 def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> None:
     path = fitted if profile else plain

@@ -45,6 +45,7 @@ def test_rows_tell_levels_bytes_and_use(mixed: Path) -> None:
     assert len(told) == 1 + len(rows)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("conditions", "meets"),
     [
@@ -99,6 +100,7 @@ def test_documents_in_an_order_and_by_a_filter(mixed: Path) -> None:
     assert [(name, line[0]) for name, line in lossy.items()] == [("mill1.md", "1")]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
 def test_in_an_order(sort: str, mixed: Path) -> None:
     said = kvtool("store", "ls", "--chunks", "--store", mixed, "--sort", sort).fine().out

@@ -200,6 +200,7 @@ def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
                 assert relative(one, single) < (1e-6 if dtype == "float32" else 0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
     """Each chunk's own is added to its own rows."""

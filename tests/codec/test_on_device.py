@@ -56,6 +56,7 @@ def outlying(tokens: int) -> KV:
     return keys, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_records_that_stand_alone(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
     of = profile()

@@ -326,6 +326,7 @@ def test_a_transform_that_has_no_inverse() -> None:
         flat.forward(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [3, 200, 32767])
 def test_numbers_are_counted_as_one_by_one(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All levels' counts follow from one of the finest numbers; few counters at once make several rounds."""

@@ -192,6 +192,7 @@ def test_other_encodings(encoding: str, fresh: Any, tmp_path: Path) -> None:
     assert found["chunks"][0]["source"].endswith("방앗간.txt")
 
 
+@pytest.mark.slow
 def test_a_huge_line(tiny: Path, tmp_path: Path) -> None:
     """5 MB without a line end; 50 MB takes ten times as long, and no more."""
     (tmp_path / "line.txt").write_text(

@@ -118,6 +118,7 @@ def test_parts_within_parts(reading: Reading) -> None:
     assert refused(reading, "a.ipynb", b'{"cells": ' + b"[" * 100_000)
 
 
+@pytest.mark.slow
 def test_ten_thousand_pages(reading: Reading) -> None:
     (document,) = reading.documents(Path("/in/a.pdf"), pdf([[f"This is page {n}."] for n in range(1, 10_001)]))
     assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]

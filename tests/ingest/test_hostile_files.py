@@ -45,6 +45,7 @@ def test_any_exception_of_one_file(
     assert len(listing(tmp_path / "fresh")) == 2
 
 
+@pytest.mark.slow
 def test_a_byte_that_its_encoding_cannot_replace(folder: Path, fresh: Any) -> None:
     """It was `UnicodeEncodeError`, and the end of the ingest."""
     data = ("今天天气很好。我们去公园散步吧。\n" * 6000).encode("gbk")

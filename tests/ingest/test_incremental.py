@@ -32,6 +32,7 @@ def refuse(*args: object, **options: object) -> None:
     raise AssertionError("a model or a tokenizer was loaded")
 
 
+@pytest.mark.slow
 def test_the_second_run_imports_no_torch(store: Path, corpus: Path) -> None:
     program = (
         "import sys; from kvtool.cli.app import main; code = main(sys.argv[1:])\n"
@@ -47,6 +48,7 @@ def test_the_second_run_imports_no_torch(store: Path, corpus: Path) -> None:
         assert '"unchanged": 6' in done.stdout
 
 
+@pytest.mark.slow
 def test_a_thousand_files(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "in"
     folder.mkdir()

@@ -66,6 +66,7 @@ def test_the_list_of_the_store_names_them(interrupted: Interrupted, tmp_path: Pa
     assert f"{BEFORE} chunks of files that an ingest did not finish" in told
 
 
+@pytest.mark.slow
 def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     fresh(large, store=tmp_path / "whole").fine()
     interrupted()
@@ -154,6 +155,7 @@ def test_forget_names_the_file(interrupted: Interrupted, large: Path, fresh: Any
     assert len(listing(tmp_path / "fresh")) == 1
 
 
+@pytest.mark.slow
 def test_a_changed_file_keeps_its_former_version_meanwhile(
     interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
 ) -> None:

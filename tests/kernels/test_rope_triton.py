@@ -162,6 +162,7 @@ def compiled(head_dim: int, half: int, aligned: bool) -> str:
     return str(built.asm["ptx"])
 
 
+@pytest.mark.slow
 @needs_triton
 def test_it_compiles_to_wide_reads_and_nothing_fused(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton.backends.nvidia") is None:

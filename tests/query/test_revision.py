@@ -142,6 +142,7 @@ def compressed(store: Path, prompts: int) -> None:
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=prompts, questions=0))
 
 
+@pytest.mark.slow
 def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> None:
     compressed(store, 1)
     options = replace(OPTIONS, level="4", fusion="reuse")

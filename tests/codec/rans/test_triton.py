@@ -177,6 +177,7 @@ def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert "install" in error.value.hint
 
 
+@pytest.mark.slow
 @needs_triton
 def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton.backends.nvidia") is None:

@@ -228,6 +228,7 @@ def test_after_a_torn_line_only_what_is_missing_runs(
     assert fused == []
 
 
+@pytest.mark.slow
 def test_more_runs_and_more_questions(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
     quality(store, batch, "--runs", "reuse,epic:4", "--limit", "1", "--resume", results).fine()
     fused.clear()
@@ -242,6 +243,7 @@ def test_more_runs_and_more_questions(store: Path, batch: Path, results: Path, f
     assert fused == []
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(store: Path, batch: Path, results: Path) -> None:
     """SIGKILL after the first question; what was finished stays, and the end is the same."""
     args = ("inspect", "quality", "--store", store, "--batch", batch, "--max-tokens", "6", *RUNS, "--resume", results)
