@@ -1,4 +1,4 @@
-"""Every target of the fuzzer over its seeds and some random changes of them, as `make test` can afford it."""
+"""Every target of the fuzzer over its seeds and some random changes of them, as a run of the tests can afford it."""
 
 from __future__ import annotations
 
