@@ -7,7 +7,6 @@ import pytest
 from tests.fusion.making import DTYPES, NAMES, Case
 from tests.fusion.making import case as shared_case
 
-
 FAMILIES = (*NAMES, "gpt-neox")  # whose heads have keys of their own each
 
 
