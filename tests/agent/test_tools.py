@@ -78,6 +78,7 @@ def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
     talk(store, say)
 
 
+@pytest.mark.slow
 def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path: Path, fresh: Any) -> None:
     place, notes = tmp_path / "fresh", tmp_path / "notes"
     notes.mkdir()
@@ -100,6 +101,7 @@ def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path
     talk(place, say)
 
 
+@pytest.mark.slow
 def test_an_excerpt_says_whose_document_it_is_of(tiny: Path, tmp_path: Path) -> None:
     own, place, pack = tmp_path / "own.md", tmp_path / "fresh", tmp_path / "theirs.kvpack"
     own.write_text("The mill of my own was built by baker Z.")

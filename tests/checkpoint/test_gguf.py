@@ -140,6 +140,7 @@ def test_a_folder_without_packed_weights_waits_for_room(monkeypatch: pytest.Monk
     assert (folder / PACKED).is_file()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -224,6 +225,7 @@ def test_mutated_headers(tiny: Path, tmp_path: Path) -> None:
         refused_or_read(path)
 
 
+@pytest.mark.slow
 def test_mutated_files_convert_or_are_refused(tiny: Path, tmp_path: Path) -> None:
     data, chance = tiny.read_bytes(), random.Random(2)
     header_end = min(t.start for t in read_header(tiny).tensors.values())

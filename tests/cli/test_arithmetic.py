@@ -97,6 +97,7 @@ def test_any_store_is_asked_in_any_arithmetic(
         assert asked(tmp_path / "s")["resolved"]["dtype"] == "bfloat16"  # the model's own, which is fast here
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("features", [FAST, PLAIN])
 @pytest.mark.parametrize(
     ("published", "kept"), [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")]
@@ -161,6 +162,7 @@ def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path
     assert "records made in bfloat16 on cpu lose" in kvtool("doctor", *there).out
 
 
+@pytest.mark.slow
 def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as another arithmetic can be told from another text's KV."""
     read = gate.read_chunk
@@ -352,6 +354,7 @@ def test_the_gate_passes_there(elsewhere: Path) -> None:
     assert kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json["passed"] is True
 
 
+@pytest.mark.slow
 def test_a_cpu_without_avx2_is_told_once_and_works(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", "sse4_2 avx")
     done = kvtool("query", QUESTION, "--store", elsewhere, *SHORT).fine()

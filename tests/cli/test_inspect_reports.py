@@ -25,6 +25,7 @@ def batch(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REPORTS)
 def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp_path: Path) -> None:
     before, html = payloads(store), tmp_path / "page.html"

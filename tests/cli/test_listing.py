@@ -66,6 +66,7 @@ def test_a_filter_takes_what_meets_all_conditions(conditions: str, meets: Any, m
     assert listed(mixed, "--filter", conditions) == [row for row in listed(mixed) if meets(row)]
 
 
+@pytest.mark.slow
 def test_nothing_that_meets_a_filter_is_said(mixed: Path) -> None:
     assert "no chunk meets the filter" in kvtool("store", "ls", "--store", mixed, "--filter", "tokens>99999").fine().err
 
@@ -77,6 +78,7 @@ def document_lines(store: Path, *args: str) -> dict[str, list[str]]:
     return {Path(line.rsplit("  ", 1)[1]).name: re.split(r"\s{2,}", line.strip()) for line in lines}
 
 
+@pytest.mark.slow
 def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus: Path) -> None:
     documents = kvtool("store", "ls", "--store", mixed, "--json").fine().json["documents"]
     lines = document_lines(mixed)
@@ -93,6 +95,7 @@ def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus
     assert lines["mill1.md"][2] == "raw 2"
 
 
+@pytest.mark.slow
 def test_documents_in_an_order_and_by_a_filter(mixed: Path) -> None:
     by_tokens = [int(line[1]) for line in document_lines(mixed, "--sort", "-tokens").values()]
     assert by_tokens == sorted(by_tokens, reverse=True)

@@ -32,6 +32,7 @@ def python(*lines: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_question_imports_the_architecture_in_use_and_answers_as_with_all_of_them(store: Path) -> None:
     asked = ["query", QUESTION, "--store", str(store), "--max-tokens", "4", "--json"]
     said = python(
@@ -99,6 +100,7 @@ def test_a_function_of_an_understudy_is_the_modules_own_when_it_is_called() -> N
     assert said.split() == ["False", "True", "True", "accelerate.accelerator", "hi"]
 
 
+@pytest.mark.slow
 def test_torch_is_told_where_operations_are_declared_without_a_look_at_all_modules() -> None:
     said = python(
         "import inspect",

@@ -46,6 +46,7 @@ def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
 # ---- what is fitted ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 def test_the_same_sample_gives_the_same_profile(kind: tuple[int, int, int], made: Profile) -> None:
     heads, dim, groups = kind
     again = fitted(model(heads, dim), groups)

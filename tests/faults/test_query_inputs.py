@@ -163,6 +163,7 @@ def test_out_of_memory(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kvtool("query", QUESTION, "--store", store).failed(1, "out of memory")
 
 
+@pytest.mark.slow
 def test_payloads_stay_after_all_modes(store: Path) -> None:
     before = payloads(store)
     for mode in ("full", "prefix", "reuse", "epic", "blend"):

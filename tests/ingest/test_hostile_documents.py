@@ -109,6 +109,7 @@ def test_passwords(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
     assert "password" in refused(reading, "a.pdf", locked(sound["pdf"]))
 
 
+@pytest.mark.slow
 def test_parts_within_parts(reading: Reading) -> None:
     levels = 3000
     mail = b"Subject: a\n" + b"".join(
@@ -124,6 +125,7 @@ def test_ten_thousand_pages(reading: Reading) -> None:
     assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("deed", "why"),
     [

@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "error", [RecursionError("too deep"), MemoryError(), UnicodeEncodeError("gbk", "x", 0, 1, "no"), KeyError("x")]
 )

@@ -85,6 +85,7 @@ def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh
     assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_they_are_counted_and_are_no_damage(interrupted: Interrupted, fresh: Any, large: Path, tmp_path: Path) -> None:
     path = tmp_path / "fresh"
     fresh(large.parent / "small.md").fine()
@@ -200,6 +201,7 @@ def test_they_go_first_when_room_is_needed(counted_on: tuple[str, ...], tmp_path
         assert verify(store) == []
 
 
+@pytest.mark.slow
 def test_prune_drops_them_before_what_can_be_asked(
     interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
 ) -> None:

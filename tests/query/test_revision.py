@@ -111,6 +111,7 @@ def compact_it(store: Path) -> None:
         writer.compact()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("change", [remove_all, compact_it, lambda store: (remove_all(store), compact_it(store))])
 @pytest.mark.parametrize("mode", ["union", "auto"])
 def test_a_store_that_changes_in_the_middle_of_a_question(

@@ -81,6 +81,7 @@ def test_what_the_reference_decodes(interpreter: ProcessPoolExecutor, rows: int,
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("refine", [False, True])
 def test_a_batch_of_streams_of_different_sizes(interpreter: ProcessPoolExecutor, refine: bool) -> None:
@@ -125,6 +126,7 @@ def _hostile(stream: Stream, how: str) -> Stream:
     return Stream(words, states)
 
 
+@pytest.mark.some(2)
 @needs_triton
 @pytest.mark.parametrize(
     ("how", "refine"),
