@@ -35,9 +35,9 @@ class RecordReader(Protocol):
     ) -> list[KVRead | KvtoolError | None]:
         """Read one layer of many chunks; for each its header and payload, None, or its error.
 
-        Payloads are private, writable and 64-byte aligned; `before` is called with each chunk's number before its
-        record
-        is read; `room` allocates memory for large records; `ahead` lists the layers that will be read of each.
+        Payloads are private, writable, 64-byte aligned; `before` is called with each chunk's number before its record
+        is
+        read; `room` allocates memory for large records; `ahead` lists the layers that will be read of each.
         """
         ...
 

@@ -108,9 +108,8 @@ class Opened:
         """Hold one state of the store, as of now: until the end, all reads through this object, by any thread, see that
         state. One view at a time; a nested view of the same thread is the same view.
 
-        A view keeps pages that a writer has replaced, so it should last no longer than a question. Meanwhile nothing
-        can
-        be written through this object; other processes write freely.
+        A view keeps pages that a writer has replaced, so it should last no longer than a question. Nothing can be
+        written through this object meanwhile; other processes can.
         """
         with self._viewing:
             if self._view is not None:

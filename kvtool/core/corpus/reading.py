@@ -61,8 +61,7 @@ class Reading:
         return "" if command is None else hashlib.sha256(command.encode("utf-8", "surrogatepass")).hexdigest()
 
     def means(self, path: PurePath) -> str:
-        """Return the conditions, besides the file itself, for reading it: kvtool's version, installed tools, the
-        bounds."""
+        """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
         key = ending_of(path)
         if key not in self._means:
             command = self.commands.get(key)

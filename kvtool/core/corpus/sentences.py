@@ -86,8 +86,7 @@ def thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
 
 
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
-    """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation, initial or
-    number."""
+    """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
     mark = match[0].rstrip()
     if text[match.end()].islower():
         return True
