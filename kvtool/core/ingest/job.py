@@ -300,8 +300,7 @@ class _Job:
 
         Parameters
         ----------
-        chunks : the first to be computed: if they cannot be, a change of the identity is refused before anything is
-            written.
+        chunks : the first to be computed: if they cannot be, a change of the identity is refused first.
         """
         storer = self._far_storer(store, writer) if self.options.ray else self._own_storer(store, writer)
         try:

@@ -1,5 +1,4 @@
-"""Overlap of fetching and computing in one background thread: decodes records that arrived, computes those that will
-not."""
+"""Overlap of fetching and computing in one thread: decodes what arrived, computes what will not arrive."""
 
 from __future__ import annotations
 
@@ -65,8 +64,7 @@ class BackgroundDecoder:
         self._thread: threading.Thread | None = None
 
     def seconds(self, tokens: int, level: str) -> float:
-        """Return the seconds that decoding at this level takes during a fetch; an unmeasured level counts as the
-        slowest.
+        """Return the seconds that decoding takes during a fetch; an unmeasured level counts as the slowest.
 
         The first chunk of a level does not count, since it waits for tables and compilers.
         """

@@ -45,8 +45,7 @@ class Auditor:
         self._told: set[str] = set()
 
     def is_due(self, reply: Reply, share: float) -> bool:
-        """Return True if an answer is to be audited: it is in the sample, it reused something, and the audit can be
-        stored."""
+        """Return True if an answer is to be audited: it is sampled, it reused KV, the audit can be stored."""
         if not is_drawn(reply.question, reply.revision, share):
             return False
         if self._session.store.read_only:

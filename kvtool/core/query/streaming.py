@@ -170,8 +170,7 @@ def _allowed(
 
 
 def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
-    """Return the levels that a segment can be fetched at, with the missing parts of each; `allowed`: losses by
-    level."""
+    """Return the levels that a segment can be fetched at, and their missing parts; `allowed`: losses by level."""
     offers = link.offers(segment.source.chunk_id)
     rungs = []
     for level in known(allowed):

@@ -132,8 +132,7 @@ def advice_for(limit: int, floor: int, remains: Remains) -> str:
 
 
 def _much(inventory: Inventory, plan: Plan) -> UsageError | None:
-    """Return the error that asks first if more than half of the documents, or of what a question could hit, would
-    go."""
+    """Return the error that asks first if more than half of the documents, or of what is hit, would go."""
     of_each = {held.chunk_id: sum(held.levels.values()) for held in inventory.chunks.values()}
     losing_all = {chunk for step in plan.steps if step.name in ("kv", "documents") for chunk, _ in step.drops}
     of_chunks, kv = sum(of_each.values()), sum(of_each[chunk] for chunk in losing_all)  # their finer levels, too

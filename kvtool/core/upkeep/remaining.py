@@ -1,5 +1,4 @@
-"""Size report of a store that is too large: its parts in bytes, how small a plan can make it, and what else would
-help."""
+"""Size report of a store that is too large: its parts in bytes, the smallest plan, and what else would help."""
 
 from __future__ import annotations
 
