@@ -1,5 +1,4 @@
-"""Scheduler of questions: one thread runs the model, a prompt at a time, and writes all begun answers token by
-token."""
+"""Scheduler of questions: one thread runs the model, one prompt at a time, and writes all begun answers in turn."""
 
 from __future__ import annotations
 

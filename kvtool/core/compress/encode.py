@@ -153,8 +153,7 @@ class Encoder:
         return Plan(chunk, info, source, tuple(wanted), () if nested(stale) else tuple(nested(stored)))
 
     def _is_current(self, chunk: bytes, level: str) -> bool:
-        """Return True if a stored lossy record, with all that it refines, is readable and made with the current
-        profile."""
+        """Return True if a stored lossy record and all that it refines are readable and of the current profile."""
         try:
             item = read_records(self._store, [chunk], level, 0)[0]
             coded = Record.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)

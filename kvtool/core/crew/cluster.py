@@ -38,8 +38,7 @@ class Share:
 
 
 def share_of(resources: dict[str, float], workers: int, device: str) -> Share:
-    """Return each worker's share of a cluster; 0 workers: as many as fit. Raises UsageError if the cluster is too
-    small."""
+    """Return each worker's share of a cluster; 0 workers: as many as fit. Raises UsageError if it has less."""
     cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if gpus and device in ("auto", "cuda"):
         if workers > gpus:

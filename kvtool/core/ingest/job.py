@@ -203,7 +203,7 @@ class _Job:
 
     @property
     def _is_other(self) -> bool:
-        """Return True if this run changes the store's identity, or its origin is foreign."""
+        """Return True if this run changes the store's identity, or that identity is of foreign origin."""
         return self.choices.known != self.choices.identity or self.choices.made_by.is_foreign
 
     def _keep_identity(self, writer: Writer) -> None:

@@ -120,8 +120,7 @@ class PackReader:
             raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def _has_its_header(self, member: zipfile.ZipInfo) -> bool:
-        """Return True if the header before a member equals the one in the list at the end; zipfile compares only
-        names."""
+        """Return True if a member's header equals the one in the list at the end; zipfile compares only names."""
         self._file.seek(member.header_offset)
         wanted = member.FileHeader()
         return self._file.read(len(wanted)) == wanted

@@ -151,7 +151,7 @@ def _within(count: int, changed: list[int] | None) -> Callable[[str], bool]:
 
 
 def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) -> Catalogue | None:
-    """Read the changed shards of the catalogue of last time; None if they can no longer be read."""
+    """Read the changed shards of the last catalogue; None if they can no longer be read."""
     if before is None:
         return None
     with suppress(KvtoolError):

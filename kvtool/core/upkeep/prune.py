@@ -117,7 +117,7 @@ class Planner:
         return step.done()
 
     def _stretches(self) -> Step:
-        """Drop states of answered prompts: a question computes them again, and no text is lost."""
+        """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
         step = Growing("stretches")
         for stretch, used, size in self.inventory.stretches:
             cold = self.wanted.cold_before is not None and used < self.wanted.cold_before
