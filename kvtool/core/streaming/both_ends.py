@@ -130,8 +130,7 @@ class BothEnds(Adaptive):
     # ---- both of them ------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[Ladder]:
-        """Return the ladders in order of relevance; the running chunk last, and only if the link is expected to be
-        sooner."""
+        """Return the ladders by relevance; the running chunk last, and only if the link is expected to be sooner."""
         running = self._running
         order = [ladder for ladder in self.task.ladders if running is None or ladder.chunk != running.chunk]
         if running is not None and running.chunk in self._missing:

@@ -21,7 +21,7 @@ class Budget:
     Attributes
     ----------
     budget : writes stop here; None: as much as the disk.
-    low : `prune` goes down to this.
+    low : `prune` reduces the store to this.
     """
 
     path: str
@@ -49,7 +49,7 @@ def read_budget(store: Store) -> Budget:
 
 
 def low_water(size: int) -> int:
-    """Return the bytes that a prune to this budget goes down to."""
+    """Return the bytes that a prune to this budget aims at."""
     return int(size * LOW_WATER)
 
 

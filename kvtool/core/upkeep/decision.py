@@ -26,7 +26,7 @@ class Decision:
     Attributes
     ----------
     limit : bytes that the store may have; None: no size was asked for.
-    goal : bytes that a plan goes down to: the limit, or its low watermark.
+    goal : bytes that a plan aims at: the limit, or its low watermark.
     wanted : the request that plans are made of; without a goal if the limit cannot be reached.
     profiles : digests of profiles that no record names any more; they are dropped, too.
     floor : bytes that are left after dropping all that may go, and their parts; None: the limit is not below them.
@@ -132,7 +132,7 @@ def advice_for(limit: int, floor: int, remains: Remains) -> str:
 
 
 def _much(inventory: Inventory, plan: Plan) -> UsageError | None:
-    """Return the error that asks first if more than half of the documents, or of what is hit, would go."""
+    """Return the error that asks first if more than half of the documents, or of what is hit, would be lost."""
     of_each = {held.chunk_id: sum(held.levels.values()) for held in inventory.chunks.values()}
     losing_all = {chunk for step in plan.steps if step.name in ("kv", "documents") for chunk, _ in step.drops}
     of_chunks, kv = sum(of_each.values()), sum(of_each[chunk] for chunk in losing_all)  # their finer levels, too

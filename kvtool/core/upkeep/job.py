@@ -33,7 +33,7 @@ class PruneReport:
     Attributes
     ----------
     limit : bytes that the store may hold; None: no size was asked for.
-    goal : bytes that the plan goes down to: the limit, or its low watermark.
+    goal : bytes that the plan aims at: the limit, or its low watermark.
     after : on a dry run the expected bytes.
     smallest : the least limit that can surely be reached, if this one cannot: nothing is dropped for the size then.
     in_the_way : bytes of what stays, if the limit is not met, by kind (`upkeep/remaining.py`).
