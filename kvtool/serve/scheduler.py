@@ -213,7 +213,7 @@ class Scheduler:
             return [*self._running, *self._waiting]
 
     def _is_time(self) -> bool:
-        """Return True if answers have waited for long enough for a prompt."""
+        """Return True if begun answers have waited long enough while a prompt is computed."""
         return time.monotonic() - self._stepped >= max(_SLICE, self._step_took)
 
     def _drop_lost(self, batch: ContinuousBatch, but: Job | None = None) -> None:
@@ -278,7 +278,7 @@ class Scheduler:
 
     @property
     def _others_can_begin(self) -> bool:
-        """Return True if a question waits and a slot is free for it, or another prompt has been put aside."""
+        """Return True if a waiting question could start, or another prompt has been put aside."""
         return bool(self._aside or (self._waiting and len(self._running) < self._parallel))
 
     def _answer(self, job: Job) -> None:

@@ -54,7 +54,7 @@ class Hands(Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Return True if a result can be taken."""
+        """Return True if results are still to be taken."""
         ...
 
     def give(self, plan: Plan) -> None:
