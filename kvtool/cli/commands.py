@@ -111,7 +111,7 @@ class _Described:
         is_ready = type(value) is param.type_descriptor.annotation or (value is None and not param.required)
         if not is_ready:
             return convert(context, value)
-        return value if param.callback is None else param.callback(context, param, value)
+        return param.callback(context, param, value) if value and param.callback else value
 
     @property
     def options(self) -> Mapping[str, Option]:

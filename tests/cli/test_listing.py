@@ -65,6 +65,7 @@ def document_lines(store: Path, *args: str) -> dict[str, list[str]]:
     return {Path(line.rsplit("  ", 1)[1]).name: re.split(r"\s{2,}", line.strip()) for line in lines}
 
 
+@pytest.mark.slow
 def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus: Path) -> None:
     documents = kvtool("store", "ls", "--store", mixed, "--json").fine().json["documents"]
     lines = document_lines(mixed)
@@ -81,12 +82,14 @@ def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus
     assert lines["mill1.md"][2] == "raw 2"
 
 
+@pytest.mark.slow
 def test_documents_in_an_order(mixed: Path) -> None:
     by_tokens = [int(line[1]) for line in document_lines(mixed, "--sort", "-tokens").values()]
     assert by_tokens == sorted(by_tokens, reverse=True)
     assert list(document_lines(mixed, "mill4.md", "mill2.md", "--sort", "-source")) == ["mill4.md", "mill2.md"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
 def test_in_an_order(sort: str, mixed: Path) -> None:
     said = kvtool("store", "ls", "--chunks", "--store", mixed, "--sort", sort).fine().out
