@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from kvtool.core.kernels import COMPUTED
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.layer.cpu import ELEMENTS, LayerKernels, Rounding, layer_kernels
+from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import ReorderedLinear
 from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
@@ -22,7 +23,7 @@ from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import Swapped, cache_name, own_class, swap, swapped_by
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture, check_trial
 from kvtool.core.model.stack import DecoderStack
-from kvtool.core.native.isa import ISAS, isa_here
+from kvtool.core.native.isa import isa_here
 
 _BY_ROWS = (PackedLinear, ReorderedLinear)  # whose products of few rows have a way of their own
 _TRIED = 3  # rows that both ways compute of a layer before the fused one is taken
@@ -241,15 +242,14 @@ def _kernels_for(stack: DecoderStack, spec: ModelSpec) -> LayerKernels:
     isa = isa_here()
     if isa is None:
         raise UnsupportedArchitecture("there is no machine code for this CPU")
-    if stack.device != "cpu" or stack.dtype not in ELEMENTS:
+    if stack.device != "cpu" or stack.dtype not in COMPUTED:
         raise UnsupportedArchitecture(f"{stack.dtype} on {stack.device}")
     spec.check_halves()
     first = {norm.rounds_first for layer in spec.layers for norm in layer.norms if norm.is_rms} or {True}
     if len(first) > 1:
         raise UnsupportedArchitecture("norms that round at different places")
     rounding = Rounding(norm_first=first.pop(), rope_in_float32=spec.rope_in_float32)
-    name = next(name for name, one in ISAS.items() if one is isa)
-    return layer_kernels(name, stack.dtype, spec.activation, rounding)
+    return layer_kernels(isa, stack.dtype, spec.activation, rounding)
 
 
 def _try_each_kind(stack: DecoderStack, layers: Sequence[FusedDecoderLayer]) -> None:

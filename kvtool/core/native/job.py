@@ -7,7 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ LINE = 64  # bytes of a cache line
 _WORD = 8  # bytes of a field
 JOBS = "i64* jobs, i64 number"  # arguments of a function that does several
 _own = threading.local()
+Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 class Job:
@@ -58,7 +59,7 @@ class Job:
             raise ValueError(f"a job has {', '.join(self.fields)}")
         return [word(kind, values[name]) for name, kind in self.fields.items()]
 
-    def pack(self, **values: int | float) -> ctypes.Array[ctypes.c_int64]:
+    def pack(self, **values: int | float) -> Packed:
         """One job in memory; raises as `row` does."""
         return (ctypes.c_int64 * len(self))(*self.row(values))
 

@@ -189,7 +189,7 @@ class OneDnnBlockedWeight:
             **{"next": 0, "share": share, "panels": panels, "weights": self.address, "columns": self.columns},
             **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "bias": self.bias.data_ptr()},
         )
-        launch(_function(), ctypes.addressof(job), min(threads, panels))
+        launch(_function(), job, min(threads, panels))
         return out
 
 
