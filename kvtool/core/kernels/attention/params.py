@@ -90,13 +90,16 @@ class KeyRanges:
         hidden = keys > self.at[rows, None]
         return hidden if self.begins is None else hidden | (keys < self.begins[rows, None])
 
+    def mask(self, rows: slice, first: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to scores, `[rows, stop - first]`: 0, or -inf where `hidden`."""
+        hidden = self.hidden(rows, first, stop)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
     def device_mask(self, keys: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the mask `[rows, keys]` of positions that only the device knows, made once for all layers of a kind:
         numbers, of which a kernel would make some for every layer."""
         if dtype not in self._masks:
-            hidden = self.hidden(slice(None), 0, keys)
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[dtype] = zeros.masked_fill_(hidden, -torch.inf)
+            self._masks[dtype] = self.mask(slice(None), 0, keys, dtype)
         return self._masks[dtype]
 
 

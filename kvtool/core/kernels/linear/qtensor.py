@@ -197,12 +197,16 @@ def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _plane(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes of `width` bits `[spans, 32]` as bytes `[spans, 4 · width]`."""
-    each = 8 // width  # codes in a byte
-    fields = codes.view(-1, 4, 8) if width == 1 else codes.view(-1, each, 4 * width).transpose(1, 2)
-    shifts = torch.arange(each, dtype=torch.uint8) * width
-    plane: torch.Tensor = (fields << shifts).sum(-1, dtype=torch.uint8)
-    return plane
+    """Codes of `width` bits `[spans, 32]` as bytes `[spans, 4 · width]`, which `_bit_fields` takes apart."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    fields = codes.view(len(codes), -1, len(shifts), _run(width))
+    plane: torch.Tensor = (fields << shifts).sum(2, dtype=torch.uint8)
+    return plane.flatten(1)
+
+
+def _run(width: int) -> int:
+    """Adjacent codes of a plane that are in as many bytes: the next ones are in higher bits of those."""
+    return 1 if width == 1 else 4 * width
 
 
 def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
@@ -213,8 +217,7 @@ def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
     spans, first, done = matrix.data.view(-1, 4 * layout.bits), 0, 0
     codes = torch.zeros(len(spans), BLOCK, dtype=torch.uint8)
     for width in layout.planes:
-        run = 1 if width == 1 else 4 * width
-        codes |= _bit_fields(spans[:, first : first + 4 * width], width, run) << done
+        codes |= _bit_fields(spans[:, first : first + 4 * width], width, _run(width)) << done
         first, done = first + 4 * width, done + width
     return codes.view(matrix.rows, matrix.columns)
 
