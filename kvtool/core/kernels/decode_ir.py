@@ -72,7 +72,7 @@ CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barri
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation.
+    """Operation of a program.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ Write = Callable[[Value, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What the code of heads is made for.
+    """Sizes and formats that the code of heads is made for.
 
     Attributes
     ----------
@@ -280,7 +280,7 @@ def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
 
 
 class _Block:
-    """One block of keys of one head."""
+    """Block of keys of one head."""
 
     def __init__(
         self, k: FunctionBuilder, heads: Heads, have: Fields, scores: Value, head: Value, block: Value
@@ -398,7 +398,7 @@ def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], V
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What the code of one model is made for.
+    """Shapes and kinds that the code of one model is made for.
 
     Attributes
     ----------

@@ -60,7 +60,7 @@ class CosSin:
         )
 
     def transposed(self) -> CosSin:
-        """What a rotation's transpose turns by: of gradients."""
+        """Return the angles of the transposed rotation, which gradients take."""
         return CosSin(self.cos, -self.sin)
 
 
@@ -109,7 +109,7 @@ class CopyWithRope:
 
     @property
     def fits(self) -> bool:
-        """Whether there is machine code for it: it knows no bounds."""
+        """Return True if there is machine code for it, which knows no bounds."""
         to, numbers = self.to, self.numbers
         return (
             to.shape == numbers.shape
@@ -131,7 +131,7 @@ class CopyWithRope:
         return whole and width <= head_dim and self.table.fits(rows) and self.table.cos.shape[1] == rows
 
     def job(self) -> list[int]:
-        """What machine code is told of it, in the order of its fields."""
+        """Return the words of its job, in the order of the fields."""
         to, numbers = self.to, self.numbers
         heads, rows, head_dim = numbers.shape
         table, width = [0, 0, 0], 0

@@ -54,13 +54,13 @@ class ShiftSpans:
 
     @property
     def widths(self) -> set[int]:
-        """How many numbers of a key its RoPEs rotate."""
+        """Return how many numbers of a key its RoPEs rotate."""
         tables = self.table.by_name, self.back.by_name
         return {angles.cos.shape[2] for table in tables for angles in table.values()}
 
     @property
     def fits(self) -> bool:
-        """Whether there is machine code for them: it knows no bounds."""
+        """Return True if there is machine code for them, which knows no bounds."""
         rows, probes = len(self.factors), len(self.places)
         return (
             self.places.dtype == torch.int64
@@ -191,7 +191,7 @@ def _is_known(rows: torch.Tensor, runs: ShiftSpans) -> bool:
 
 
 def _lanes(isa: Isa, head_dim: int, rotated: int) -> int:
-    """How many numbers are handled together; 0: the shape is not one for registers."""
+    """Return how many numbers are handled together; 0: the shape does not fit registers."""
     lanes = lanes_for(isa.width, rotated // 2, head_dim - rotated)
     return lanes if lanes >= _LEAST else 0
 

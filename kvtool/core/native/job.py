@@ -22,7 +22,7 @@ Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 class Job:
-    """What machine code is told: fields of 8 bytes each.
+    """Arguments of machine code in memory: fields of 8 bytes each.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Job:
         return [word(kind, values[name]) for name, kind in self.fields.items()]
 
     def pack(self, **values: int | float) -> Packed:
-        """One job in memory; raises as `row` does."""
+        """Write one job to memory; raises as `row` does."""
         return (ctypes.c_int64 * len(self))(*self.row(values))
 
 

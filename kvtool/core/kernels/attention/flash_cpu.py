@@ -197,7 +197,7 @@ class Kernel:
 def _laid_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, leads: KV | None
 ) -> dict[str, int]:
-    """Where the tensors are, and their shapes."""
+    """Return addresses, strides and shapes of the tensors."""
     lead_key, lead_value = leads or (key, value)
     return {
         **_where("query", query),
@@ -215,7 +215,7 @@ def _laid_out(
 
 
 def _scored(params: AttentionParams) -> dict[str, float]:
-    """What makes a weight of a product: factors for powers of two, and the cap."""
+    """Return what makes weights of products: factors for powers of two, and the cap."""
     cap = params.softcap
     return {
         "bend": 0 if cap is None else -2 * math.log2(math.e) * params.scale / cap,

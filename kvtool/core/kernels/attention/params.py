@@ -13,7 +13,7 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """How the scores of a layer are made, and how far back a row sees.
+    """Parameters of the scores of a layer, and how far back a row sees.
 
     Attributes
     ----------
@@ -31,12 +31,12 @@ class AttentionParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are the softmax of scaled products over all keys up to a row's own."""
+        """Return True if weights are the softmax of scaled products over all keys up to a row's own."""
         return self.window is None and self.is_unshaped
 
     @property
     def is_unshaped(self) -> bool:
-        """Whether scores are scaled products and nothing else."""
+        """Return True if scores are scaled products and nothing else."""
         return self.softcap is None and self.sinks is None
 
 
@@ -145,7 +145,7 @@ def _are_whole(numbers: torch.Tensor) -> bool:
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention without its numbers: a backend accepts or declines it by this.
+    """A call of attention without its numbers, by which a backend accepts or declines it.
 
     Attributes
     ----------
@@ -215,5 +215,5 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_shaped(self) -> bool:
-        """Whether scores are more than scaled products."""
+        """Return True if scores are more than scaled products."""
         return self.softcap or self.sinks

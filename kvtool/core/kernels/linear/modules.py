@@ -101,7 +101,7 @@ class PackedLinear(SmallBatchLinear):
         return dequantize_rows(self.matrix, first, last, kept)
 
     def extra_repr(self) -> str:
-        """What the model's printed form says of the layer."""
+        """Return what the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 
@@ -131,7 +131,7 @@ class PackedEmbedding(torch.nn.Embedding):
         return dequantize_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
 
     def extra_repr(self) -> str:
-        """What the model's printed form says of the layer."""
+        """Return what the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 

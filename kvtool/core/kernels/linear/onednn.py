@@ -31,7 +31,7 @@ _KEPT = "128"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the CPU has a layout of its own for this weight (oneDNN, bfloat16)."""
+    """Return True if the CPU has a layout of its own for this weight (oneDNN, bfloat16)."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -186,7 +186,7 @@ class OneDnnBlockedWeight:
 
 
 def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Whether numbers drawn from a weight are found where panels have them."""
+    """Return True if numbers drawn from a weight are found where panels have them."""
     outputs, columns = weight.shape
     numbers = (ctypes.c_int16 * weight.numel()).from_address(address)
     laid = torch.frombuffer(numbers, dtype=torch.int16).view(outputs // OUTPUTS, columns // 2, OUTPUTS, 2)

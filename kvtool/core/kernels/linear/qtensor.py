@@ -17,7 +17,7 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a kind of weights lies in memory: w = scale · (code - zero_point) + min for each group of columns.
+    """Layout of a kind of weights in memory: w = scale · (code - zero_point) + min for each group of columns.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def dense(self) -> bool:
-        """Whether the weights are plain numbers."""
+        """Return True if the weights are plain numbers."""
         return self.bits >= 16
 
     @property
@@ -131,7 +131,7 @@ class QuantizedTensor:
 
     @property
     def layout(self) -> Layout:
-        """How it lies in memory."""
+        """Return the layout in memory."""
         return LAYOUTS[self.kind]
 
     @property
