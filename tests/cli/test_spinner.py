@@ -17,7 +17,7 @@ import pytest
 from kvtool.cli import spinner
 from kvtool.cli.app import load_command
 from kvtool.cli.out import Out
-from kvtool.cli.streams import SafeStream
+from kvtool.cli.terminal import SafeStream
 from tests.cli.working import QUESTION, SHORT, command, environment
 
 
@@ -133,6 +133,7 @@ def on_a_terminal(*args: object, **variables: str) -> tuple[str, str, int]:
     return done.stdout.decode(), shown.decode(), done.returncode
 
 
+@pytest.mark.slow
 def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
     out, shown, code = on_a_terminal("query", QUESTION, "--store", store, *SHORT, "--json")
     assert code == 0

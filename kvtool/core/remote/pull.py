@@ -21,9 +21,8 @@ from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, chunk_name, described_by, digest_of, file_name, records_wanted
 from kvtool.core.remote.groups import Group, Groups, single
 from kvtool.core.remote.limits import MOST_BYTES
-from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.signing import SigningKey, Trust
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
 from kvtool.core.remote.wanted import (
@@ -147,7 +146,7 @@ def preview(
     newer: bool = False,
     trust: Trust | None = None,
 ) -> TransferReport:
-    """What a pull would do; nothing is fetched but the catalogue, and nothing is written. Raises as `pull` does."""
+    """Report what a pull would do; only the catalogue is fetched, and nothing is written. Raises as `pull` does."""
     started = time.perf_counter()
     catalogue = read_catalogue(blobs)
     origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
@@ -173,21 +172,6 @@ def preview(
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
     report.seconds = time.perf_counter() - started
     return report
-
-
-def sync(
-    path: Path,
-    blobs: Blobs,
-    *,
-    trust: Trust | None = None,
-    key: SigningKey | None = None,
-    lock_wait: float = 0.0,
-    events: Events | None = None,
-) -> list[TransferReport]:
-    """Pull, then push; of a file that both have in two versions the one changed last stays. Raises as both do."""
-    pulled = pull(path, blobs, newer=True, trust=trust, lock_wait=lock_wait, events=events)
-    with Store.open(path) as store:
-        return [pulled, push(store, blobs, newer=True, key=key, events=events)]
 
 
 class _Pull:
@@ -255,7 +239,7 @@ class _Pull:
     # ---- the parts ----
 
     def _manifest(self, catalogue: Catalogue, new: bool, mirror: bool) -> None:
-        """What the tier says of its model; a store that knows its own keeps it."""
+        """Store the shared store's manifest; a store that has a manifest keeps its own."""
         if new:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
@@ -265,8 +249,8 @@ class _Pull:
             self.report.made_with = str(catalogue.identity.get("model", ""))
 
     def _state(self, catalogue: Catalogue, mirror: bool) -> None:
-        """What was measured of the codec levels: the tier's in a mirror; else the store's own, and what the tier knows
-        besides."""
+        """Store the measurements of the codec levels: the shared store's in a mirror, else the store's own with those
+        that only the shared store has."""
         try:
             stored = self.store.codec_state()
         except DamagedError:  # replaced by the tier's
@@ -390,7 +374,7 @@ class _Pull:
 
     @contextmanager
     def _noted(self, group: Group) -> Iterator[None]:
-        """What a value turns out to be is its own damage."""
+        """Note damage of one group in the report, and go on with the next."""
         try:
             yield
         except DamagedError as error:
@@ -406,7 +390,7 @@ class _Pull:
 
 
 def _until(fetched: Iterator[tuple[Group, bytes]], failure: list[RemoteError]) -> Iterator[tuple[Group, bytes]]:
-    """What is fetched, as far as it comes; what ended it is noted."""
+    """Yield what is fetched until the connection fails; the failure is appended to `failure`."""
     try:
         yield from fetched
     except RemoteError as error:

@@ -33,7 +33,7 @@ _PREFILLED = 512  # tokens
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What to measure: the tokens before the first step, and how many steps."""
+    """Options of the measurement: the tokens before the first step, and the number of steps."""
 
     context: int
     new_tokens: int
@@ -42,7 +42,7 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepperRow:
-    """One stepper. `bytes_per_s`: of weights and cache; `copy_share`: of what a plain copy reads and writes."""
+    """A stepper's result. `bytes_per_s`: of weights and cache; `copy_share`: of what a plain copy reads and writes."""
 
     stepper: str
     tokens_per_second: float
@@ -130,7 +130,7 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
         context=options.context,
         new_tokens=options.new_tokens,
         host=Host.here(),
-        isa=None if found is None else found.isa,
+        isa=None if found is None else str(found.isa),
         make_ms=None if found is None else make_ms,
         matrices=() if found is None else found.kinds,
         weights_bytes=None if found is None else found.weights_bytes,
