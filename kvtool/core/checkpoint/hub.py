@@ -1,5 +1,7 @@
 """Resolving a model's reference to its files: a folder, a GGUF file, the packaged model, or a name on the model hub.
 
+A model's fingerprint is equal wherever its files are stored, and another one when anything changes that shapes a KV.
+
 Of a model on the hub only safetensors are downloaded, and only what is needed. Torch is imported only to convert a GGUF
 file on its first use.
 """
@@ -7,6 +9,8 @@ file on its first use.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import re
 import sys
@@ -23,10 +27,13 @@ from kvtool.core.checkpoint.files import (
     ModelFiles,
     Once,
     check_folder,
+    converted_contents,
+    file_digest,
     looks_local,
+    read_config,
     unnoticed,
+    weight_files,
 )
-from kvtool.core.checkpoint.fingerprint import file_digest
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
@@ -266,3 +273,64 @@ def _checked(path: Path) -> Path:
 
 def _again() -> str:
     return INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
+
+
+_VERSION = 1  # of the fingerprint
+# Keys of config.json that change no key or value: by whom and where the file was saved, and how it is to be run.
+_VOLATILE = frozenset(
+    {
+        "_name_or_path",
+        "_model_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_commit_hash",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
+
+
+def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> str:
+    """Return the SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
+
+    The arithmetic that computes them is no part of it: machines of different arithmetic share a store.
+
+    Parameters
+    ----------
+    dtype : of the keys and values, resolved ("bfloat16", "float32", "float16"), never "auto".
+    once : entered while a file of the model is hashed for the first time.
+
+    Raises
+    ------
+    ModelError : the folder is incomplete; or it was converted from a GGUF file, and is not what was made.
+    """
+    contents = converted_contents(files.folder) if files.kind in ("gguf", "packaged") else _contents(files.folder, once)
+    identity = {"version": _VERSION, **contents, "dtype": dtype}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _contents(folder: Path, once: Once) -> dict[str, Any]:
+    return {
+        "config": _lasting(read_config(folder)),
+        "weights": {path.name: file_digest(path, once) for path in weight_files(folder)},
+        "tokenizer": {name: file_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
+    }
+
+
+def _lasting(value: Any) -> Any:
+    """Return the configuration without its volatile keys, at every depth."""
+    if isinstance(value, dict):
+        return {key: _lasting(inner) for key, inner in value.items() if key not in _VOLATILE}
+    if isinstance(value, list):
+        return [_lasting(inner) for inner in value]
+    return value

@@ -23,8 +23,7 @@ from kvtool.core.fusion.shift import Shift
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.kv_sharing import of_rows, tables_of_rows
-from kvtool.core.model.modules import CACHES, ForwardEnded, LayerProbe
+from kvtool.core.model.modules import CACHES, ForwardEnded, LayerProbe, of_rows, tables_of_rows
 from kvtool.core.model.preemption import for_this_pass
 from kvtool.core.model.prompt_cache import PromptCache
 

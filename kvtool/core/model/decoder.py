@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from kvtool.core.checkpoint.load import Loaded, plain_attention, quiet
+from kvtool.core.checkpoint.load import Loaded, plain_attention
+from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import PlacedRows, QueryRows
-from kvtool.core.model.kv_sharing import prune_rows
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import cache_name, prune_rows
 from kvtool.core.model.preemption import preemptible
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, read_model_spec

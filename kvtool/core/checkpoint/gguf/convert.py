@@ -17,8 +17,17 @@ from typing import Any
 
 from filelock import FileLock
 
-from kvtool.core.checkpoint.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
-from kvtool.core.checkpoint.fingerprint import file_digest, note_origin, read_origin
+from kvtool.core.checkpoint.files import (
+    PACKED,
+    SOURCE,
+    UNPACK,
+    Once,
+    file_digest,
+    note_origin,
+    read_origin,
+    reading,
+    unnoticed,
+)
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
@@ -114,9 +123,9 @@ def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
 def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
     from kvtool.core.checkpoint.gguf.config import model_config
     from kvtool.core.checkpoint.gguf.weights import load_weights
-    from kvtool.core.checkpoint.load import quiet
     from kvtool.core.checkpoint.packed import pack_folder
     from kvtool.core.checkpoint.support import check_supported
+    from kvtool.core.common.collecting import quiet
 
     # the reader draws a progress bar of its own
     with quiet(), contextlib.redirect_stderr(io.StringIO()), _plain_arrays():
