@@ -17,8 +17,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import decode
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, greedy_prefix, stop_ids
-from kvtool.core.model.text_stream import TextStream
-from kvtool.core.model.tokens import encode
+from kvtool.core.model.tokens import TextStream, encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer
 

@@ -50,22 +50,17 @@ class Decoder(DecoderStack):
         if self.keeps_states:
             self._check_states()
         elif self.device.startswith("cuda"):
-            self.unfused = self._try_fused_forward()
+            self.unfused = self._try_fused()
 
-    def _try_fused_forward(self) -> str:
-        """Return why a GPU computes no fused passes, or ""."""
-        try:
-            self._fused = FusedForward.tried(self, self.spec, self.prefill)
-        except UnsupportedArchitecture as error:
-            return str(error)
-        return ""
-
-    def _try_fused_layers(self) -> str:
-        """Return why a CPU computes no fused layers, or ""."""
+    def _try_fused(self) -> str:
+        """Return why a GPU computes no fused passes, or a CPU no fused layers; "": it does."""
         if self.keeps_states:
             return "the model keeps states"
         try:
-            install_fused_layers(self, self.spec)
+            if self.device == "cpu":
+                install_fused_layers(self, self.spec)
+            else:
+                self._fused = FusedForward.tried(self, self.spec, self.prefill)
         except UnsupportedArchitecture as error:
             return str(error)
         return ""
@@ -182,7 +177,7 @@ class Decoder(DecoderStack):
     ) -> Any:
         """Run the model's own forward."""
         if self.device == "cpu" and self.unfused is None:
-            self.unfused = self._try_fused_layers()
+            self.unfused = self._try_fused()
         cache.rows = rows
         # Torch's own threads wait spinning after its products: the pool's would only take turns with those.
         pooled = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)

@@ -17,7 +17,7 @@ from kvtool.core.model.decode.native import prepare_engine
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.text_stream import OnText, TextStream
+from kvtool.core.model.tokens import OnText, TextStream
 
 Finish = Literal["stop", "length", "repeat"]
 _COLD = 1e-6  # logits divided by less may be no numbers any more

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
-from kvtool.core.model.preemption import for_this_pass
+from kvtool.core.model.preemption import pass_hooks
 
 # What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
 CACHES = ("past_key_values", "cache", "layer_past")
@@ -212,16 +212,8 @@ def prune_rows(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
 
     Such layers attend to what earlier layers keep (Gemma 3n, Gemma 4): no later row reads what their other rows become.
     """
-    cut = for_this_pass(_cut(slice(-keep, None), keep))
-    handles = [layer.register_forward_pre_hook(cut, with_kwargs=True) for layer in layers]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    some = slice(-keep, None)
 
-
-def _cut(some: slice, keep: int) -> Any:
     def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         changed = {
             "position_embeddings": tables_of_rows(kwargs["position_embeddings"], some),
@@ -231,7 +223,8 @@ def _cut(some: slice, keep: int) -> Any:
             changed["position_ids"] = kwargs["position_ids"][:, some]
         return of_rows(args, some), kwargs | changed
 
-    return cut
+    with pass_hooks((layer, cut) for layer in layers):
+        yield
 
 
 def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:

@@ -1,13 +1,13 @@
 """Preemption of a forward pass between its layers, for work that is short of others: a token of an answer, for example.
 
 From one layer to the next a pass keeps its rows in tensors and a cache of its own. Hooks on the model's modules are
-called by every pass of that model: `for_this_pass` restricts a hook to the pass that it is for.
+called by every pass of that model: `pass_hooks` restricts them to the pass that they are for.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -49,25 +49,30 @@ def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
         return
 
-    def stop(module: Any, args: tuple[Any, ...]) -> None:
+    def stop(*_: Any) -> None:
         run_pending()
 
-    handles = [layer.register_forward_pre_hook(for_this_pass(stop)) for layer in layers]
+    with pass_hooks((layer, stop) for layer in layers):
+        yield
+
+
+@contextmanager
+def pass_hooks(hooks: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Call each hook with (module, args, kwargs) before its layer, in the pass inside and in none between its layers.
+
+    What a hook returns takes the place of args and kwargs; None: nothing does.
+    """
+    pass_ = _this_pass()
+
+    def only_here(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: hook(*given) if _this_pass() == pass_ else None
+
+    handles = [layer.register_forward_pre_hook(only_here(hook), with_kwargs=True) for layer, hook in hooks]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def for_this_pass(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a hook that sees the pass it is registered for, and none that runs between its layers."""
-    pass_ = _this_pass()
-
-    def seen(*given: Any) -> Any:
-        return hook(*given) if _this_pass() == pass_ else None
-
-    return seen
 
 
 def run_pending() -> None:

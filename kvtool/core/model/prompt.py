@@ -22,7 +22,6 @@ _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
 _ANSWER = "kvtoolAnswerText"
 _NEXT = "kvtoolNextText"
-_PASSAGE_FILES = ("en1.txt", "en2.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,7 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
     ------
     ModelError : the template fails, or changes the user's text.
     """
-    before, between, after = _rendered(tokenizer) if tokenizer.chat_template else _plain()
+    before, between, after = _rendered(tokenizer) if tokenizer.chat_template else ("", _SEPARATOR, "\nAnswer:")
     return PromptParts(
         prefix=_one_bos(tokenizer, _prefix_ids(tokenizer, before, system, between)),
         answer_header=tuple(encode_control(tokenizer, after)),
@@ -79,23 +78,14 @@ def turn_header(tokenizer: Any) -> Ids:
     return tuple(encode_control(tokenizer, between))
 
 
-def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
-    """Tokenise the first n neutral passages that come with kvtool, formatted like chunks.
+def warm_passage(tokenizer: Any) -> Ids:
+    """Tokenise the neutral passage that comes with kvtool, formatted like a chunk.
 
-    Raises
-    ------
-    UsageError : there are not so many.
+    One gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: after two of
+    them a 135M model prefills at 0.8 of its plain speed, after one at 0.9.
     """
-    if not 0 <= n <= len(_PASSAGE_FILES):
-        raise UsageError(f"{n} warm passages were asked for", f"kvtool ships {len(_PASSAGE_FILES)}")
-    folder = files("kvtool.core.model") / "passages"
-    texts = [(folder / name).read_text(encoding="utf-8") for name in _PASSAGE_FILES[:n]]
-    return tuple(i for chunk in chunk_tokens(tokenizer, texts) for i in chunk)
-
-
-def _plain() -> tuple[str, str, str]:
-    """Return the text around system text and chunks for a base model, in place of a rendered template."""
-    return "", _SEPARATOR, "\nAnswer:"
+    text = (files("kvtool.core.model") / "passages" / "en1.txt").read_text(encoding="utf-8")
+    return chunk_tokens(tokenizer, [text])[0]
 
 
 def _rendered(tokenizer: Any) -> tuple[str, str, str]:
@@ -168,11 +158,6 @@ def _adds_bos(tokenizer: Any, bos: int) -> bool:
     return normally[:1] == [bos]
 
 
-# One passage gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: behind
-# two of them a 135M model prefills at 0.8 of its plain speed, behind one at 0.9.
-WARM_PASSAGES = 1
-
-
 def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
     """Return the ids that every chunk is prefilled after (kvtool/docs/concepts.md; `sink:N` is EPIC's LegoLink-0).
 
@@ -181,7 +166,7 @@ def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
     UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
     """
     if mode == "warm":
-        return parts.prefix + warm_passages(tokenizer, WARM_PASSAGES)
+        return parts.prefix + warm_passage(tokenizer)
     if mode in ("prefix", "neighbour"):
         return parts.prefix
     if mode == "none":

@@ -13,8 +13,7 @@ import torch
 
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import UsageError
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
+from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
 from kvtool.core.model.decode.native import PARTS, Engine, engine_of
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.lab.bench.machine import Host, copied_bytes_per_s

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
+from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
 from kvtool.core.model.decode.native import Engine, NativeBackend, engine_of
 from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.decoder import Decoder

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode import DecodeBackend, decode_backend, step_together
 from kvtool.core.model.decode import native as native_steps
-from kvtool.core.model.decode.backend import DecodeBackend
 from kvtool.core.model.decode.native import Engine, NativeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache

@@ -14,8 +14,7 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import TorchBackend
+from kvtool.core.model.decode import TorchBackend, decode_backend
 from kvtool.core.model.decode.native import Engine, engine_of
 from kvtool.core.model.decode.weights import WeightSource
 from kvtool.core.model.decoder import Decoder

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +17,6 @@ from kvtool.core.common.switches import STEPPER, asked
 from kvtool.core.kernels.decode_ir import Code, module, multiply_name, products
 from kvtool.core.kernels.decode_program import CONTEXT
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor
-from kvtool.core.model.decode.backend import TorchBackend
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of
 from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.decoder import Decoder
@@ -147,7 +146,6 @@ class NativeBackend:
 
     def __init__(self, decoder: Decoder, engine: Engine, cache: PromptCache) -> None:
         self._decoder, self.engine, self._cache = decoder, engine, cache
-        self._torch = TorchBackend(decoder, cache)
 
     @property
     def name(self) -> str:
@@ -166,13 +164,16 @@ class NativeBackend:
             if self.engine.self_check_error is None:
                 return self._compared(token)
             if self.engine.self_check_error:
-                return self._torch.step(token)
+                return self._step_by_torch(token)
             return self.engine.step(self._decoder, [token], [self._cache])[0]
+
+    def _step_by_torch(self, token: int) -> torch.Tensor:
+        return self._decoder.extend([token], self._cache)[-1]
 
     def _compared(self, token: int) -> torch.Tensor:
         """Compute the process's first step with a model both ways, of which the model's own is right."""
         start = self._cache.buffers[0].length
-        expected = self._torch.step(token)
+        expected = self._step_by_torch(token)
         self._cache.set_length(start)
         found = self.engine.step(self._decoder, [token], [self._cache])[0]
         try:
@@ -180,7 +181,7 @@ class NativeBackend:
         except UnsupportedArchitecture as error:
             self.engine.self_check_error = f"the first step in machine code came out otherwise: {error}"
             self._cache.set_length(start)
-            return self._torch.step(token)
+            return self._step_by_torch(token)
         self.engine.self_check_error = ""
         return found
 
@@ -203,28 +204,27 @@ _lock = threading.Lock()
 
 
 def prepare_engine(decoder: Decoder) -> None:
-    """Begin to make a model's engine in a thread of its own: 0.1 s of one core, most of it LLVM's."""
+    """Begin to make a model's engine in a thread of its own: 0.1 s of one core, most of it LLVM's.
+
+    It is no daemon: a process that ends waits for LLVM to be done.
+    """
     if decoder.keeps_states:
         return
-    future, is_new = _future(decoder)
-    if is_new:  # no daemon: a process that ends waits for LLVM to be done
-        threading.Thread(target=_make, args=(decoder, future), name="kvtool-decode").start()
+    _engine_future(decoder, lambda make: threading.Thread(target=make, name="kvtool-decode").start())
 
 
 def engine_of(decoder: Decoder) -> Engine | str:
     """Return a model's engine, or the reason why it has none."""
-    future, is_new = _future(decoder)
-    if is_new:
-        _make(decoder, future)
-    return future.result()
+    return _engine_future(decoder, lambda make: make()).result()
 
 
-def _future(decoder: Decoder) -> tuple[Future[Engine | str], bool]:
+def _engine_future(decoder: Decoder, run: Callable[[Callable[[], None]], None]) -> Future[Engine | str]:
     with _lock:
-        future = _engines.get(decoder)
-        if future is not None:
-            return future, False
-        return _engines.setdefault(decoder, Future()), True
+        if (future := _engines.get(decoder)) is not None:
+            return future
+        future = _engines.setdefault(decoder, Future())
+    run(partial(_make, decoder, future))
+    return future
 
 
 def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
