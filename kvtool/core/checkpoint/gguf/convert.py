@@ -28,7 +28,7 @@ from kvtool.core.checkpoint.files import (
     reading,
     unnoticed,
 )
-from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
+from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, read_header
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
@@ -171,9 +171,6 @@ def _check_header(gguf: Path, header: GgufHeader) -> None:
             raise ModelError(f"{gguf} asks for {header.architecture}.{name} = {value!r}", "download it again")
 
 
-_OTHER_MODEL = "use the model's original safetensors, or another model"
-
-
 @contextlib.contextmanager
 def _guarded(gguf: Path) -> Iterator[None]:
     """Turn any exception of the reader into an error about the file, which came from elsewhere."""
@@ -192,7 +189,7 @@ def _guarded(gguf: Path) -> Iterator[None]:
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         needed = "that would need a file as llama.cpp's converter writes it"
-        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", _OTHER_MODEL) from error
+        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", OTHER_MODEL) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> KvtoolError:

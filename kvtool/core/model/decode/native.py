@@ -64,7 +64,7 @@ class Engine:
         codes = _compiled(isa, code_of(self._spec, self._weights, _CACHES[decoder.dtype]))
         self._codes = codes
         self._steps = {1: self._new_step(1)}
-        self._angles = CosSinCache()
+        self._angles = CosSinCache(decoder.rotary)
         self._barrier, self._taken = Barrier(), np.zeros(1, np.int64)
 
     def _new_step(self, sequences: int) -> Step:
@@ -82,7 +82,7 @@ class Engine:
         for one in caches:
             one.set_length(one.buffers[0].length + 1)
         step.bind(caches, self._windows)
-        angles = [self._angles.at(decoder.rotary, position) for position in positions]
+        angles = [self._angles.at(position) for position in positions]
         step.place(angles, [kind.rotation for kind in decoder.kinds])
         step.buffers.embedded.copy_(embedded).mul_(self._spec.embedding)
         self._run(step.program)
