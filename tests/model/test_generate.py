@@ -75,7 +75,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
         shared = case("llama")
-        monkeypatch.setattr(decode, "engine_of", lambda _: "the model's own forward is to say them")
+        monkeypatch.setattr(decode, "compiled_model", lambda _: "the model's own forward is to say them")
         fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
         rest = iter([*ids[1:], *[1] * 100])
         real = shared.decoder.model.forward

@@ -227,6 +227,6 @@ def question_attention(
     ids = plan.ids
     with suppress(ForwardEnded):
         at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-        decoder.walk([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
+        decoder.fill_cache([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
     cache.before_update = None
     return watch.mean.cpu()

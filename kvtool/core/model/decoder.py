@@ -125,10 +125,10 @@ class Decoder(DecoderStack):
         -------
         Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
-        return self.compute_there(self.ids_there(tokens), rows, cache, keep, position_ids)
+        return self.compute_on_device(self.device_ids(tokens), rows, cache, keep, position_ids)
 
     @torch.inference_mode()
-    def compute_there(
+    def compute_on_device(
         self,
         ids: torch.Tensor,
         rows: PlacedRows,
@@ -156,15 +156,15 @@ class Decoder(DecoderStack):
             return self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
 
     @torch.inference_mode()
-    def walk(
+    def fill_cache(
         self, tokens: Sequence[int], rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
     ) -> None:
         """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (fused := self.fused_forward) is not None:
-                fused.walk(self.ids_there(tokens), rows, cache, position_ids)
+                fused.fill_cache(self.device_ids(tokens), rows, cache, position_ids)
             else:
-                self._run(self.base, self.ids_there(tokens), rows, cache, position_ids)
+                self._run(self.base, self.device_ids(tokens), rows, cache, position_ids)
 
     def _run(
         self,
@@ -202,7 +202,7 @@ class Decoder(DecoderStack):
         cache.set_length(len(ids))
         rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), exact_forward=True)
         with out_of_memory_hint(len(ids)):
-            self._run(self.base, self.ids_there(ids), rows, cache)
+            self._run(self.base, self.device_ids(ids), rows, cache)
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
@@ -226,7 +226,7 @@ class Decoder(DecoderStack):
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
             rows, at = self._behind(cache, len(piece))
-            self.walk(piece, rows, cache, at)
+            self.fill_cache(piece, rows, cache, at)
 
     def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
         """Return rows for `count` more tokens of a cache, and their positions where these are not their places."""

@@ -65,7 +65,7 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     return {number: those[0] for number, those in found.items() if those}
 
 
-def still(attentions: Sequence[Any]) -> None:
+def disable_query_scaling(attentions: Sequence[Any]) -> None:
     """Keep attention modules from scaling queries by what they take for a row's position (Llama 4).
 
     They count it from the cache's length, which rows of ours do not follow. In a prompt that is taken (`context_limit`)

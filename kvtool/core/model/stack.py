@@ -19,7 +19,7 @@ from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model import attention
 from kvtool.core.model.kinds import KVShape, kinds_of
 from kvtool.core.model.mla import attend_latents
-from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
+from kvtool.core.model.modules import attentions_of, base_of, disable_query_scaling, layers_of
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.states import StateCache
@@ -59,7 +59,7 @@ class DecoderStack:
         attentions = attentions_of(self.layers, in_some=self.keeps_states)
         modules = list(attentions.values())
         attend_latents(modules, attention.IMPLEMENTATION)
-        still(modules)
+        disable_query_scaling(modules)
         self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)
         self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
         self._attending = tuple(attentions)
@@ -123,7 +123,7 @@ class DecoderStack:
         """Return True if some layers keep nothing, and attend to what others keep."""
         return len(self.shapes) < len(self.kinds)
 
-    def ids_there(self, tokens: Sequence[int]) -> torch.Tensor:
+    def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return token ids on the device, int64 `[tokens]`.
 
         Raises

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend
-from kvtool.core.model.decode.native import NativeBackend, engine_of
+from kvtool.core.model.decode.native import NativeBackend, compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -70,10 +70,10 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
         return TorchBackend(decoder, cache, "the model keeps states")
     if decoder.device.startswith("cuda"):
         return CudaGraphBackend(decoder, cache)
-    engine = engine_of(decoder)
-    if isinstance(engine, str):
-        return TorchBackend(decoder, cache, engine)
-    return NativeBackend(decoder, engine, cache)
+    compiled = compiled_model(decoder)
+    if isinstance(compiled, str):
+        return TorchBackend(decoder, cache, compiled)
+    return NativeBackend(decoder, compiled, cache)
 
 
 def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -93,6 +93,6 @@ def _groups(backends: Sequence[DecodeBackend]) -> list[dict[int, NativeBackend]]
     """Group those that can go together, by their places; a single one, or one not trusted yet, is in no group."""
     by_model: dict[int, dict[int, NativeBackend]] = {}
     for at, one in enumerate(backends):
-        if isinstance(one, NativeBackend) and one.engine.self_check_error == "":
-            by_model.setdefault(id(one.engine), {})[at] = one
+        if isinstance(one, NativeBackend) and one.compiled.self_check_error == "":
+            by_model.setdefault(id(one.compiled), {})[at] = one
     return [group for group in by_model.values() if len(group) > 1]

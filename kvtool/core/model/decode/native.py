@@ -40,7 +40,7 @@ _MOST_AT_ONCE = {"avx512": 4, "avx2": 3, "neon": 3, "scalar": 3}
 MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 
 
-class Engine:
+class CompiledModel:
     """A model's code, and the programs that it runs: one for each number of sequences that go on together.
 
     Parameters
@@ -144,28 +144,28 @@ def _check_sizes(spec: ModelSpec) -> None:
 class NativeBackend:
     """Steps in machine code over one cache; by the model's own forward if the first step came out otherwise."""
 
-    def __init__(self, decoder: Decoder, engine: Engine, cache: PromptCache) -> None:
-        self._decoder, self.engine, self._cache = decoder, engine, cache
+    def __init__(self, decoder: Decoder, model: CompiledModel, cache: PromptCache) -> None:
+        self._decoder, self.compiled, self._cache = decoder, model, cache
 
     @property
     def name(self) -> str:
         """Return "native", or "torch" after a first step that came out otherwise."""
-        return "torch" if self.engine.self_check_error else "native"
+        return "torch" if self.compiled.self_check_error else "native"
 
     @property
     def why(self) -> str:
         """Return the reason, where it is "torch"."""
-        return self.engine.self_check_error or ""
+        return self.compiled.self_check_error or ""
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
         """Append one token; return float32 `[vocabulary]`."""
-        with self.engine.lock:
-            if self.engine.self_check_error is None:
+        with self.compiled.lock:
+            if self.compiled.self_check_error is None:
                 return self._compared(token)
-            if self.engine.self_check_error:
+            if self.compiled.self_check_error:
                 return self._step_by_torch(token)
-            return self.engine.step(self._decoder, [token], [self._cache])[0]
+            return self.compiled.step(self._decoder, [token], [self._cache])[0]
 
     def _step_by_torch(self, token: int) -> torch.Tensor:
         return self._decoder.extend([token], self._cache)[-1]
@@ -175,72 +175,72 @@ class NativeBackend:
         start = self._cache.buffers[0].length
         expected = self._step_by_torch(token)
         self._cache.set_length(start)
-        found = self.engine.step(self._decoder, [token], [self._cache])[0]
+        found = self.compiled.step(self._decoder, [token], [self._cache])[0]
         try:
             check_trial(found, expected, self._decoder.dtype, len(self._decoder.layers))
         except UnsupportedArchitecture as error:
-            self.engine.self_check_error = f"the first step in machine code came out otherwise: {error}"
+            self.compiled.self_check_error = f"the first step in machine code came out otherwise: {error}"
             self._cache.set_length(start)
             return self._step_by_torch(token)
-        self.engine.self_check_error = ""
+        self.compiled.self_check_error = ""
         return found
 
     @staticmethod
     @torch.inference_mode()
     def step_together(backends: Sequence[NativeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
-        """Append a token to each of several caches of one self-checked engine: bit by bit as each separately."""
-        engine, decoder = backends[0].engine, backends[0]._decoder
+        """Append a token to each of several caches of one self-checked model: bit by bit as each separately."""
+        model, decoder = backends[0].compiled, backends[0]._decoder
         rounds = -(-len(tokens) // MOST_TOGETHER)
         logits: list[torch.Tensor] = []
         for number in range(rounds):  # as even as can be
             part = slice(len(tokens) * number // rounds, len(tokens) * (number + 1) // rounds)
-            with engine.lock:
-                logits += engine.step(decoder, tokens[part], [one._cache for one in backends[part]])
+            with model.lock:
+                logits += model.step(decoder, tokens[part], [one._cache for one in backends[part]])
         return logits
 
 
-_engines: WeakKeyDictionary[Decoder, Future[Engine | str]] = WeakKeyDictionary()
+_models: WeakKeyDictionary[Decoder, Future[CompiledModel | str]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def prepare_engine(decoder: Decoder) -> None:
-    """Begin to make a model's engine in a thread of its own: 0.1 s of one core, most of it LLVM's.
+def prepare_compiled_model(decoder: Decoder) -> None:
+    """Begin to make a model's code in a thread of its own: 0.1 s of one core, most of it LLVM's.
 
     It is no daemon: a process that ends waits for LLVM to be done.
     """
     if decoder.keeps_states:
         return
-    _engine_future(decoder, lambda make: threading.Thread(target=make, name="kvtool-decode").start())
+    _future(decoder, lambda make: threading.Thread(target=make, name="kvtool-decode").start())
 
 
-def engine_of(decoder: Decoder) -> Engine | str:
-    """Return a model's engine, or the reason why it has none."""
-    return _engine_future(decoder, lambda make: make()).result()
+def compiled_model(decoder: Decoder) -> CompiledModel | str:
+    """Return a model's compiled code, or the reason why it has none."""
+    return _future(decoder, lambda make: make()).result()
 
 
-def _engine_future(decoder: Decoder, run: Callable[[Callable[[], None]], None]) -> Future[Engine | str]:
+def _future(decoder: Decoder, run: Callable[[Callable[[], None]], None]) -> Future[CompiledModel | str]:
     with _lock:
-        if (future := _engines.get(decoder)) is not None:
+        if (future := _models.get(decoder)) is not None:
             return future
-        future = _engines.setdefault(decoder, Future())
+        future = _models.setdefault(decoder, Future())
     run(partial(_make, decoder, future))
     return future
 
 
-def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
+def _make(decoder: Decoder, future: Future[CompiledModel | str]) -> None:
     try:
         future.set_result(_made(decoder))
     except BaseException as error:  # raised where it is waited for
         future.set_exception(error)
 
 
-def _made(decoder: Decoder) -> Engine | str:
+def _made(decoder: Decoder) -> CompiledModel | str:
     wanted, isa = asked(STEPPER), best_isa()
     if wanted == "torch":
         return f"{STEPPER} asks for it"
     if isa is None:
         return "there is no machine code here"
     try:
-        return Engine(decoder, isa)
+        return CompiledModel(decoder, isa)
     except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
         return str(error)
