@@ -101,7 +101,9 @@ def check_folder(folder: Path) -> None:
     read_config(folder)
     _refuse_adapter(folder)
     for weights in weight_files(folder):
-        _check_safetensors(weights)
+        _refuse_pointer(weights)
+        if not tensor_table(weights):
+            raise ModelError(f"{weights} holds no tensors", "download it again")
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ModelError(
             f"{folder} has no tokenizer ({', '.join(_VOCABULARIES)})", "copy the model's tokenizer files beside it"
@@ -234,12 +236,6 @@ def _is_tensor(entry: dict[str, Any]) -> bool:
     return isinstance(entry["dtype"], str) and all(type(number) is int and number >= 0 for number in numbers)
 
 
-def _check_safetensors(path: Path) -> None:
-    _refuse_pointer(path)
-    if not tensor_table(path):
-        raise ModelError(f"{path} holds no tensors", "download it again")
-
-
 @dataclass(frozen=True, slots=True)
 class Origin:
     """The source of a converted folder.
@@ -323,10 +319,6 @@ class _Known:
     sample: str
     checked: float
 
-    @property
-    def is_fresh(self) -> bool:
-        return 0 <= time.time() - self.checked < _DAY_SECONDS
-
 
 def file_digest(path: Path, once: Once = unnoticed) -> str:
     """Return the SHA-256 (hex) of a file's bytes, computed once for as long as the file stays the same.
@@ -338,7 +330,7 @@ def file_digest(path: Path, once: Once = unnoticed) -> str:
     stamp = _stamp(real)
     known = _remembered().get(str(real))
     if known is not None and known.stamp == stamp:
-        if known.is_fresh:
+        if 0 <= time.time() - known.checked < _DAY_SECONDS:
             return known.digest
         if _sample(real) == known.sample:
             _remember(str(real), replace(known, checked=time.time()))

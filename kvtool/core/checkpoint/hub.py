@@ -58,16 +58,14 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
     ModelError : no such model, no network, not allowed, no safetensors.
     NoSpaceError : the disk is full.
     """
-    incomplete = None
+    why = ""
     if (folder := _cached(name, _WANTED, _SUBFOLDERS)) is not None:
         try:
             check_folder(folder)
-        except ModelError as error:
-            incomplete = error
-        else:
             return folder
+        except ModelError as error:
+            why = f": {error.message}"
     if offline or _offline_by_environment():
-        why = f": {incomplete.message}" if incomplete else ""
         raise ModelError(
             f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
         )
