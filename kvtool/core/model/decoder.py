@@ -105,10 +105,11 @@ class Decoder(DecoderStack):
         """Return the fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
         return None if self._fused is None or self.hooked else self._fused
 
+    @torch.inference_mode()
     def compute(
         self,
-        tokens: Sequence[int],
-        rows: QueryRows,
+        tokens: Sequence[int] | torch.Tensor,
+        rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -117,7 +118,7 @@ class Decoder(DecoderStack):
 
         Parameters
         ----------
-        tokens : the token ids at `rows`.
+        tokens : the token ids at `rows`; as int64 `[rows]` on the device nothing is read on the host.
         keep : how many of the last rows go through the LM head.
         position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
 
@@ -125,18 +126,7 @@ class Decoder(DecoderStack):
         -------
         Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
-        return self.compute_on_device(self.device_ids(tokens), rows, cache, keep, position_ids)
-
-    @torch.inference_mode()
-    def compute_on_device(
-        self,
-        ids: torch.Tensor,
-        rows: PlacedRows,
-        cache: PromptCache,
-        keep: int = 1,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Do what `compute` does with token ids that are on the device, int64 `[rows]`; nothing is read on the host."""
+        ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         with out_of_memory_hint(len(ids)), self._head.only(keep):
             if (fused := self.fused_forward) is not None:
                 return fused.compute(ids, rows, cache, keep, position_ids)

@@ -20,7 +20,7 @@ from kvtool.core.model import attention
 from kvtool.core.model.kinds import KVShape, kinds_of
 from kvtool.core.model.mla import attend_latents
 from kvtool.core.model.modules import attentions_of, base_of, disable_query_scaling, layers_of
-from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.states import StateCache
 
@@ -91,7 +91,7 @@ class DecoderStack:
         if self.keeps_states:
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
-        return PromptCache(self.shapes, capacity, self.dtype, self.device)
+        return PromptCache([BufferLayer(shape, capacity, self.dtype, self.device) for shape in self.shapes])
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the raw keys and values of `tokens` tokens over all layers."""

@@ -128,9 +128,7 @@ class StaticStep:
         self._row.look()
         self._cache.set_length(self._row.capacity)
         try:
-            return self._decoder.compute_on_device(self._token[0], self._row, self._cache, position_ids=self._position)[
-                -1
-            ]
+            return self._decoder.compute(self._token[0], self._row, self._cache, position_ids=self._position)[-1]
         finally:
             self._cache.set_length(length)
 
