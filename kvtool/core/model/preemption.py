@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 
 @contextmanager
-def between_layers(work: Callable[[], None]) -> Iterator[None]:
+def between_layers(work: Callable[[], None] | None) -> Iterator[None]:
     """Call `work` before each layer of all passes inside, in their thread; an error that it raises ends the pass.
 
     It may run the model over other caches: the layers of those passes are not interrupted.
@@ -32,14 +32,9 @@ def between_layers(work: Callable[[], None]) -> Iterator[None]:
         _pending.reset(token)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> AbstractContextManager[None]:
     """Keep passes inside from being interrupted between their layers: they are timed."""
-    token = _pending.set(None)
-    try:
-        yield
-    finally:
-        _pending.reset(token)
+    return between_layers(None)
 
 
 @contextmanager

@@ -112,6 +112,12 @@ def _gemma4(header: GgufHeader) -> dict[str, Any]:
     windowed = [bool(one) for one in header.value("attention.sliding_window_pattern")]
     heads, widths = header.value("attention.head_count_kv"), header.value("feed_forward_length")
     full = windowed.index(False)
+    experts = {
+        "enable_moe_block": True,
+        "num_experts": header.value("expert_count"),
+        "top_k_experts": header.value("expert_used_count"),
+        "moe_intermediate_size": header.value("expert_feed_forward_length"),
+    }
     alike = f"blk.{full}.attn_v.weight" not in header.tensors  # keys that are their values, too
     return {
         "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
@@ -126,18 +132,7 @@ def _gemma4(header: GgufHeader) -> dict[str, Any]:
         "hidden_size_per_layer_input": header.value("embedding_length_per_layer_input") or 0,
         "vocab_size_per_layer_input": header.metadata.get("tokenizer.ggml.tokens"),
         "final_logit_softcapping": header.value("final_logit_softcapping"),
-        **_gemma4_experts(header),
-    }
-
-
-def _gemma4_experts(header: GgufHeader) -> dict[str, Any]:
-    if not header.value("expert_count"):
-        return {}
-    return {
-        "enable_moe_block": True,
-        "num_experts": header.value("expert_count"),
-        "top_k_experts": header.value("expert_used_count"),
-        "moe_intermediate_size": header.value("expert_feed_forward_length"),
+        **(experts if header.value("expert_count") else {}),
     }
 
 
