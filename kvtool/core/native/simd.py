@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from kvtool.core.native.builder import FunctionBuilder, Value, rounded
-from kvtool.core.native.isa import NEON
+from kvtool.core.native.isa import NEON, SCALAR
 
 MAGIC = 1.5 * 2.0**23  # adding it to a small float32 leaves the nearest whole number in the lowest bits
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
@@ -179,6 +179,12 @@ def permuted(name: str, bits: Value, lanes: Value) -> Value:
     """Permute the lower halves of eight i32 lanes by row `bits` of a constant; upper ones come along or become 0."""
     k = bits.k
     order = Value(k, "ptr", f"@{name}", "<8 x i8>").load(bits, align=8)
+    if k.isa is SCALAR:
+        found = k.poison(lanes.type)
+        for lane in range(lanes.lanes):
+            number = order.lane(lane).to("i32")
+            found = found.with_lane(lane, k.emit_value("i32", f"extractelement {lanes.typed}, {number.typed}"))
+        return found
     if k.isa is not NEON:
         return k.call("llvm.x86.avx2.permd", lanes.type, lanes, order.to("i32"))
     # A table of bytes in one register: lane i is bytes 2i and 2i + 1.

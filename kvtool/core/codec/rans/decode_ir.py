@@ -21,7 +21,7 @@ from kvtool.core.codec.rans.reference import (
     ZERO,
 )
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, narrow
-from kvtool.core.native.isa import AVX512, SCALAR, Isa
+from kvtool.core.native.isa import AVX512, Isa
 from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
 
@@ -44,7 +44,6 @@ DECODE = Job(
     escapes="i64*",  # how many were
     read="i64*",  # words the stream asked for; their complement: its states do not end right
 )
-_UNROLLED = 4  # 8 and 16 are no faster and take longer to compile
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +55,11 @@ class Decode:
     def __call__(self, isa: Isa) -> str:
         """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
-        if isa is SCALAR:
-            _in_memory(k, self.form)
-            return module(k)
-        _in_registers(k, self.form)
+        _decode(k, self.form)
         return module(k, constants="" if isa is AVX512 else permutations("expand", _expansions()))
 
 
-def _in_registers(k: FunctionBuilder, form: str) -> None:
+def _decode(k: FunctionBuilder, form: str) -> None:
     """Keep 64 lanes in registers. A step's lookups come before its words, which depend on one another."""
     width, zero = k.width, k.constant("i64")
     memory = [k.alloca(f"<{width} x i32>").of("i32") for _ in range(LANES // width)]
@@ -75,7 +71,7 @@ def _in_registers(k: FunctionBuilder, form: str) -> None:
         position, escapes, *states = steps.values
 
         column, block = steps.index << 6, steps.index << 1
-        outs = [_place(job, row, block + half) for half in range(2)]
+        outs = [row.at(job.places.load(block + half).to("i64")) for half in range(2)]
         parts = [outs[lane // BLOCK].at(lane % BLOCK) for lane in range(0, LANES, width)]
         firsts = [job.bases.at(column).load(lane, width) for lane in range(0, LANES, width)]
         coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if form == REFINE else []
@@ -96,62 +92,6 @@ def _in_registers(k: FunctionBuilder, form: str) -> None:
         _finish(job, position, escapes, states)
 
 
-def _in_memory(k: FunctionBuilder, form: str) -> None:
-    """Keep states in memory, for any CPU: one symbol after another, 32 columns at a time."""
-    width, zero = k.width, k.constant("i64")
-    kept, chosen, states = (k.alloca(f"[{size} x i32]").of("i32") for size in (BLOCK, BLOCK, LANES))
-    with DECODE.each(k) as job:
-        for lane in range(0, LANES, width):
-            states.store(job.states.load(lane, width, align=1), lane)
-        rows = k.loop(job.rows, job.out, zero, zero)
-        row, *carried = rows.values
-        blocks = k.loop(job.groups << 1, *carried)
-        position, escapes = blocks.values
-
-        column = blocks.index * BLOCK
-        out = _place(job, row, blocks.index)
-        lanes = range(0, BLOCK, width)
-        parts, tables = [out.at(lane) for lane in lanes], job.bases.at(column)
-        coarse = [part.load(0, width).to("i32", signed=True) for part in parts] if form == REFINE else []
-        if coarse:
-            for lane, some in zip(lanes, coarse, strict=True):
-                chosen.store(_with_context(tables.load(lane, width), some), lane)
-            tables = chosen
-        position = _advance(job, tables, states.at(column & BLOCK), position, kept)
-        entries = [kept.load(lane, width) for lane in lanes]
-        _write(form, entries, coarse, parts)
-        if form != REFINE:
-            escapes = _with_escapes(job, entries, [out], escapes)
-
-        carried = blocks.close(position, escapes)
-        _, position, escapes = rows.close(row.skip(job.stride), *carried)
-        _finish(job, position, escapes, [states.load(lane, width) for lane in range(0, LANES, width)])
-
-
-def _advance(job: Fields, tables: Value, states: Value, position: Value, kept: Value) -> Value:
-    """Advance 32 states and leave their slot entries in `kept`; returns the next position."""
-    k, begin = position.k, _words_at(job, position)
-    loop = k.loop(BLOCK // _UNROLLED, begin)
-    (words,) = loop.values
-    first = loop.index * _UNROLLED
-    for unrolled in range(_UNROLLED):
-        lane = first + unrolled
-        state = states.load(lane)
-        entry = job.slots.load((tables.load(lane) + (state & (SLOTS - 1))).to("i64"))
-        kept.store(entry, lane)
-        state = _moved(entry, state)
-        empty = state < LEAST_STATE
-        states.store(empty.select((state << 16) | words.load(align=1).to("i32"), state), lane)
-        words = words.at(empty.to("i64"))
-    (words,) = loop.close(words)
-    return position + ((words.to("i64") - begin.to("i64")) >> 1)
-
-
-def _place(job: Fields, row: Value, block: Value) -> Value:
-    """Return the place of a block of 32 columns in a row of `out`."""
-    return row.at(job.places.load(block).to("i64"))
-
-
 def _look_up(table: Value, indices: Value, memory: Value) -> Value:
     """Look up `table[indices]`, lane by lane, by way of memory: loads cost less than taking lanes out of registers.
 
@@ -170,14 +110,12 @@ def _moved(entry: Value, state: Value) -> Value:
     return ((entry >> 8) & 4095) * (state >> PROBABILITY_BITS) + (entry >> 20)
 
 
-def _words_at(job: Fields, position: Value) -> Value:
-    """Return the place of the next words, or the end where a damaged stream asks for more than there are."""
-    return job.words.at(position.k.minimum(position, job.count))
-
-
 def _filled(job: Fields, position: Value, states: Sequence[Value]) -> tuple[Value, list[Value]]:
-    """Refill every state below 2^16 by a word; returns the next position, and the states."""
-    words, filled = _words_at(job, position), []
+    """Refill every state below 2^16 by a word; returns the next position, and the states.
+
+    A damaged stream that asks for more words than there are reads on from the end.
+    """
+    words, filled = job.words.at(position.k.minimum(position, job.count)), list[Value]()
     for state in states:
         empty = state < LEAST_STATE
         bits = bits_of(empty)
@@ -239,13 +177,12 @@ def _refined(coarse: Value, numbers: Value) -> Value:
 
 
 def _with_escapes(job: Fields, entries: Sequence[Value], outs: Sequence[Value], escapes: Value) -> Value:
-    """Replace escapes among entries, of 32 columns for each of `outs`, by marked values; returns their count."""
+    """Replace escapes among entries, of 32 columns for both of `outs`, by marked values; returns their count."""
     k, bits = escapes.k, escapes.like(0)
     for place, entry in enumerate(entries):
         bits = bits | (bits_of((entry & 255).eq(ESCAPE)) << (place * entry.lanes))
 
     def replace(lane: Value, number: Value) -> None:
-        out = (lane < BLOCK).select(outs[0], outs[1]) if len(outs) > 1 else outs[0]
-        out.store(job.marked.load(k.minimum(number, job.last)), lane & (BLOCK - 1))
+        (lane < BLOCK).select(*outs).store(job.marked.load(k.minimum(number, job.last)), lane & (BLOCK - 1))
 
     return each_bit(bits & job.replace, escapes, replace)

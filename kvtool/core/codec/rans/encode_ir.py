@@ -20,7 +20,7 @@ from kvtool.core.codec.rans.reference import (
     ZERO,
 )
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module
-from kvtool.core.native.isa import AVX512, SCALAR, Isa
+from kvtool.core.native.isa import AVX512, Isa
 from kvtool.core.native.job import JOBS, Job
 from kvtool.core.native.simd import any_bits, bits_of, count_bits, each_bit, permutations, permuted
 
@@ -69,7 +69,6 @@ STRAY = Job(
 CUMULATIVE_AT = 12
 MISSING = 1 << 31 | 1  # with a frequency, so that no kernel divides by 0
 
-_UNROLLED = 4
 _OFFSET = 32766  # a multiple of 3 that leaves nothing below 0
 
 
@@ -82,14 +81,11 @@ class Encode:
     def __call__(self, isa: Isa) -> str:
         """Return LLVM IR, for an instruction set."""
         k = FunctionBuilder("run", isa, JOBS)
-        if isa is SCALAR:
-            _in_memory(k, self.contexts)
-            return module(k)
-        _in_registers(k, self.contexts)
+        _encode(k, self.contexts)
         return module(k, constants="" if isa is AVX512 else permutations("compress", _compressions()))
 
 
-def _in_registers(k: FunctionBuilder, contexts: bool) -> None:
+def _encode(k: FunctionBuilder, contexts: bool) -> None:
     """Keep 64 states in registers."""
     width = k.width
     with ENCODE.each(k) as job:
@@ -117,28 +113,6 @@ def _in_registers(k: FunctionBuilder, contexts: bool) -> None:
             job.states.store(state, lane)
 
 
-def _in_memory(k: FunctionBuilder, contexts: bool) -> None:
-    """Keep states in memory, for any CPU: one symbol after another."""
-    with ENCODE.each(k) as job:
-        rows = k.loop(job.rows, job.words, k.constant("i64"), k.constant("i32"))
-        steps = k.loop(job.groups, *rows.values)
-        bases = job.bases.at(steps.index << 6)
-        lanes = k.loop(LANES // _UNROLLED, *steps.values)
-        words, end, missing = lanes.values
-        start = lanes.index * _UNROLLED
-        for unrolled in range(_UNROLLED):
-            lane, end = start + unrolled, end - 1
-            index = bases.load(lane) + job.symbols.load(end).to("i32")
-            if contexts:
-                index = index + job.contexts.load(end).to("i32") * ALPHABET
-            entry = job.entries.load(index.to("i64"))
-            missing = missing | entry
-            words, state = _put_one(words, entry, job.states.load(lane))
-            job.states.store(state, lane)
-        words, _, missing = rows.close(*steps.close(*lanes.close(words, end, missing)))
-        _finish(job, words, missing)
-
-
 def _backwards(pointer: Value, index: Value, width: int) -> Value:
     """Load bytes from an index on, the last first, as i32."""
     return pointer.load(index, width).shuffle([*reversed(range(width))]).to("i32")
@@ -152,34 +126,14 @@ def _look_up(table: Value, indices: Value) -> Value:
     return found
 
 
-def _parts(entry: Value) -> tuple[Value, Value]:
-    """Return frequency and cumulative frequency."""
-    return entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
-
-
-def _is_full(state: Value, frequency: Value) -> Value:
-    """Compare state >= frequency << 21, which would not fit for a frequency of 2048."""
-    return (state >> (32 - PROBABILITY_BITS)) >= frequency
-
-
 def _put(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
     """Encode one symbol a lane: full states give a word first. Returns the next place for words, and the states."""
-    frequency, cumulative = _parts(entry)
-    full = _is_full(state, frequency)
+    frequency, cumulative = entry & (2 * SLOTS - 1), (entry >> CUMULATIVE_AT) & (SLOTS - 1)
+    full = (state >> (32 - PROBABILITY_BITS)) >= frequency  # frequency << 21 would not fit for one of 2048
     bits = bits_of(full)
     words.store(_compressed(state, full, bits))
     state = full.select(state >> 16, state)
     return words.at(count_bits(bits)), next_state(state, frequency, cumulative)
-
-
-def _put_one(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
-    """Encode one symbol: as `_put`, without lanes."""
-    frequency, cumulative = _parts(entry)
-    full = _is_full(state, frequency)
-    words.store(state.to("i16"))
-    state = full.select(state >> 16, state)
-    # quotient * 2048 + (state - quotient * frequency)
-    return words.at(full.to("i64")), state + (state // frequency) * (SLOTS - frequency) + cumulative
 
 
 def next_state(state: Value, frequency: Value, cumulative: Value) -> Value:
