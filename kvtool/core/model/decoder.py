@@ -152,7 +152,7 @@ class Decoder(DecoderStack):
         """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (fused := self.fused_forward) is not None:
-                fused.fill_cache(self.device_ids(tokens), rows, cache, position_ids)
+                fused.hidden(self.device_ids(tokens), rows, cache, len(tokens), position_ids)
             else:
                 self._run(self.base, self.device_ids(tokens), rows, cache, position_ids)
 

@@ -98,18 +98,11 @@ class FusedForward:
         ids : int64 `[rows]` on the device.
         position_ids : see `Decoder.compute`.
         """
-        hidden = self._last_hidden(ids, rows, cache, keep, position_ids)
+        hidden = self.hidden(ids, rows, cache, keep, position_ids)
         logits: torch.Tensor = self._stack.model.get_output_embeddings()(self._norm(hidden))
         return logits.float() if self._spec.logits == 1 else logits.float() * self._spec.logits
 
-    @torch.inference_mode()
-    def fill_cache(
-        self, ids: torch.Tensor, rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
-    ) -> None:
-        """Do the same without the LM head."""
-        self._last_hidden(ids, rows, cache, len(ids), position_ids)
-
-    def _last_hidden(
+    def hidden(
         self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute what the last layer gives for the last `keep` rows, `[keep, hidden]`."""
