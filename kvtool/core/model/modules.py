@@ -56,7 +56,9 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     ------
     ModelError : a layer has several, or none: it attends by code of its own, which takes no rows of ours.
     """
-    found = {number: [child for child in layer.children() if _asks(child)] for number, layer in enumerate(layers)}
+    found = {
+        number: [child for child in layer.children() if _is_attention(child)] for number, layer in enumerate(layers)
+    }
     for number, those in found.items():
         if len(those) > 1 or not (those or in_some):
             several = "several attentions in a layer; that would need keys and values stored for each"
@@ -76,7 +78,7 @@ def disable_query_scaling(attentions: Sequence[Any]) -> None:
             attention.attn_temperature_tuning = False
 
 
-def _asks(module: Any) -> bool:
+def _is_attention(module: Any) -> bool:
     """Return True if a module's own forward goes through the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
