@@ -12,7 +12,7 @@ JOBS   ?= 3
 SECONDS ?= 3600
 CORPUS  ?= .fuzzing
 
-.PHONY: demo test test-arm nightly fmt lint type docs clean
+.PHONY: demo test test-all test-arm nightly fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -29,7 +29,11 @@ demo: $(READY)
 	$(BIN)/python samples/demo.py $(if $(QUESTIONS),--questions $(QUESTIONS))
 
 test: lint type
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -m 'not slow'
+
+# Every case: before a release.
+test-all: lint type
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 # As root, on x86 Linux: the kernels' own tests in an emulated arm64 Debian, which is made in .arm.
 test-arm: $(READY)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
+
 # A shell starts background jobs with SIGINT ignored, and what ignores it passes that on: Ctrl-C would then be tested in
 # processes that cannot hear it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -36,6 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.pretended import pretended
 
         _session.enter_context(pretended())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tiers.assign(items)
 
 
 def pytest_collection_finish() -> None:

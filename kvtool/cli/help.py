@@ -18,6 +18,7 @@ app = new_app()
 
 TOPICS = {
     "concepts": "Chunks and lead-in, fusion modes, levels, deferred loading, sharing: start here.",
+    "glossary": "The terms that commands, documentation and code share.",
     "installation": "Ways to install it, extras, completion, the container.",
     "documents": "Which files are read, what their places are called, and what is left out.",
     "models": "Which model families are tested, what their layers are, and what is refused.",

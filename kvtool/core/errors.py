@@ -103,7 +103,7 @@ class NoSpaceError(KvtoolError):
 
 
 class KvtoolWarning(UserWarning):
-    """What a user should know although an answer is given; with the hint behind the text, where there is one."""
+    """A warning that comes with an answer; the hint, if there is one, follows the text."""
 
     def __init__(self, text: str, hint: str = "") -> None:
         super().__init__(f"{text} ({hint})" if hint else text)

@@ -1,1 +1,1 @@
-"""One engine that stays up: questions of many clients over HTTP, and those of this machine's shell."""
+"""Server with one resident engine: answers many clients over HTTP, and this machine's shell."""

@@ -17,7 +17,7 @@ _CREDENTIALS = struct.Struct("3i")  # Linux: process, user, group
 
 
 def socket_path(store: Path) -> Path:
-    """Where the socket of a store stands, whatever links lead to the store."""
+    """Return the path of a store's socket, whatever links lead to the store."""
     folder = Path(os.path.realpath(store))
     return folder.with_name(f"{folder.name}.sock")
 
@@ -76,8 +76,8 @@ def connect(path: Path) -> socket.socket | None:
 
 
 def _is_own_peer(made: socket.socket) -> bool:
-    """Whether this user listens at the other end, as far as the system tells: in a folder of others the socket may have
-    become another one since it was looked at."""
+    """Return True if this user listens at the other end, or the system cannot say: in a folder of others the socket may
+    have been replaced since it was looked at."""
     if not hasattr(socket, "SO_PEERCRED"):
         return True
     found = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -85,7 +85,7 @@ def _is_own_peer(made: socket.socket) -> bool:
 
 
 def _is_own_socket(path: Path) -> bool:
-    """Whether this is a socket that the user has made: whoever else could, would be given the questions."""
+    """Return True if this is a socket that the user has made: anybody else's would receive the questions."""
     try:
         found = path.lstat()
     except OSError:

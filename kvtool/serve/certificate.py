@@ -46,7 +46,7 @@ class Certificate:
         connection.context = self._current
 
     def _stamped(self) -> _Stamp:
-        """What changes when a file does; nothing of one that is not there."""
+        """Return values that change when a file does; a missing file has none."""
         found = []
         for path in (self._chain, self._key):
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a shell says to the server beside its store. It imports neither torch nor any library: that is its purpose."""
+"""Client of the server next to a store, for the shell. It must import neither torch nor any library, to start fast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Declined(Exception):
 
 
 def placed(ref: str | None) -> str | None:
-    """What a model is called in every folder: its whole path where it is one, of what is there; else its name."""
+    """Return a model's name that is valid in every folder: the absolute path of an existing one, else its name."""
     path = os.path.expanduser(ref) if ref else None
     return os.path.abspath(path) if path and os.path.exists(path) else ref
 

@@ -1,4 +1,4 @@
-"""How an ingest is ended by the end of its server: what is kept stays kept, and the next one goes on from there."""
+"""Shutdown of an ingest when its server ends: stored files stay stored, and the next ingest goes on from there."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Ending:
         self.behind_a_document = self.at_once = False
 
     def events(self) -> Events:
-        """What one ingest is to call."""
+        """Return the callbacks for one ingest."""
         kept = 0
 
         def stop() -> None:

@@ -1,4 +1,4 @@
-"""What a server does, whatever it speaks: answers, ingests, lists, forgets, embeds. It knows no HTTP."""
+"""Operations of a server, independent of the protocol: answers, ingests, lists, forgets, embeds. It knows no HTTP."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """One store and one model for many who ask. Threads may share it.
+    """A store and a model that many clients share. Threads may share it.
 
     Parameters
     ----------
     place : the store's folder, or the URL of a shared one, which can only be asked.
-    model : the model as the user names it; needed where the store is still to be made.
-    warn : told what the server's owner should know, and no one question is about.
+    model : the model as the user names it; needed if the store is still to be made.
+    warn : called with warnings for the server's owner that belong to no single question.
     parallel, queue, patience : see `Scheduler`. `hot_memory`: bytes of chunks kept in memory; `keep_conversations`: of
         conversations.
     """
@@ -182,15 +182,15 @@ class Engine:
         return entry is not None and (data is None or entry.digest == hashlib.sha256(data).hexdigest())
 
     def documents(self, source: str | None = None) -> list[dict[str, Any]]:
-        """What the store holds: documents with their chunks, as `kvtool store ls --json` has them.
+        """List the documents with their chunks, as `kvtool store ls --json` does.
 
         Parameters
         ----------
-        source : only what this means, as in `forget`.
+        source : list only the documents that this selects, as in `forget`.
 
         Raises
         ------
-        UsageError : it means nothing in the store.
+        UsageError : it selects nothing in the store.
         """
         from kvtool.core.upkeep.listing import documents_of, listed, rows_of
         from kvtool.core.upkeep.naming import named_documents
@@ -205,7 +205,7 @@ class Engine:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model; "" before there is a store."""
+        """Return the model's name for clients; "" before there is a store."""
         from kvtool.core.checkpoint.files import looks_local
         from kvtool.core.session.identity import store_identity
 
@@ -218,7 +218,7 @@ class Engine:
         return Path(ref).name if looks_local(ref) else ref
 
     def status(self) -> dict[str, Any]:
-        """How it is: whether it can answer, how many wait and are answered."""
+        """Return the state: whether it can answer, how many questions wait and are answered."""
         return {
             "status": "ok" if self._resident.exists() else "empty",
             "model": self.model_name,

@@ -1,4 +1,4 @@
-"""What is known of a request: for its line in the log, and for the metrics."""
+"""Facts about a request, for its line in the log and for the metrics."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST = 200  # characters of a path or a message
 
 @dataclass(slots=True)
 class Facts:
-    """What is known of a request; no word of a question or an answer.
+    """Facts about a request; no word of a question or an answer.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Facts:
         self.answer = answer
 
     def failed(self, error: KvtoolError, status: int) -> None:
-        """It ended in an error, maybe after its response had begun."""
+        """Note that the request ended in an error, maybe after its response had begun."""
         self.error, self.status = error, status
 
     def row(self, method: str, path: str, client: str) -> dict[str, Any]:

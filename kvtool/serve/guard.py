@@ -1,4 +1,4 @@
-"""Who may ask, and how long they may take over it: what stands before every endpoint."""
+"""Access control and time limits of requests, before every endpoint."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class Talk:
     gone_through: Sequence[PreparedAnswer]
 
     def reply(self, said: Generated) -> Reply:
-        """What there is to say of the answer, which becomes a turn."""
+        """Return the reply of the answer, which becomes a turn."""
         reply = self.talk.take(self.begun, said)
         stands = reply.tokens["standing"]
         kept = min(self.kept, stands)
@@ -156,17 +156,17 @@ class Talk:
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One question, from its coming to its end.
+    """A question, from its arrival to its end.
 
     Attributes
     ----------
-    tell : called with each event, in the thread that answers; it must not wait. Raises LeftError where nobody listens.
+    tell : called with each event, in the answering thread; it must not wait. Raises LeftError if the client has left.
     arrived : by `time.monotonic()`.
     steps : bring it to the first token, over `session`; None before the first of them. `aside`: when the last one
         ended, by `time.monotonic()`.
     begun, sequence : once its prompt is there; `talk`: the conversation that it is a turn of.
-    left : whoever asked does not wait any more.
-    failed : what went wrong in telling; `ended`: nothing more will be told.
+    left : the client does not wait any more.
+    failed : the error of `tell`; `ended`: no more events follow.
     """
 
     ask: Ask

@@ -1,4 +1,4 @@
-"""Where the API key of a server is kept, and how a client's is compared with it."""
+"""API key of a server: its file, and its comparison with a client's."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from kvtool.core.common.places import data_dir
 
 
 def key_file(named: Path | None) -> Path:
-    """Where the key is kept: the file that is named, else one in the user's data folder."""
+    """Return the path of the key: the named file, else one in the user's data folder."""
     return named if named is not None else data_dir() / "serve.key"
 
 
 def is_key(given: str, key: str) -> bool:
-    """Whether what a client sent is the key, compared in constant time."""
+    """Return True if what a client sent is the key, compared in constant time."""
     return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode("ascii"))

@@ -1,4 +1,4 @@
-"""What comes of a question, awaited by a client that may leave at any moment."""
+"""Event stream of a question, awaited by a client that may leave at any moment."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _seconds(name: str, about: str, registry: CollectorRegistry) -> Histogram:
 
 
 class _Now:
-    """What is so at the moment of asking."""
+    """Gauges of the current state."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

@@ -1,4 +1,4 @@
-"""What became of each request, whichever socket it came by: a line in the log, and in the metrics."""
+"""Log and metrics of each request, on every socket."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvtool.serve.wire import failed
 
 
 class Notes:
-    """What is noted of all requests to a server.
+    """Log and metrics of all requests to a server.
 
     Parameters
     ----------
-    log : takes the line of each request.
+    log : called with the line of each request.
     """
 
     def __init__(self, engine: Engine, log: Callable[[dict[str, Any]], None]) -> None:

@@ -1,4 +1,4 @@
-"""What can be set of a server."""
+"""Options of a server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ANY_ORIGIN = "*"
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions(Options, sections=("serve",)):
-    """Where a server listens, whom it answers, and how much it takes."""
+    """Options of a server: its address, its clients, and its limits."""
 
     host: str = option("127.0.0.1", "Address to listen at.", group=ADDRESS, setting="serve_host", metavar="ADDRESS")
     port: int = option(
@@ -103,7 +103,7 @@ class ServeOptions(Options, sections=("serve",)):
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Return True if only this machine can reach it."""
         return is_loopback(self.host)
 
     def check(self) -> None:

@@ -96,7 +96,7 @@ class Resident:
         return session.decoder
 
     def exists(self) -> bool:
-        """Whether there is a store to answer from."""
+        """Return True if there is a store to answer from."""
         if not isinstance(self.place, Path):
             return True
         try:
@@ -111,6 +111,6 @@ class Resident:
 
 
 def _is_of(decoder: Decoder, identity: StoreIdentity) -> bool:
-    """Whether a loaded model is the one that a store was made with."""
+    """Return True if a loaded model is the one that a store was made with."""
     kept = str(decoder.kv_dtype).removeprefix("torch.")
     return (decoder.loaded.fingerprint, kept) == (identity.fingerprint, identity.dtype)

@@ -1,4 +1,4 @@
-"""Who is answered when: one thread runs the model, a prompt at a time, and writes all begun answers token by token."""
+"""Scheduler of questions: one thread runs the model, one prompt at a time, and writes all begun answers in turn."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """How many jobs wait for their turn."""
+        """Return the number of jobs that wait for their turn."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """How many answers are written."""
+        """Return the number of answers that are being written."""
         return len(self._running)
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
@@ -213,7 +213,7 @@ class Scheduler:
             return [*self._running, *self._waiting]
 
     def _is_time(self) -> bool:
-        """Whether answers have waited for long enough for a prompt."""
+        """Return True if begun answers have waited long enough while a prompt is computed."""
         return time.monotonic() - self._stepped >= max(_SLICE, self._step_took)
 
     def _drop_lost(self, batch: ContinuousBatch, but: Job | None = None) -> None:
@@ -278,7 +278,7 @@ class Scheduler:
 
     @property
     def _others_can_begin(self) -> bool:
-        """Whether a question waits for which there is a place, or another prompt has been put aside."""
+        """Return True if a waiting question could start, or another prompt has been put aside."""
         return bool(self._aside or (self._waiting and len(self._running) < self._parallel))
 
     def _answer(self, job: Job) -> None:

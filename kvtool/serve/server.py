@@ -92,7 +92,7 @@ def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Ca
 
 
 class _Server(uvicorn.Server):
-    """One of several in a process, whose signals it leaves alone."""
+    """A server among several in a process, which leaves the process's signals alone."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -166,7 +166,7 @@ class Watchdog:
 
 
 def server_of(listener: Listener, drain: float) -> uvicorn.Server:
-    """What answers at one socket; begun answers may take `drain` seconds at its end."""
+    """Return the server for one socket; at its end, begun answers may take `drain` seconds."""
     config = uvicorn.Config(
         listener.app,
         http=patient(listener.patience),
@@ -188,7 +188,7 @@ def server_of(listener: Listener, drain: float) -> uvicorn.Server:
 
 @contextmanager
 def _told(warn: Warn) -> Iterator[None]:
-    """What the HTTP library has to say of its own errors is told as warnings."""
+    """Report the HTTP library's own errors as warnings."""
 
     class Told(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:

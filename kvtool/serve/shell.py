@@ -57,13 +57,13 @@ def shell_app(engine: Engine, notes: Notes) -> ASGIApp:
 
 
 def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
-    """Whether what the shell wants of the model is what there is: it says nothing else, or the same."""
+    """Return True if the shell asks for the loaded model: its options are the same, or defaults."""
     plain, own = ModelOptions(), replace(loaded, model=placed(loaded.model))
     return all(wanted.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
 
 
 def _names_the_same(value: Mapping[str, Any]) -> bool:
-    """Whether names of files mean here what they mean to the shell: both stand in one folder, or none is relative."""
+    """Return True if file names mean the same here as in the shell: both run in one folder, or no name is relative."""
     names = [*texts(value, "chunks"), *texts(value, "documents")]
     embedder = value["options"].get("embedder")
     if embedder and (looks_local(embedder) or os.path.exists(embedder)):
@@ -108,7 +108,7 @@ def _line(value: Mapping[str, Any]) -> str:
 
 
 def told(answer: Answer) -> dict[str, Any]:
-    """What a shell shows of an answer."""
+    """Return the parts of an answer that a shell shows."""
     return {
         "text": answer.text,
         "facts": answer.facts,

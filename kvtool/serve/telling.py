@@ -18,12 +18,12 @@ WAITING = ": waiting\n\n"  # a comment: it keeps a connection alive, and tells w
 
 
 def sse(value: Any) -> str:
-    """One event of a stream."""
+    """Format an event of a stream."""
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
 def about(answer: Answer) -> dict[str, Any]:
-    """What a response says of an answer beside its text: sources, tokens, times, and why something was missed."""
+    """Return what a response adds to an answer's text: sources, tokens, times, and why something was missed."""
     facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
     facts["sources"] = list(answer.places)
     waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
@@ -33,7 +33,7 @@ def about(answer: Answer) -> dict[str, Any]:
 
 
 def usage(answer: Answer) -> dict[str, Any]:
-    """How many tokens there were; `cached_tokens` are those whose keys and values stood, or were read as they are."""
+    """Count the tokens; `cached_tokens` are those whose keys and values were resident, or read unchanged."""
     tokens = answer.facts["tokens"]
     return {
         "prompt_tokens": tokens["prompt"],
@@ -45,7 +45,7 @@ def usage(answer: Answer) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class Telling:
-    """One response of `/v1/chat/completions` (`chat`) or `/v1/completions`."""
+    """A response of `/v1/chat/completions` (`chat`) or `/v1/completions`."""
 
     chat: bool
     model: str

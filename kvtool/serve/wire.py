@@ -56,7 +56,7 @@ _MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
 
 
 class Refusal(Exception):
-    """What a request is answered with instead of what it asked for."""
+    """The error response to a request."""
 
     def __init__(self, status: int, code: str, message: str, hint: str = "", param: str | None = None) -> None:
         super().__init__(message)

@@ -51,6 +51,7 @@ async def refused(client: Client, tool: str, **arguments: Any) -> str:
     return str(result.content[0].text)  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
     async def say(client: Client) -> None:
         found = (await call(client, "search", question=QUESTION))["chunks"]
@@ -77,6 +78,7 @@ def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
     talk(store, say)
 
 
+@pytest.mark.slow
 def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path: Path, fresh: Any) -> None:
     place, notes = tmp_path / "fresh", tmp_path / "notes"
     notes.mkdir()
@@ -99,6 +101,7 @@ def test_an_excerpt_says_that_its_file_has_changed_or_gone(store: Path, tmp_path
     talk(place, say)
 
 
+@pytest.mark.slow
 def test_an_excerpt_says_whose_document_it_is_of(tiny: Path, tmp_path: Path) -> None:
     own, place, pack = tmp_path / "own.md", tmp_path / "fresh", tmp_path / "theirs.kvpack"
     own.write_text("The mill of my own was built by baker Z.")

@@ -109,6 +109,7 @@ def interrupt_at(number: int, work: Callable[[], object]) -> bool:
         sys.settrace(outside)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", ["revision", "stats"])
 def test_ctrl_c_anywhere_in_reading(tmp_path: Path, use: str) -> None:
     path = make_store(tmp_path / "store")

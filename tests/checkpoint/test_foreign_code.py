@@ -61,6 +61,7 @@ def test_a_yes_on_stdin_runs_no_code_of_a_tokenizer(folder: Path, documents: Pat
     assert not (folder / "ran").exists()
 
 
+@pytest.mark.slow
 def test_an_embedding_model_with_code_of_its_own_is_refused(folder: Path) -> None:
     edit_config(folder, auto_map=EVIL, model_type="evil")
     with pytest.raises(ModelError, match="needs code from its own folder"):

@@ -127,6 +127,7 @@ def test_disk_refuses_the_weights(tiny: Path, monkeypatch: pytest.MonkeyPatch, t
     assert not list((tmp_path / "gguf").glob("*/*"))
 
 
+@pytest.mark.slow
 def test_a_folder_without_packed_weights_waits_for_room(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path))
     gguf = write_gguf(tmp_path / "packed.gguf", kinds={"": "Q8_0"})
@@ -138,6 +139,7 @@ def test_a_folder_without_packed_weights_waits_for_room(monkeypatch: pytest.Monk
     assert (folder / PACKED).is_file()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -210,6 +212,7 @@ def test_truncated_everywhere(tiny: Path, tmp_path: Path) -> None:
         assert not refused_or_read(path), keep
 
 
+@pytest.mark.slow
 def test_mutated_headers(tiny: Path, tmp_path: Path) -> None:
     data, path, chance = tiny.read_bytes(), tmp_path / "bad.gguf", random.Random(1)
     header_end = min(t.start for t in read_header(tiny).tensors.values())
@@ -221,6 +224,7 @@ def test_mutated_headers(tiny: Path, tmp_path: Path) -> None:
         refused_or_read(path)
 
 
+@pytest.mark.slow
 def test_mutated_files_convert_or_are_refused(tiny: Path, tmp_path: Path) -> None:
     data, chance = tiny.read_bytes(), random.Random(2)
     header_end = min(t.start for t in read_header(tiny).tensors.values())
@@ -321,6 +325,7 @@ def test_texts_begin_as_the_file_says() -> None:
 # ---- families whose file says less than their configuration --------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gemma3_of_one_billion_has_no_scaling(tmp_path: Path) -> None:
     metadata = {key: value for key, value in IN_GGUF["gemma3"].metadata.items() if "scaling" not in key}
     settings = {key: value for key, value in IN_GGUF["gemma3"].settings.items() if "rope" not in key}
@@ -328,6 +333,7 @@ def test_gemma3_of_one_billion_has_no_scaling(tmp_path: Path) -> None:
     same(tmp_path, replace(IN_GGUF["gemma3"], settings=settings | {"rope_parameters": unstretched}, metadata=metadata))
 
 
+@pytest.mark.slow
 def test_the_largest_gemma_scales_as_llama_cpp_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its number of layers; here a small one is told to be it."""
     family = IN_GGUF["gemma3"]

@@ -89,6 +89,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf", kinds=kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gguf_model_keeps_its_weights_packed(quantised: Path, dtype: str) -> None:
     files = resolve(str(quantised))

@@ -79,6 +79,7 @@ def test_who_names_a_slow_format_gets_it_and_is_told(elsewhere: Path) -> None:
     assert done.json["resolved"]["dtype"] == "bfloat16"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("arithmetic", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("kept", ["float32", "bfloat16", "float16"])
 def test_any_store_is_asked_in_any_arithmetic(
@@ -95,6 +96,7 @@ def test_any_store_is_asked_in_any_arithmetic(
         assert asked(tmp_path / "s")["resolved"]["dtype"] == "bfloat16"  # the model's own, which is fast here
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("features", [FAST, PLAIN])
 @pytest.mark.parametrize(
     ("published", "kept"), [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float16", "float16")]
@@ -134,6 +136,7 @@ def test_another_format_is_refused(elsewhere: Path, tmp_path: Path) -> None:
 # ---- from one machine to the other -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["push", "pack"])
 def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path, tmp_path: Path, way: str) -> None:
     """Another process, of another arithmetic: nothing is computed but the question, in what that machine is fast in."""
@@ -158,6 +161,7 @@ def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path
     assert "records made in bfloat16 on cpu lose" in kvtool("doctor", *there).out
 
 
+@pytest.mark.slow
 def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as another arithmetic can be told from another text's KV."""
     read = gate.read_chunk
@@ -179,6 +183,7 @@ def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: 
     assert "loss_by_arithmetic" not in verdict
 
 
+@pytest.mark.slow
 def test_parts_of_several_machines_are_merged_and_it_is_told(
     elsewhere: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +218,7 @@ def test_what_leaves_the_range_of_the_stores_format_is_refused(model: Path, tmp_
     kvtool(*ingest, "bfloat16", "--store", tmp_path / "store").fine()
 
 
+@pytest.mark.slow
 def test_a_shared_store_is_asked_at_this_machines_speed(
     elsewhere: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -237,6 +243,7 @@ def test_a_shared_store_is_asked_at_this_machines_speed(
 # ---- models that keep states -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt's beginning, and prompts that were answered: none of them is computed again."""
     hybrid = save_tiny("qwen3.5", tmp_path / "model", dtype="bfloat16")
@@ -265,6 +272,7 @@ def test_what_one_machine_kept_of_prompts_another_goes_on_from(tmp_path: Path, m
 # ---- a store from before ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_store_of_before_is_read_as_it_is(elsewhere: Path, model: Path, tmp_path: Path) -> None:
     """Its fingerprint named what it computed in, which was what it kept; it noted nothing of its chunks, and its
     verdict had another name."""
@@ -319,6 +327,7 @@ def test_answers_differ_by_rounding_only(elsewhere: Path, monkeypatch: pytest.Mo
     assert compared["runs"]
 
 
+@pytest.mark.slow
 def test_it_grows_by_records_of_its_own_format(elsewhere: Path, model: Path, tmp_path: Path) -> None:
     before = len(listing(elsewhere))
     shutil.copytree(tmp_path / "corpus", tmp_path / "more")
@@ -331,6 +340,7 @@ def test_it_grows_by_records_of_its_own_format(elsewhere: Path, model: Path, tmp
     assert found["tokens"]["reused"] > 0
 
 
+@pytest.mark.slow
 def test_what_was_compressed_there_is_read_here(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", FAST)
     done = kvtool("compress", "--store", elsewhere, "--fit", "--fit-prompts", 2, "--questions", 2, "--json").fine()
@@ -343,6 +353,7 @@ def test_the_gate_passes_there(elsewhere: Path) -> None:
     assert kvtool("inspect", "gate", "--store", elsewhere, "--json").fine().json["passed"] is True
 
 
+@pytest.mark.slow
 def test_a_cpu_without_avx2_is_told_once_and_works(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", "sse4_2 avx")
     done = kvtool("query", QUESTION, "--store", elsewhere, *SHORT).fine()

@@ -58,6 +58,7 @@ def sizes(path: Path, level: str, tokens: int) -> tuple[int, int]:
     return read, size
 
 
+@pytest.mark.slow
 def test_the_bar_of_bench_codec_moves_within_a_round(store: Path) -> None:
     done: list[float] = []
     with Store.open(store) as opened:
@@ -98,6 +99,7 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     assert {what for what, level, _ in rows if level is None} == beside
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> None:
     found = bench_codec(store, "--tokens", "1", "--threads", "1", "--dtype", dtype)
@@ -107,6 +109,7 @@ def test_bench_codec_decodes_to_what_a_query_would(store: Path, dtype: str) -> N
     }
 
 
+@pytest.mark.slow
 def test_bench_codec_takes_the_stores_profile(store: Path) -> None:
     kvtool("compress", "--store", store, "--fit", "--questions", "0", "--level", "2").fine()
     threads = torch.get_num_threads()

@@ -82,6 +82,7 @@ def test_a_row_for_each_mode_and_context(home: Path, tmp_path: Path) -> None:
     assert not list((home / "cache").glob("kvtool-bench-*"))
 
 
+@pytest.mark.slow
 def test_long_prompts_need_no_full_prefill(tmp_path: Path) -> None:
     plot = tmp_path / "chart.svg"
     found = bench("--context", "120,200", "--fusion", "reuse,full", "--skip-full-above", 150, "--plot", plot)

@@ -35,6 +35,7 @@ SHORT = ("--max-tokens", "4", "--top-k", "2")
 # ---- from a pipe ----
 
 
+@pytest.mark.slow
 def test_lines_of_a_pipe_are_questions_that_see_each_other(store: Path) -> None:
     asked = f"{QUESTION}\n\n/mode epic\nAnd when?\n/quit\nnever asked\n"
     done = kvtool("chat", "--store", store, *SHORT, "--json", stdin=asked.encode()).fine()

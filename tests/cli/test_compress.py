@@ -314,6 +314,7 @@ def test_the_table(fitted: Path) -> None:
     assert end == ""
 
 
+@pytest.mark.slow
 def test_the_last_line_tells_what_the_exact_records_take(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before, after, without them, loss and limit; the estimate is what dropping them then gives."""
     fixed_losses(monkeypatch)
@@ -357,6 +358,7 @@ def test_what_questions_may_lose_is_what_dropping_may(plain: Path, monkeypatch: 
     assert "questions allow" not in done.err
 
 
+@pytest.mark.slow
 def test_2_what_was_not_measured_is_not_dropped_for(plain: Path, form: Any) -> None:
     at = ("compress", "--store", plain, "--level", "2", "--drop-raw", *form)
     before = levels_in(plain)
@@ -368,6 +370,7 @@ def test_2_what_was_not_measured_is_not_dropped_for(plain: Path, form: Any) -> N
     assert other.out.endswith("; no chunk is stored at 1\n")
 
 
+@pytest.mark.slow
 def test_from_python_the_limit_is_the_same(plain: Path) -> None:
     with kvtool_package.open(plain, warn=lambda text, hint: None) as cache:
         with pytest.raises(UsageError, match="is not measured"):
@@ -375,6 +378,7 @@ def test_from_python_the_limit_is_the_same(plain: Path) -> None:
         assert cache.compress("2", keep_raw=False, questions=0, yes=True).dropped == len(chunks_in(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "dropped"), [(b"y\n", True), (b"\n", False), (b"no\n", False), (b"\x04", False)])
 def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
     kvtool("compress", "--store", plain, "--max-loss", "9").fine()
@@ -385,6 +389,7 @@ def test_a_terminal_is_asked(answer: bytes, dropped: bool, plain: Path) -> None:
     assert said.count("(was ") == 1 + dropped
 
 
+@pytest.mark.slow
 def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
     said, code = on_terminal(b"y\n", "compress", "--store", plain, "--max-loss", "9", "--keep-raw")
     assert (code, said.count("[y/N]")) == (0, 0)
@@ -396,6 +401,7 @@ def test_a_profile_that_takes_more_than_it_saves_is_told(plain: Path) -> None:
     assert "it pays in a larger store" not in kvtool(*at).fine().err
 
 
+@pytest.mark.slow
 def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
     """Rows that --keep leaves out are nowhere else."""
     kept = kvtool("compress", "--store", plain, "--keep", "0.5", *FAST).fine().err
@@ -404,6 +410,7 @@ def test_nobody_is_told_to_give_up_what_questions_read(plain: Path) -> None:
     assert "the rows that were left out with them" in dropped
 
 
+@pytest.mark.slow
 def test_a_level_that_loses_too_much_gives_no_reason_to_drop(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     coarse = kvtool("compress", "--store", plain, "--level", "3").fine().err
@@ -411,6 +418,7 @@ def test_a_level_that_loses_too_much_gives_no_reason_to_drop(plain: Path, monkey
     assert "--drop-raw" not in coarse
 
 
+@pytest.mark.slow
 def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     said = kvtool("compress", "--store", fitted, "--level", "2", "3").fine().err
@@ -418,6 +426,7 @@ def test_who_makes_a_level_that_questions_pass_over_is_told(fitted: Path, monkey
     assert "`--level 3` or `--max-loss 0.02` reads it" in said
 
 
+@pytest.mark.slow
 def test_quiet(plain: Path) -> None:
     done = kvtool("compress", "--store", plain, "--fit", "--questions", "1", "-q").fine()
     assert (done.out, done.err) == ("", "")
@@ -436,6 +445,7 @@ def test_jsonl(plain: Path) -> None:
     assert (error["type"], error["error"]["exit_code"]) == ("error", 2)
 
 
+@pytest.mark.slow
 def test_any_script(tiny: Path, tmp_path: Path) -> None:
     """Names of the store, of the corpus and in the corpus; in a process of its own, with its own streams."""
     folder, path = tmp_path / "말뭉치", tmp_path / "창고 ☃ é"
@@ -451,6 +461,7 @@ def test_any_script(tiny: Path, tmp_path: Path) -> None:
     assert "없는 곳" in json.loads(wrong.out)["error"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fixed")
 def test_repair_drops_what_a_damaged_profile_leaves_unreadable(plain: Path) -> None:
     kvtool("compress", "--store", plain, "--level", "2").fine()

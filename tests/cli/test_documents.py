@@ -33,6 +33,7 @@ def store(asked: tuple[Path, list[documents.Asked]], tmp_path_factory: pytest.Te
     return home / "kv"
 
 
+@pytest.mark.slow
 def test_every_question_finds_the_place_of_its_answer(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
     with Store.open(store) as opened:
         finder = Finder(opened)

@@ -63,6 +63,7 @@ def test_what_is_no_report(at: tuple[str, ...], store: Path) -> None:
     kvtool("inspect", *at, "--store", store).failed(2)
 
 
+@pytest.mark.slow
 def test_codec_goes_on_from_its_results(store: Path, tmp_path: Path) -> None:
     batch, results = tmp_path / "questions.jsonl", tmp_path / "results.jsonl"
     rows = [{"question": QUESTION, "documents": [f"mill{number}.md"]} for number in range(2)]

@@ -44,6 +44,7 @@ def test_a_place_of_several_chunks_names_them_all(tiny: Path, tmp_path: Path) ->
     assert [chunk["id"] for chunk in asked["chunks"]] == [row["id"], *row["same_place"]]
 
 
+@pytest.mark.slow
 def test_when_it_was_used(store: Path, tmp_path: Path) -> None:
     """Every question counts at once, whether it found the chunk or had to make it; nothing has to be ingested first."""
     with Store.open(store) as opened:

@@ -49,6 +49,7 @@ def inspect(store: Path, *args: object) -> Any:
     return kvtool("inspect", "codec", "--store", store, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("profile", [False, True])
 def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> None:
     path = fitted if profile else plain
@@ -126,6 +127,7 @@ def test_a_chunk_without_an_exact_record(fitted: Path, batch: Path) -> None:
     done.failed(1, "is not stored exactly")
 
 
+@pytest.mark.slow
 def test_a_lossless_record_is_exact(fitted: Path, batch: Path) -> None:
     before = inspect(fitted, "--batch", batch, "--scheme", "int8", "--json").fine().json
     kvtool("compress", "--store", fitted, "--level", "lossless", "--drop-raw", "--questions", "0").fine()

@@ -25,6 +25,7 @@ def batch(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REPORTS)
 def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp_path: Path) -> None:
     before, html = payloads(store), tmp_path / "page.html"
@@ -41,6 +42,7 @@ def test_a_page_for_people_and_the_numbers_behind_it(what: str, store: Path, tmp
     assert payloads(store) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["prefix", "neighbour"])
 def test_what_a_codec_loses_is_not_counted_as_reuse(
     mode: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -73,6 +75,7 @@ def test_what_a_codec_loses_is_not_counted_as_reuse(
     assert "do not deviate" not in told
 
 
+@pytest.mark.slow
 def test_sparsity_reads_exact_records(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("inspect", "sparsity", QUESTION, "--store", store, "--json")
     exact = kvtool(*at).fine().json
@@ -85,6 +88,7 @@ def test_sparsity_reads_exact_records(store: Path, monkeypatch: pytest.MonkeyPat
     assert lossy["question_over"] != exact["question_over"]
 
 
+@pytest.mark.slow
 def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) -> None:
     at = ("inspect", "deviation", "--store", store, "--batch", batch, "--json")
     both = kvtool(*at, "--limit", 2).fine().json

@@ -313,6 +313,7 @@ def test_stdout_holds_the_answer_alone(store: Path) -> None:
     assert "mill2.md" in wordy.err
 
 
+@pytest.mark.slow
 def test_quiet_ingest(tiny: Path, tmp_path: Path) -> None:
     """Nothing but errors; in a process of its own, where libraries would draw bars."""
     corpus = write_corpus(tmp_path / "in", 1)

@@ -10,8 +10,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.cli.every_command import every_command
 
 PAGE = (files("kvtool") / "docs" / "json.md").read_text(encoding="utf-8")
@@ -116,7 +114,6 @@ def test_what_schema_1_said_is_gone() -> None:
     assert {name for name in gone if not re.search(rf"\b{name}\b", CHANGES)} == set()
 
 
-@pytest.mark.slow
 def test_every_command_speaks_as_the_page_says(built: Path, fitted: Path, tiny: Path, tmp_path: Path) -> None:
     store = Path(shutil.copytree(built / "store", tmp_path / "store"))
     known, seen = shapes(), set()

@@ -45,6 +45,7 @@ def test_rows_tell_levels_bytes_and_use(mixed: Path) -> None:
     assert len(told) == 1 + len(rows)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("conditions", "meets"),
     [
@@ -65,6 +66,7 @@ def test_a_filter_takes_what_meets_all_conditions(conditions: str, meets: Any, m
     assert listed(mixed, "--filter", conditions) == [row for row in listed(mixed) if meets(row)]
 
 
+@pytest.mark.slow
 def test_nothing_that_meets_a_filter_is_said(mixed: Path) -> None:
     assert "no chunk meets the filter" in kvtool("store", "ls", "--store", mixed, "--filter", "tokens>99999").fine().err
 
@@ -76,6 +78,7 @@ def document_lines(store: Path, *args: str) -> dict[str, list[str]]:
     return {Path(line.rsplit("  ", 1)[1]).name: re.split(r"\s{2,}", line.strip()) for line in lines}
 
 
+@pytest.mark.slow
 def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus: Path) -> None:
     documents = kvtool("store", "ls", "--store", mixed, "--json").fine().json["documents"]
     lines = document_lines(mixed)
@@ -92,6 +95,7 @@ def test_documents_are_listed_with_what_their_chunks_come_to(mixed: Path, corpus
     assert lines["mill1.md"][2] == "raw 2"
 
 
+@pytest.mark.slow
 def test_documents_in_an_order_and_by_a_filter(mixed: Path) -> None:
     by_tokens = [int(line[1]) for line in document_lines(mixed, "--sort", "-tokens").values()]
     assert by_tokens == sorted(by_tokens, reverse=True)
@@ -99,6 +103,7 @@ def test_documents_in_an_order_and_by_a_filter(mixed: Path) -> None:
     assert [(name, line[0]) for name, line in lossy.items()] == [("mill1.md", "1")]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("sort", ["used", "-tokens", "bytes", "-source", "level"])
 def test_in_an_order(sort: str, mixed: Path) -> None:
     said = kvtool("store", "ls", "--chunks", "--store", mixed, "--sort", sort).fine().out

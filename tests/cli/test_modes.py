@@ -32,6 +32,7 @@ def open_to_others(*folders: Path) -> dict[str, str]:
     return {path: stat.filemode(mode) for path, mode in status.items() if mode & 0o077}
 
 
+@pytest.mark.slow
 def test_all_that_a_used_store_keeps_is_its_owners(
     open_umask: None, tiny: Path, static_model: Path, home: Path, tmp_path: Path
 ) -> None:

@@ -83,6 +83,7 @@ def test_an_answer_is_not_broken_within_words(store: Path) -> None:
     assert plain.count("\n") < shown.count("\n")
 
 
+@pytest.mark.slow
 def test_places_are_named_as_answers_name_them(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "in").mkdir()
     pages = [[f"Page {number} tells of the mill of baker {number}. It grinds flour all day."] * 3 for number in (1, 2)]
@@ -144,6 +145,7 @@ def test_a_batch_of_modes_in_a_terminal(batch: Path, store: Path) -> None:
     assert shown.out.count(QUESTION) == 1
 
 
+@pytest.mark.slow
 def test_modes_are_compared_within_100_columns_and_answers_stand_below(store: Path) -> None:
     modes = ["full", "blend", "infoflow", "union", "reuse"]
     asked = ("query", QUESTION, "--store", store, *LONG, "--compare")

@@ -133,6 +133,7 @@ def on_a_terminal(*args: object, **variables: str) -> tuple[str, str, int]:
     return done.stdout.decode(), shown.decode(), done.returncode
 
 
+@pytest.mark.slow
 def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
     out, shown, code = on_a_terminal("query", QUESTION, "--store", store, *SHORT, "--json")
     assert code == 0

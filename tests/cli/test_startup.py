@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.cli.working import QUESTION, built, corpus, fresh, kvtool, store, tiny
 
 __all__ = ["built", "corpus", "fresh", "store", "tiny"]
@@ -30,6 +32,7 @@ def python(*lines: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_question_imports_the_architecture_in_use_and_answers_as_with_all_of_them(store: Path) -> None:
     asked = ["query", QUESTION, "--store", str(store), "--max-tokens", "4", "--json"]
     said = python(
@@ -52,6 +55,7 @@ def test_a_question_imports_the_architecture_in_use_and_answers_as_with_all_of_t
     assert (json.loads(reply)["answer"], json.loads(reply)["tokens"]) == (here["answer"], here["tokens"])
 
 
+@pytest.mark.slow
 def test_an_understudy_becomes_the_module_when_it_is_asked_for_more() -> None:
     said = python(
         "import sys",
@@ -77,6 +81,7 @@ def test_an_understudy_becomes_the_module_when_it_is_asked_for_more() -> None:
     assert said.strip() == f"{light} True True transformers.processing_utils 2.0"
 
 
+@pytest.mark.slow
 def test_a_function_of_an_understudy_is_the_modules_own_when_it_is_called() -> None:
     said = python(
         "import sys, torch, transformers.modeling_utils as imported",
@@ -95,6 +100,7 @@ def test_a_function_of_an_understudy_is_the_modules_own_when_it_is_called() -> N
     assert said.split() == ["False", "True", "True", "accelerate.accelerator", "hi"]
 
 
+@pytest.mark.slow
 def test_torch_is_told_where_operations_are_declared_without_a_look_at_all_modules() -> None:
     said = python(
         "import inspect",
@@ -110,12 +116,14 @@ def test_torch_is_told_where_operations_are_declared_without_a_look_at_all_modul
     assert said.split() == ["False", "2.0", "<string>:7"]
 
 
+@pytest.mark.slow
 def test_a_process_that_has_torch_already_is_left_alone() -> None:
     said = python("import sys; print(len(sys.meta_path))", "import torch; cast(); print(len(sys.meta_path))")
     first, second = said.split()
     assert first == second
 
 
+@pytest.mark.slow
 def test_the_sample_says_where_a_question_spends_its_time(store: Path) -> None:
     words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2"]
     done = subprocess.run(words, capture_output=True, text=True, encoding="utf-8", timeout=300)
@@ -125,6 +133,7 @@ def test_the_sample_says_where_a_question_spends_its_time(store: Path) -> None:
     assert [*expected, "fuse, ms", "generate, ms", "modules"] == [line for line in lines if line != "read, MB"]
 
 
+@pytest.mark.slow
 def test_the_sample_says_what_a_question_takes_beside_a_server(store: Path) -> None:
     words = [sys.executable, str(SCRIPT), QUESTION, "--store", str(store), "--runs", "1", "--max-tokens", "2"]
     done = subprocess.run([*words, "--server"], capture_output=True, text=True, encoding="utf-8", timeout=600)

@@ -72,6 +72,7 @@ def check_law(item: Encoded, level: str, exact: KV, *profiles: Profile, layer: i
 # ---- law 7 -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_within_the_stated_error(scheme: str, dtype: str) -> None:
@@ -134,6 +135,7 @@ def test_numbers_far_outside(scheme: str) -> None:
             assert wrong < 1.5 * usual
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -> None:
@@ -177,6 +179,7 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
 # ---- several chunks ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
@@ -200,6 +203,7 @@ def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
                 assert relative(one, single) < (1e-6 if dtype == "float32" else 0.003)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
     """Each chunk's own is added to its own rows."""
@@ -214,6 +218,7 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
             assert relative(made, exact) <= 1.001 * max(Record.parse(item.payload).errors)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
@@ -280,6 +285,7 @@ def numbers_of(item: Encoded, of: Profile, layer: int = 0) -> np.ndarray[tuple[i
     return out.tensor.numpy()
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("rank", [None, 20])
@@ -645,6 +651,7 @@ def test_a_refinement_knows_no_marks() -> None:
         decoded(dataclasses.replace(chain["1"], payload=payload), "1", of)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
 def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)

@@ -162,6 +162,7 @@ def test_sound_ones_are_read() -> None:
     assert len(Record.parse(sources()["alone-1"][1].payload).escapes.places)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", sorted(sources()))
 def test_mutated_records(name: str) -> None:
     """Mostly refused; where not, a tensor of the right shape (its numbers, steps or stated errors are others)."""
@@ -265,6 +266,7 @@ def test_any_bytes(data: bytes) -> None:
     assert parsed(b"kvg\x02" + data) is None or len(data) >= HEADER + 4 * 64 - 4
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(
     kinds=st.tuples(st.integers(0, 3), st.integers(0, 3)),

@@ -56,6 +56,7 @@ def outlying(tokens: int) -> KV:
     return keys, values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_records_that_stand_alone(interpreter: ProcessPoolExecutor, dtype: torch.dtype) -> None:
     of = profile()
@@ -63,6 +64,7 @@ def test_records_that_stand_alone(interpreter: ProcessPoolExecutor, dtype: torch
     check(interpreter, items, "2", of)
 
 
+@pytest.mark.slow
 def test_escapes_go_to_their_own_rows(interpreter: ProcessPoolExecutor) -> None:
     of = profile()
     items = [encoded(*kv, ["1"], of)["1"] for kv in (outlying(6), model().kv(0, 4), outlying(9))]
@@ -72,6 +74,7 @@ def test_escapes_go_to_their_own_rows(interpreter: ProcessPoolExecutor) -> None:
     check(interpreter, items, "1", of)
 
 
+@pytest.mark.slow
 def test_records_that_refine_others(interpreter: ProcessPoolExecutor) -> None:
     of = profile()
     chain = encoded(*model().kv(0, 5), ["1", "2", "3"], of)["1"]

@@ -72,6 +72,7 @@ def test_a_bell_has_its_spread(spread: float) -> None:
     assert measured == pytest.approx(spread**2 + (1 / 12 if spread > 0.8 else 0), rel=0.05, abs=0.03)
 
 
+@pytest.mark.slow
 @given(
     weights=st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=ALPHABET, max_size=ALPHABET),
     few=st.integers(0, ALPHABET),

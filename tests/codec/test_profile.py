@@ -46,6 +46,7 @@ def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
 # ---- what is fitted ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(2)
 def test_the_same_sample_gives_the_same_profile(kind: tuple[int, int, int], made: Profile) -> None:
     heads, dim, groups = kind
     again = fitted(model(heads, dim), groups)
@@ -326,6 +327,7 @@ def test_a_transform_that_has_no_inverse() -> None:
         flat.forward(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reach", [3, 200, 32767])
 def test_numbers_are_counted_as_one_by_one(reach: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All levels' counts follow from one of the finest numbers; few counters at once make several rounds."""

@@ -94,6 +94,7 @@ def test_ties_go_to_the_even_number_and_the_largest_ends(machine: str, dtype: st
     assert out[0, 0, 39] == -2
 
 
+@pytest.mark.some(20)
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 17, 23])
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
@@ -191,6 +192,7 @@ def joined(records: list[Any]) -> list[bytes]:
     return [b"".join(parts) for parts in records]
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("at_once", [1, 20_000, 1 << 30])
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_record_does_not_depend_on_its_batch(

@@ -50,6 +50,7 @@ def profiles_in(path: Path, *chunks: str) -> set[str]:
 # ---- several levels ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_several_levels_at_once_are_nested(fitted: Path) -> None:
     assert [bases_in(fitted, level) for level in NESTED] == [{2}, {3}, {4}, {0}]
     check_sound(fitted)
@@ -57,6 +58,7 @@ def test_several_levels_at_once_are_nested(fitted: Path) -> None:
     assert lossy < raw
 
 
+@pytest.mark.slow
 def test_one_after_the_other_is_as_at_once(fitted: Path) -> None:
     """The coarser ones first; in any other order they stand alone and come back the same."""
     expected = {level: rows(fitted, level) for level in NESTED}
@@ -118,6 +120,7 @@ def breaking(monkeypatch: pytest.MonkeyPatch, place: Any, name: str, after: int,
     monkeypatch.setattr(place, name, call)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("keep_raw", [True, False])
 def test_an_interrupted_run_is_taken_up_again(
@@ -160,6 +163,7 @@ def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch
     check_sound(fitted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 5, 8])
 def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No record is left on another profile's base, at no commit."""
@@ -193,6 +197,7 @@ def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path) -> None
     assert run(fitted, "2").encoded == 0
 
 
+@pytest.mark.slow
 def test_a_chunk_without_exact_records_keeps_its_old_profile(fitted: Path) -> None:
     old, (one, *others) = state_of(fitted)["profile"], chunks_in(fitted)
     before = {level: decoded(fitted, one, level) for level in NESTED}
@@ -216,6 +221,7 @@ def test_lossless_records_leave_other_profiles_alone(fitted: Path) -> None:
     assert {level: rows(fitted, level) for level in NESTED} == before
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("hurt", ["base gone", "base damaged", "damaged"])
 def test_what_cannot_be_read_is_encoded_again(hurt: str, fitted: Path) -> None:
     one, *others = chunks_in(fitted)
@@ -333,6 +339,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("level", ["1", "lossless"])
 def test_exact_records_stay_where_the_others_do_not_come_back(

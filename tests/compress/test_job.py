@@ -85,6 +85,7 @@ def test_records_of_an_earlier_version_without_a_profile_are_read_and_made_anew(
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("levels", [("1",), ("4", "2"), NESTED, ("lossless", "3")], ids=" ".join)
 @pytest.mark.parametrize("profile", [False, True], ids=["no profile", "profile"])
 def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, fitted: Path, plain: Path) -> None:
@@ -189,6 +190,7 @@ def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
 # ---- profiles ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_fit_keeps_a_profile_that_records_name(plain: Path) -> None:
     """With it some level is both smaller and less lossy than one of the paper's, and never the other way round."""
     untransformed = run(plain, *(f"cachegen-{level}" for level in NESTED), questions=2)
@@ -285,6 +287,7 @@ def test_fitting_again_changes_nothing(fitted: Path) -> None:
 # ---- which level -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("bound", "chosen"),
     [(None, "2"), (0.0005, "lossless"), (0.001, "1"), (0.0039, "1"), (0.004, "2"), (0.03, "3"), (1.0, "4")],

@@ -115,6 +115,7 @@ def test_bits_are_of_the_whole_chunk(sparse: Path) -> None:
     assert row["bits_per_element"] == pytest.approx(8 * stored / elements, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_again_with_another_profile(sparse: Path) -> None:
     """A record of another profile is made anew, and no other level with it."""
     before = {level: rows(sparse, level) for level in ("3", "keep50-lossless", HALF)}
@@ -127,6 +128,7 @@ def test_again_with_another_profile(sparse: Path) -> None:
     assert made == {state_of(sparse)["profile"]} != {old}
 
 
+@pytest.mark.slow
 def test_a_profile_that_only_they_name_stays(sparse: Path) -> None:
     old = bytes.fromhex(state_of(sparse)["profile"])
     refit(sparse, "2")  # all nested levels are of another one now
@@ -214,6 +216,7 @@ def ask(path: object, *more: object) -> dict[str, object]:
     return kvtool("query", QUESTION, "--store", path, "--json", *SHORT, *more).fine().json
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", ["reuse", "epic", "union", "blend", "infoflow"])
 def test_a_question_reads_the_rows_that_are_there(mode: str, sparse: Path) -> None:
     whole, half = (ask(sparse, "--level", level, "--fusion", mode) for level in ("2", HALF))

@@ -28,6 +28,7 @@ def _all(path: Path) -> dict[str, dict[tuple[str, int], bytes]]:
     return {level: rows(path, level) for levels in levels_in(path).values() for level in levels}
 
 
+@pytest.mark.slow
 def test_workers_encode_what_one_process_encodes(bare: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Level 1 refines the stored level 2; a worker is killed; and there is nothing left to be done by a second run."""
     alone = Path(shutil.copytree(bare, tmp_path / "alone"))

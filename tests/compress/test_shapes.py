@@ -43,6 +43,7 @@ def stored(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder / "store"
 
 
+@pytest.mark.slow
 def test_a_record_has_the_shape_of_its_layer(stored: Path) -> None:
     shapes = next(shapes for name, shapes in FAMILIES.items() if name in str(stored))
     with Store.open(stored) as store:

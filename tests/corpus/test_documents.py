@@ -47,6 +47,7 @@ def reading() -> Iterator[Reading]:
         yield made
 
 
+@pytest.mark.slow
 def test_every_answer_is_read_and_its_place_told(asked: list[documents.Asked], folder: Path, reading: Reading) -> None:
     assert len(asked) >= 40
     assert len({Path(one.file).suffix for one in asked}) == len(WRITERS) >= 15

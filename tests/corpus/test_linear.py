@@ -47,6 +47,7 @@ def in_time(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=GUARD)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("ending", HOSTILE)
 def test_readers(ending: str) -> None:
     in_time(f"from tests.corpus import test_linear\ntest_linear.read_hostile({ending!r})")
@@ -109,6 +110,7 @@ def test_places() -> None:
     assert place_of("one two", [Mark(0, "9"), Mark(4, "9" * 5000)], 0, 7).label.startswith("9 – 99")
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "unit", [".", ", ", "a\u0301", "\u0301", "x", "x\n==\n", "```\n", "# a\n", "\u3000", "一", "1.1 ", "a. b, c\n\n"]

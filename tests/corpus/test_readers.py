@@ -231,6 +231,7 @@ def test_deep_lists_grow_with_their_length_only() -> None:
     assert len(text) < 4 * len(page)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("start", "piece"), [("<li>", "<div>"), ("<td>", "<div>"), ("<pre>", "<br>"), ("<ol>", "<li><p>"), ("", "<title>")]
 )

@@ -76,6 +76,7 @@ def test_a_worker_of_another_version_opens_nothing() -> None:
         Worker("0.0.9", (b"cannot be opened here", []), 0).do("facts", (b"", []))
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, and not as a death: the next one could not either."""
     (tmp_path / "sitecustomize.py").write_text(_WITHOUT)

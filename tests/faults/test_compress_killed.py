@@ -69,6 +69,7 @@ def run_main(args: list[str], home: str, error: str, kill_at: int) -> None:
     sys.exit(main(args))
 
 
+@pytest.mark.slow
 def test_killed_at_any_commit(processes: Any, fitted_store: Path, tmp_path: Path, home: Path) -> None:
     """With --drop-raw, the most there is to lose; the next run does the rest, and the end is the same."""
     chunks, prefix = chunks_in(fitted_store), prefix_of(fitted_store)

@@ -189,6 +189,7 @@ def test_a_full_disk_keeps_nothing_and_answers(store: Path, monkeypatch: pytest.
     assert ask(store, FIRST, "prefix").json["tokens"]["reused"] > 0
 
 
+@pytest.mark.slow
 def test_a_file_limit_met_while_a_stretch_is_kept(store: Path) -> None:
     """The very error of a full disk, from the kernel, in the middle of what is put."""
     answer = ask(store, FIRST, "full").json["answer"]
@@ -290,6 +291,7 @@ def test_parts_that_are_merged_exported_and_taken_answer_as_one(family: Path) ->
         assert damages(place) == []
 
 
+@pytest.mark.some(1)
 @pytest.mark.slow
 def test_a_store_of_float16(family: Path) -> None:
     """Rows are rounded to it, states are not; what is beyond it is refused, not kept."""

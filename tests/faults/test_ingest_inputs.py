@@ -81,6 +81,7 @@ def test_alone(make: Any, form: tuple[str, ...], tiny: Path, tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("make", BAD)
 def test_alone_into_a_store_with_content(make: Any, store: Path, tmp_path: Path) -> None:
     path = alone(tmp_path / "in", "bad.txt")
@@ -112,6 +113,7 @@ def test_a_file_that_fails_among_good_ones(make: Any, fresh: Any, tmp_path: Path
     assert quiet.err == f"failed: {failure['path']}: {failure['error']}\n"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("make", "kind"),
     [(empty_file, "empty"), (blank_file, "empty"), (loop, "link"), (dangling, "link"), (fifo, "special")],
@@ -192,6 +194,7 @@ def test_other_encodings(encoding: str, fresh: Any, tmp_path: Path) -> None:
     assert found["chunks"][0]["source"].endswith("방앗간.txt")
 
 
+@pytest.mark.slow
 def test_a_huge_line(tiny: Path, tmp_path: Path) -> None:
     """5 MB without a line end; 50 MB takes ten times as long, and no more."""
     (tmp_path / "line.txt").write_text(
@@ -269,6 +272,7 @@ def unknown_name(folder: Path) -> Path:
     return Path("nobody/nothing-1b")
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -293,6 +297,7 @@ def test_models_that_do_not_fit(make: Any, store: Path, corpus: Path, tmp_path: 
 # ---- space -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_tiny_map(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk: the run ends with 14, what was committed stays, and with room the next run completes."""
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "fresh"
@@ -307,6 +312,7 @@ def test_a_tiny_map(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert len(listing(path)) == 60
 
 
+@pytest.mark.slow
 def test_a_size_budget(fresh: Any, tmp_path: Path) -> None:
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "fresh"
     fresh(folder, "--max-size", "4MB").failed(14, "budget of 4.0 MB")

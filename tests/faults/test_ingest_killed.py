@@ -135,6 +135,7 @@ def test_ctrl_c_while_waiting_for_the_lock(store: Path, tmp_path: Path) -> None:
     assert len(listing(store)) == 6
 
 
+@pytest.mark.slow
 def test_a_full_disk_by_a_file_limit(tiny: Path, tmp_path: Path) -> None:
     """The very error of a full disk, from the kernel, through the command; the next run has room."""
     folder, path = write_corpus(tmp_path / "in", documents=60, paragraphs=3), tmp_path / "store"

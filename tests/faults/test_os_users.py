@@ -224,6 +224,7 @@ def _new(folder: Path, uid: int) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.lstat().st_uid == uid)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("planted", ["symlink", "fifo", "folder", "file"])
 def test_what_another_user_has_put_where_a_store_shall_be(users: tuple[User, User], planted: str) -> None:
     """It is refused; nothing hangs, and nothing of the first user is written."""

@@ -76,6 +76,7 @@ def test_a_question_that_is_not_text(store: Path) -> None:
     assert done.json["chunks"]
 
 
+@pytest.mark.slow
 def test_korean(fresh: object, tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("강가의 첫 방앗간은 박서준이 지었고 1874년에 완성되었다.", encoding="utf-8")
     (tmp_path / "b.txt").write_text(
@@ -89,6 +90,7 @@ def test_korean(fresh: object, tiny: Path, tmp_path: Path) -> None:
     assert ascii_only.out.isascii()
 
 
+@pytest.mark.slow
 def test_a_pipe_that_closes(store: Path) -> None:
     line = " ".join(f"'{word}'" for word in command("query", QUESTION, "--store", store, "--max-tokens", 50))
     done = subprocess.run(
@@ -161,6 +163,7 @@ def test_out_of_memory(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         kvtool("query", QUESTION, "--store", store).failed(1, "out of memory")
 
 
+@pytest.mark.slow
 def test_payloads_stay_after_all_modes(store: Path) -> None:
     before = payloads(store)
     for mode in ("full", "prefix", "reuse", "epic", "blend"):

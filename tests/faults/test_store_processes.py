@@ -53,6 +53,7 @@ def test_reading_does_not_wait_for_a_writer(tmp_path: Path, monkeypatch: pytest.
         add_file(pen, "f2", ["f2.0"])
 
 
+@pytest.mark.slow
 def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     holder = start(path, "hold", 20)

@@ -25,6 +25,7 @@ def files_in(path: Path) -> int:
         return len(store.sources())
 
 
+@pytest.mark.slow
 def test_tiny_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_store(tmp_path / "store", files=1, dim=256)
     limits = {"KVTOOL_MAP_LIMIT": str(2**20), "KVTOOL_MAP_START": str(2**17)}

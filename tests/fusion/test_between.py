@@ -85,6 +85,7 @@ def test_models_own_forward_beside_hooks(monkeypatch: pytest.MonkeyPatch) -> Non
     check_fuse(new_case("qwen3"), "blend")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", SEVERAL)
 def test_models_that_keep_states(name: str) -> None:
     plan, one = plan_of(), decoder(name)

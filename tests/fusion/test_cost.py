@@ -28,6 +28,7 @@ def read_by(plan: Plan, cost: Cost) -> list[int]:
     return found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("lead_in", [BOS, PREFIX], ids=["bos", "prefix"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_mode_costs_what_it_says(name: str, lead_in: tuple[int, ...]) -> None:

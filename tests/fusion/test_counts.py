@@ -128,6 +128,7 @@ def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str,
                 assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:

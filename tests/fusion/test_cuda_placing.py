@@ -55,6 +55,7 @@ def test_a_real_gpu_places_in_one_launch(family: str) -> None:
         assert decoder_of(tiny_model(family, dtype), "cuda").rotary.by_kernel
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("source", ["memory", "records"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str, source: str) -> None:
@@ -67,6 +68,7 @@ def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str
     assert {len(table) for table in kernel.launches} == {len(needed(fused, Epic()))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 10**5, 10**9])
 @pytest.mark.parametrize("launched", [False, True])
 @pytest.mark.parametrize("there", [False, True])
@@ -105,6 +107,7 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
     assert crossed == [64 * len(plan.cached)] * LAYERS  # the table alone; the second question needs no thread
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selector", [Reuse, Epic, Union])
 def test_what_is_held_is_placed_before_the_pass_by_no_thread(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch, selector: type[Selector]
@@ -120,6 +123,7 @@ def test_what_is_held_is_placed_before_the_pass_by_no_thread(
     assert len(kernel.launches) == LAYERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launched", [False, True])
 def test_memory_is_used_again_only_when_its_layer_stands(
     gpu: Log, monkeypatch: pytest.MonkeyPatch, launched: bool
@@ -209,6 +213,7 @@ def test_pinned_memory_is_given_out_once_and_kept(gpu: Log) -> None:
     assert [len(target) for target in memory.targets(torch.device("cpu"))] == [64]
 
 
+@pytest.mark.slow
 def test_a_layer_of_several_pieces_of_pinned_memory(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(placing, "_MOST", 5000)
     monkeypatch.setattr(placing, "_LEAST", 64)

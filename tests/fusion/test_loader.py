@@ -92,6 +92,7 @@ def test_the_next_layer_is_read_while_one_computes(llama: Case) -> None:
         handle.remove()
 
 
+@pytest.mark.some(24)
 @pytest.mark.parametrize("layer", [0, 1, 2, LAYERS - 1])
 @pytest.mark.parametrize("chunk", [0, 1, 2, 4])
 @pytest.mark.parametrize("name", [name for name in SELECTORS if SELECTORS[name].uses_cache])

@@ -41,6 +41,7 @@ def logits_of(own: Case, selector: Selector, source: KVSource | None = None) -> 
     return own.fuse(own.plan(lead_in=BOS), selector, source).logits.cpu()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SELECTORS)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_what_the_cpu_gives(gpu: Log, family: str, name: str) -> None:
@@ -63,6 +64,7 @@ class Elsewhere:
         return [(keys.clone(), values.clone()) for keys, values in self.inner.read(segments, layer, stats)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["youtu", "gemma4-shared"])
 def test_sides_of_other_shapes(gpu: Log, family: str) -> None:
     """Latents, and heads that differ from layer to layer, from pinned memory and from any other."""
@@ -104,6 +106,7 @@ def _table_in_another_stream(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Loader, "_table", elsewhere)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", [_no_wait_for_layers, _no_wait_for_the_copy, _table_in_another_stream])
 def test_a_race_shows(gpu: Log, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]) -> None:
     wanted = logits_of(on_cpu("llama"), Epic())

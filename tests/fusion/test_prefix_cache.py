@@ -87,6 +87,7 @@ def off(chained: PrefixFused, name: str) -> float:
     return float((chained.fused.logits - plain_logits(name, "float32", tuple(plan.ids), "sdpa")).abs().max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_full_is_what_transformers_gives(name: str) -> None:
     plan = plan_of()
@@ -275,6 +276,7 @@ def test_a_level_is_within_the_error_that_it_states(name: str) -> None:
         test_families.holds([(keys[0], values[0]) for keys, values in rows], level)
 
 
+@pytest.mark.slow
 def test_the_gate_tells_which_models_go_on_from_a_state() -> None:
     for name in ("granite4", "jamba"):
         verdict = check_invariants(decoder(name), "tiny", PREFIX, CHUNKS)

@@ -156,6 +156,7 @@ def test_a_hole_in_a_later_round_is_computed_in_place(llama: Case, name: str) ->
     assert_full(llama, fused.plan.ids, fused.logits)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("layer", [0, 2, LAYERS - 1])
 @pytest.mark.parametrize("name", ["reuse", "epic", "blend", "infoflow", "union"])
 def test_damage_met_in_a_later_round(llama: Case, name: str, layer: int) -> None:

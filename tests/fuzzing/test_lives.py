@@ -29,6 +29,7 @@ def lived(begin: Begin, family: str, names: str, seed: int = 1) -> Lived:
     return live(begin, family, seed, steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "deepseek-v2", "lfm2"])
 def test_a_life_of_a_store(family: str, one_thread: None) -> None:
     found = lived(StoreLife, family, _OF_STORE)
@@ -37,6 +38,7 @@ def test_a_life_of_a_store(family: str, one_thread: None) -> None:
     assert found.checks["full"]
 
 
+@pytest.mark.slow
 def test_a_life_of_an_engine(one_thread: None) -> None:
     found = lived(EngineLife, "llama", _OF_ENGINE)
     assert found.at is None, found.trace

@@ -1,4 +1,4 @@
-"""Every target of the fuzzer over its seeds and some random changes of them, as `make test` can afford it."""
+"""Every target of the fuzzer over its seeds and some random changes of them, as a run of the tests can afford it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _SLOW = {"gguf_model": 4, "config": 30, "safetensors": 30, "generation_config": 
 _TARGETS = registry.targets()
 
 
+@pytest.mark.some(12)
 @pytest.mark.parametrize("name", sorted(_TARGETS))
 def test_seeds_and_changes_of_them(name: str, unpacked: None) -> None:
     target, seeds = registry.loaded(name, _TARGETS[name])

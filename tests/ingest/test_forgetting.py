@@ -139,6 +139,7 @@ def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None
     assert not (tmp_path / "fresh").exists()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", ["paper.ps", "photo.JPG", "data.xyz"])
 def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.ps" else b"\0\1\2\3" * 99)

@@ -109,6 +109,7 @@ def test_passwords(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
     assert "password" in refused(reading, "a.pdf", locked(sound["pdf"]))
 
 
+@pytest.mark.slow
 def test_parts_within_parts(reading: Reading) -> None:
     levels = 3000
     mail = b"Subject: a\n" + b"".join(
@@ -118,11 +119,13 @@ def test_parts_within_parts(reading: Reading) -> None:
     assert refused(reading, "a.ipynb", b'{"cells": ' + b"[" * 100_000)
 
 
+@pytest.mark.slow
 def test_ten_thousand_pages(reading: Reading) -> None:
     (document,) = reading.documents(Path("/in/a.pdf"), pdf([[f"This is page {n}."] for n in range(1, 10_001)]))
     assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("deed", "why"),
     [

@@ -22,6 +22,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "error", [RecursionError("too deep"), MemoryError(), UnicodeEncodeError("gbk", "x", 0, 1, "no"), KeyError("x")]
 )
@@ -45,6 +46,7 @@ def test_any_exception_of_one_file(
     assert len(listing(tmp_path / "fresh")) == 2
 
 
+@pytest.mark.slow
 def test_a_byte_that_its_encoding_cannot_replace(folder: Path, fresh: Any) -> None:
     """It was `UnicodeEncodeError`, and the end of the ingest."""
     data = ("今天天气很好。我们去公园散步吧。\n" * 6000).encode("gbk")

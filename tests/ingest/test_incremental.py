@@ -32,6 +32,7 @@ def refuse(*args: object, **options: object) -> None:
     raise AssertionError("a model or a tokenizer was loaded")
 
 
+@pytest.mark.slow
 def test_the_second_run_imports_no_torch(store: Path, corpus: Path) -> None:
     program = (
         "import sys; from kvtool.cli.app import main; code = main(sys.argv[1:])\n"
@@ -47,6 +48,7 @@ def test_the_second_run_imports_no_torch(store: Path, corpus: Path) -> None:
         assert '"unchanged": 6' in done.stdout
 
 
+@pytest.mark.slow
 def test_a_thousand_files(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -188,6 +190,7 @@ def test_include_and_exclude(fresh: Any, tmp_path: Path) -> None:
     assert fresh(folder, "--exclude", "mill0*").fine().json["documents"]["added"] == 2
 
 
+@pytest.mark.slow
 def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
     """Law 10: the same bytes, whatever stood beside a chunk when it was computed."""
     folder = write_corpus(tmp_path / "in", documents=8, paragraphs=4)
@@ -205,6 +208,7 @@ def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
         assert listing(tmp_path / name) == listing(tmp_path / "one")
 
 
+@pytest.mark.slow
 def test_small_batches_give_the_same_bytes(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_corpus(tmp_path / "in", documents=5)
     fresh(folder, store=tmp_path / "large").fine()

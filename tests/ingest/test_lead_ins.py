@@ -14,6 +14,7 @@ from kvtool.core.model.options import DEFAULT_SYSTEM, EARLIER_SYSTEM
 from tests.cli.working import CHUNKS, QUESTION, SHORT, chunks_of, kvtool, listing, payloads, prefix_chunk, write_corpus
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", ["warm", "prefix", "neighbour", "bos", "sink:4", "none", "FILE"])
 def test_every_lead_in(mode: str, tiny: Path, tmp_path: Path) -> None:
     folder, path = write_corpus(tmp_path / "in", 3), tmp_path / "s"

@@ -42,6 +42,7 @@ def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> N
     assert {chunk["status"] for chunk in reply["chunks"]} <= {"hit", "exact"}
 
 
+@pytest.mark.slow
 def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
     """Nobody keeps exact records that it could be measured on later."""
     corpus = write_corpus(tmp_path / "in", 2, 3)
@@ -65,6 +66,7 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
     assert (exact.json["loss"], exact.err) == (0.0, "")
 
 
+@pytest.mark.slow
 def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
     """New chunks are encoded with it, an edited document's too; the old ones stay as they are."""
     corpus, path = write_corpus(tmp_path / "in", 2, 3), tmp_path / "store"
@@ -88,6 +90,7 @@ def test_with_the_stores_profile(at: tuple[Any, ...], tmp_path: Path) -> None:
         assert all(side.isfinite().all() for side in decoded(path, chunk, "2").keys)
 
 
+@pytest.mark.slow
 def test_what_it_stores_is_what_compress_makes(at: tuple[Any, ...], tmp_path: Path) -> None:
     corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"
     kvtool("ingest", write_corpus(tmp_path / "first", 2, 3), *at).fine()
@@ -118,6 +121,7 @@ def test_the_first_documents_of_a_store_are_compressed_at_once(at: tuple[Any, ..
     }
 
 
+@pytest.mark.slow
 def test_a_damaged_profile_is_said(at: tuple[Any, ...], tmp_path: Path) -> None:
     """And nothing is stored without it."""
     corpus, path = write_corpus(tmp_path / "in", 1, 3), tmp_path / "store"

@@ -50,6 +50,7 @@ def alone(tiny: Path, tmp_path: Path) -> tuple[object, ...]:
     return here
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 def test_workers_make_what_one_process_makes(
     alone: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -82,6 +82,7 @@ def test_a_file_that_has_just_changed_is_not_trusted(
     assert counts(fresh, folder, reads) == (3, 3, 0)
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1, "marks": "%%"}'])
 def test_without_marks_files_are_read(

@@ -25,6 +25,7 @@ def values_behind(model: Any, lead_in: tuple[int, ...], ids: tuple[int, ...]) ->
     return cache.layers[1].values[0, :, len(lead_in) :]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("mode", "other"), [("warm", "prefix"), ("prefix", "warm"), ("neighbour", "warm"), ("none", "warm")]
 )

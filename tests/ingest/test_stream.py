@@ -77,6 +77,7 @@ def test_two_files_wait_for_one_chunk(folder: Path, fresh: Any, tmp_path: Path) 
     assert len(listing(tmp_path / "fresh")) == FILES
 
 
+@pytest.mark.slow
 def test_a_chunk_that_the_model_cannot_hold_fails_its_file_alone(folder: Path, tiny: Path, tmp_path: Path) -> None:
     for number in (4, 5):
         (folder / f"{number}.txt").write_text("The mill grinds all day. " * 800)

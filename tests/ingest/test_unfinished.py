@@ -66,6 +66,7 @@ def test_the_list_of_the_store_names_them(interrupted: Interrupted, tmp_path: Pa
     assert f"{BEFORE} chunks of files that an ingest did not finish" in told
 
 
+@pytest.mark.slow
 def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     fresh(large, store=tmp_path / "whole").fine()
     interrupted()
@@ -84,6 +85,7 @@ def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh
     assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_they_are_counted_and_are_no_damage(interrupted: Interrupted, fresh: Any, large: Path, tmp_path: Path) -> None:
     path = tmp_path / "fresh"
     fresh(large.parent / "small.md").fine()
@@ -154,6 +156,7 @@ def test_forget_names_the_file(interrupted: Interrupted, large: Path, fresh: Any
     assert len(listing(tmp_path / "fresh")) == 1
 
 
+@pytest.mark.slow
 def test_a_changed_file_keeps_its_former_version_meanwhile(
     interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
 ) -> None:
@@ -198,6 +201,7 @@ def test_they_go_first_when_room_is_needed(counted_on: tuple[str, ...], tmp_path
         assert verify(store) == []
 
 
+@pytest.mark.slow
 def test_prune_drops_them_before_what_can_be_asked(
     interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
 ) -> None:

@@ -173,6 +173,7 @@ def test_a_key_is_found_behind_the_first_bytes_and_a_packed_text_is_not_too_long
         assert {kind: count for kind, count in skipped.items() if count} == {"unsupported": 1, "secret": 3}
 
 
+@pytest.mark.slow
 def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:
     (folder / "long.lst").write_text("x" * 5000)
     assert fresh(folder / "long.lst").fine().json["documents"]["added"] == 1

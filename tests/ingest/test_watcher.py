@@ -134,6 +134,7 @@ def test_a_file_that_cannot_be_read_is_told_once_for_each_of_its_contents(
     assert told.failed == ["bad.txt", "bad.txt"]
 
 
+@pytest.mark.slow
 def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
     watcher: Watcher, folder: Path, told: Told
 ) -> None:
@@ -152,6 +153,7 @@ def test_the_documents_of_a_folder_that_vanishes_stay_until_it_is_back(
     assert told.taken() == [("added", "c.md")]
 
 
+@pytest.mark.slow
 def test_the_documents_of_a_folder_that_is_empty_stay_until_something_is_in_it(
     tiny: Path, watcher: Watcher, folder: Path, place: Path, told: Told
 ) -> None:
@@ -178,6 +180,7 @@ def test_the_documents_of_a_folder_that_is_empty_stay_until_something_is_in_it(
     assert told.taken() == [("removed", "a.md")]
 
 
+@pytest.mark.slow
 def test_a_named_file_is_followed_when_it_is_replaced_and_forgotten_when_it_is_deleted(
     tiny: Path, tmp_path: Path, folder: Path, place: Path, told: Told
 ) -> None:
@@ -213,6 +216,7 @@ def test_selection_is_that_of_an_ingest(tiny: Path, folder: Path, place: Path, t
         assert watcher.round(told.events) is None
 
 
+@pytest.mark.slow
 def test_an_empty_folder_makes_no_store_before_there_is_something_in_it(
     tiny: Path, tmp_path: Path, place: Path, told: Told
 ) -> None:

@@ -85,6 +85,7 @@ def placed(shape: Shape) -> tuple[torch.Tensor, torch.Tensor]:
     return buffers[0], buffers[1]
 
 
+@pytest.mark.some(2)
 @needs_triton
 @pytest.mark.parametrize(
     "shape",
@@ -162,6 +163,7 @@ def compiled(head_dim: int, half: int, aligned: bool) -> str:
     return str(built.asm["ptx"])
 
 
+@pytest.mark.slow
 @needs_triton
 def test_it_compiles_to_wide_reads_and_nothing_fused(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton.backends.nvidia") is None:

@@ -100,6 +100,7 @@ def check(sides: list[torch.Tensor], runs: ShiftSpans, isa: str, rotated: bool) 
         assert torch.equal(found[:, untouched].nan_to_num(9), right[:, untouched].nan_to_num(9))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("isa", NATIVE)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (64, 32), (80, 80), (128, 128), (256, 64)])

@@ -43,6 +43,7 @@ def holds(case: Case, selector: Selector, lead_in: Ids = BOS, tokens: int = TOKE
         assert said == plain_text(case.name, case.dtype, tuple(plan.ids), tokens)
 
 
+@pytest.mark.every_family
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_recompute_everything_is_full_prefill(case: Case, name: str) -> None:
     """Of chunks that are all stored otherwise than they are: behind the prompt's own beginning the first is right."""

@@ -45,17 +45,20 @@ def steady(request: pytest.FixtureRequest) -> Case:
     return case(*request.param)
 
 
+@pytest.mark.every_family
 def test_recompute_everything_is_full_prefill(steady: Case) -> None:
     for name in ("full", "epic", "blend", "union"):
         tokens = test_1_recompute_everything.length(name)
         test_1_recompute_everything.holds(steady, at_its_end(lossless(name)), BOS, tokens)
 
 
+@pytest.mark.every_family
 def test_recompute_nothing_is_reuse(like: Case) -> None:
     for name in ("epic", "blend", "union"):
         test_2_recompute_nothing.holds(like, at_its_end(idle(name)))
 
 
+@pytest.mark.every_family
 def test_one_chunk_is_full_prefill(steady: Case) -> None:
     for name in MODES:
         test_3_one_chunk.holds(steady, SELECTORS[name]())

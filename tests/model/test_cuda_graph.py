@@ -49,6 +49,7 @@ def test_a_static_step_is_a_step(name: str, dtype: str) -> None:
         cache.set_length(len(PROMPT) + number + 1)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("reserve", [len(ANSWER), 4])
 @pytest.mark.parametrize("name", ["llama", "smollm3"])
 def test_a_graph_gives_what_the_forward_gives(gpu: Log, name: str, reserve: int) -> None:
@@ -79,6 +80,7 @@ def test_the_cache_is_whole_between_steps(gpu: Log) -> None:
     assert distance(after, plain.extend(tokens(3, 9), same)) <= 1e-4
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("name", [name for name in MOE if name in KINDS])
 def test_what_cannot_be_captured_is_stepped_plainly(gpu: Log, name: str) -> None:
     """Experts are chosen on the host: a capture that waits for the device fails, and says why."""

@@ -175,6 +175,7 @@ def test_a_beginning_knows_its_probabilities() -> None:
     assert begun.log_p == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_seeded_sampling_is_repeatable(name: str) -> None:
     shared = case("llama")

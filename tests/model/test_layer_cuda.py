@@ -103,6 +103,7 @@ def layer_width(decoder: Decoder) -> int:
     return int(decoder.config.num_attention_heads * decoder.shapes[0].key_dim)
 
 
+@pytest.mark.slow
 def test_a_model_that_computes_something_else_has_none() -> None:
     with pretended():
         decoder = decoder_of(tiny_model("llama"), "cuda")
@@ -181,6 +182,7 @@ def _kernel_and_torch(
     return [[ours, buffers[0].keys, buffers[0].values], [query, buffers[1].keys, buffers[1].values]]
 
 
+@pytest.mark.some(2)
 @needs_triton
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary", "normed", "rows", "fused"),
@@ -208,6 +210,7 @@ def test_the_kernel_places_heads(
         assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("wrong", ["keys", "at", "table", "buffer"])
 def test_what_would_leave_its_arrays_is_refused(wrong: str) -> None:
     from kvtool.core.kernels.heads_triton import place

@@ -134,6 +134,7 @@ def test_what_is_not_known_is_refused() -> None:
         Latents(attention, IMPLEMENTATION)
 
 
+@pytest.mark.slow
 def test_bytes_a_token_of_deepseek_v2_lite() -> None:
     """576 numbers a layer; its keys and values, expanded, would be 5,120. What else it has is made small."""
     config = shape_config("deepseek-v2-lite")

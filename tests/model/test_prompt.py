@@ -72,6 +72,7 @@ def whole(tokenizer: Any, passages: list[str], question: str, system: str = DEFA
     return (*parts.prefix, *(i for c in chunks for i in c), *question_tokens(tokenizer, question, parts))
 
 
+@pytest.mark.some(3)
 def test_prompt_reads_as_the_template_writes_it(styled: Any) -> None:
     ids = whole(styled, ["One.", "Two."], "Who?")
     user = "One.\n\nTwo.\n\nQuestion: Who?"
@@ -133,6 +134,7 @@ def test_base_model_without_template() -> None:
     assert ids.count(tokenizer.bos_token_id) == 1
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "template",
     [
@@ -151,6 +153,7 @@ def test_unusable_template(template: str) -> None:
     assert caught.value.hint
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "template",
     [

@@ -24,6 +24,7 @@ NEON_KERNELS["threads"] = lambda: pool_module(NEON)
 KINDS = sorted({name.partition("/")[0] for name in NEON_KERNELS})
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kernel_compiles_for_arm(kind: str) -> None:
     """Without an intrinsic of x86, and without a library that a process might lack."""

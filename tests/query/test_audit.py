@@ -30,6 +30,7 @@ def audits_of(path: Path) -> list[Audit]:
     return list(kept.audits)
 
 
+@pytest.mark.slow
 def test_it_says_what_compare_says(store: Path) -> None:
     for mode in ("union", "reuse", "epic"):
         kvtool("query", *AT, "--store", store, "--fusion", mode, *ALL).fine()
@@ -61,6 +62,7 @@ def test_the_answer_stands_before_it_is_audited(store: Path, error: Exception, m
     assert audits_of(store) == []
 
 
+@pytest.mark.slow
 def test_a_setting_a_share_and_none_by_default(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     questions = [f"Who built the {number}. mill?" for number in range(12)]
     batch = tmp_path / "batch.jsonl"

@@ -179,6 +179,7 @@ def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
     assert [first.json["controller"][name] for name in fields] == [second.json["controller"][name] for name in fields]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "null", '{"format": 1}', '{"format": 99, "machines": {}}', '{"format": 1, "machines": 7}'],
@@ -304,6 +305,7 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("fast", "more", "chosen", "weighed"),
     [

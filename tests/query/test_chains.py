@@ -95,6 +95,7 @@ def test_the_second_question_computes_itself_alone(store: Path) -> None:
     assert keys_of(store) == before  # a question is not kept
 
 
+@pytest.mark.slow
 def test_another_document_begins_behind_the_prompts_beginning(store: Path) -> None:
     ask(store, FIRST)
     other = ask(store, FIRST, "--token-ids", documents="mill3.md").json
@@ -155,6 +156,7 @@ def test_nothing_is_kept_where_nothing_may(store: Path) -> None:
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
 
+@pytest.mark.slow
 def test_what_was_not_used_for_longest_goes_for_what_is_new(store: Path) -> None:
     ask(store, FIRST)
     one = stretches(store)["bytes"]
@@ -191,6 +193,7 @@ def test_forgetting_a_document_takes_its_stretches(store: Path) -> None:
         assert verify(opened) == []
 
 
+@pytest.mark.slow
 def test_a_changed_document_is_computed_from_where_it_changed(made: Path, store: Path, tmp_path: Path) -> None:
     shutil.copytree(made / "corpus", tmp_path / "corpus")
     kvtool("ingest", tmp_path / "corpus", "--store", store, *CHUNKS).fine()
@@ -238,6 +241,7 @@ def each_kind(store: Path) -> Iterator[bytes]:
     yield from by_kind.values()
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -> None:
     ask(store, FIRST)
@@ -337,6 +341,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
 # ---- elsewhere ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) -> None:
     whole = ask(store, FIRST).json
     ask(store, FIRST, documents="mill3.md")

@@ -206,6 +206,7 @@ def level_made_anew(store: Path) -> None:
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("change", [another_instruction, level_made_anew])
 def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
     store: Path, change: Callable[[Path], None]

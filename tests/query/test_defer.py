@@ -66,6 +66,7 @@ def test_an_unsure_one_loads_everything_and_reads_it_once(store: Path) -> None:
     assert row["rounds"][-1]["confidence"] is None
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", SELECTORS)
 def test_every_mode_in_rounds_is_lossless_where_it_recomputes_everything(mode: str, store: Path) -> None:
     """`full` and `prefix` keep what they have computed in the rounds before."""

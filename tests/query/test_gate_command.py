@@ -49,6 +49,7 @@ def test_inspect_gate(store: Path, failed: Path) -> None:
     assert kvtool("inspect", "--store", failed, "--json").fine().json["gate"]["passed"] is False
 
 
+@pytest.mark.slow
 def test_a_lost_or_broken_verdict_is_found_anew(store: Path) -> None:
     (verdict,) = (store / "gate").glob("*.json")
     for content in (None, "{", "[]", '{"format": 99}'):

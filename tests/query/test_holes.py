@@ -89,6 +89,7 @@ def levels_of(store: Path, chunk: str) -> list[str]:
         return opened.levels(bytes.fromhex(chunk))
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("broken", "left"),
     [
@@ -159,6 +160,7 @@ def test_the_beginning_of_the_prompt(store: Path) -> None:
     assert ask(store, "--fusion", "reuse").json["tokens"] == whole["tokens"]
 
 
+@pytest.mark.slow
 def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, chunk = payloads(store), chunks_of(store, "mill2.md")[1]
     whole = ask(store, "--fusion", "reuse").json
@@ -231,6 +233,7 @@ def test_a_dry_run_needs_no_lock(store: Path, corpus: Path) -> None:
     assert report["documents"]["changed"] == report["chunks"]["computed"] == 1
 
 
+@pytest.mark.slow
 def test_a_neighbour_store_is_filled_by_ingest(tiny: Path, tmp_path: Path) -> None:
     """A query does not know the chunk before; the next ingest does, though no file changed."""
     folder, path = write_corpus(tmp_path / "in", 3), tmp_path / "s"

@@ -52,6 +52,7 @@ class Interrupts:
         return self._line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3-next"])
 def test_ctrl_c_at_any_line(family: str, tmp_path: Path) -> None:
     folder = save_tiny(family, tmp_path / "model")

@@ -163,6 +163,7 @@ def payload_bytes(path: Path, *levels: str) -> int:
     return sum(len(rows(path, level)[chunk, layer]) - 80 for chunk, level in wanted for layer in range(LAYERS))
 
 
+@pytest.mark.slow
 def test_a_chunk_of_an_older_profile_is_not_read_for_what_the_new_one_loses(
     fitted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +267,7 @@ def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: p
     assert files_below(fitted) == before
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload", "not these numbers"])
 @pytest.mark.parametrize("level", ["2", "4"])
 def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitted: Path) -> None:

@@ -111,6 +111,7 @@ def compact_it(store: Path) -> None:
         writer.compact()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("change", [remove_all, compact_it, lambda store: (remove_all(store), compact_it(store))])
 @pytest.mark.parametrize("mode", ["union", "auto"])
 def test_a_store_that_changes_in_the_middle_of_a_question(
@@ -142,6 +143,7 @@ def compressed(store: Path, prompts: int) -> None:
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=prompts, questions=0))
 
 
+@pytest.mark.slow
 def test_a_level_that_was_made_anew_is_not_answered_from_memory(store: Path) -> None:
     compressed(store, 1)
     options = replace(OPTIONS, level="4", fusion="reuse")

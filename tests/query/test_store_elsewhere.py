@@ -27,6 +27,7 @@ from tests.cli.working import (
 FIELDS = ("answer", "chunks", "tokens", "bytes_read")
 
 
+@pytest.mark.slow
 def test_copied_and_moved_stores_answer_alike(store: Path, tmp_path: Path) -> None:
     """Law 6, one of the runs in another process."""
     args = ("query", QUESTION, *SHORT, "--json", "--store")
@@ -59,6 +60,7 @@ def test_threads_do_not_matter(store: Path) -> None:
     assert {name: one[name] for name in FIELDS} == {name: two[name] for name in FIELDS}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend"])
 @pytest.mark.parametrize("layer", [0, 3])
 def test_a_flipped_bit_in_a_record(mode: str, layer: int, store: Path, tmp_path: Path) -> None:

@@ -99,6 +99,7 @@ def check_said(error: KvtoolError, cell: Cell) -> None:
     assert not SECRETS.search(f"{error.message} {error.hint} {error.__cause__}")
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize(("site", "cell"), cells(READING), indirect=["site"])
 def test_a_pull(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
     with scene.made(cell.make, scene.site.pulled / 2), closing(scene.blobs(cell.patience)) as blobs:
@@ -118,6 +119,7 @@ def test_a_pull(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> Non
 MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once|half|crawls|nobody", fault)}
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
 def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None:
     """The catalogue is here already. What comes is right, the rest are holes, and who goes on waiting is none."""
@@ -145,6 +147,7 @@ def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes
     return found
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("site", "cell"), cells(SENDING), indirect=["site"])
 def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
     """Readers see all of it or nothing; what was sent is not sent again."""

@@ -1,1 +1,1 @@
-"""What a language model's agent is given of a store: tools and resources of the Model Context Protocol."""
+"""Model Context Protocol: tools and resources by which a language model's agent reads a store."""

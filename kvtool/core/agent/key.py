@@ -15,7 +15,7 @@ _MOST = 4096  # bytes of a key
 
 
 def key_file(named: Path | None) -> Path:
-    """Where the key is kept: the file that is named, else one in the user's data folder."""
+    """Return the path of the key: the named file, else one in the user's data folder."""
     return named if named is not None else data_dir() / "mcp.key"
 
 

@@ -1,4 +1,4 @@
-"""How agents reach the tools: standard input and output, or streamable HTTP with a key."""
+"""Transports of the tools: standard input and output, or streamable HTTP with a key."""
 
 from __future__ import annotations
 

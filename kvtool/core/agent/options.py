@@ -1,4 +1,4 @@
-"""What can be set of the server for agents."""
+"""Options of the server for agents."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SERVER = "Server"  # heading in the command's help
 
 @dataclass(frozen=True, kw_only=True)
 class AgentOptions(Options, settings=False, group=SERVER):
-    """What agents may do, and how they are listened to."""
+    """Options of what agents may do, and how they connect."""
 
     root: tuple[Path, ...] = option(
         (), "Let agents ingest what lies below this folder.", metavar="FOLDER", unit="path", instead="nothing"

@@ -1,6 +1,6 @@
-"""What the tools return; their fields are the schema that a client is shown.
+"""Results of the tools; their fields are the schema that a client is shown.
 
-It is read off these classes; slots would look like defaults there.
+The schema is made from these classes; slots would look like defaults there.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the store's own model answers, and from which chunks.
+    """An answer of the store's own model, and the chunks that it is based on.
 
     Attributes
     ----------
-    finish : how the answer ended: stop, length (cut off at its longest) or repeat (it began to say the same again).
-    sources : the chunks of the prompt, the best first.
-    fusion : the mode by which stored keys and values were joined.
+    finish : how the answer ended: stop, length (cut off at the longest allowed) or repeat (it began to repeat itself).
+    sources : the chunks of the prompt, best first.
+    fusion : the mode by which stored keys and values were fused.
     tokens : of the prompt `prompt = reused + recomputed + fresh`, and `generated`.
     ttft_ms : milliseconds from the question to the first token.
     """
@@ -70,7 +70,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Status:
-    """What the store holds, and for which model; `gate`: whether its fused answers may be trusted, None: not tried."""
+    """Contents of the store, and its model; `gate`: whether its fused answers may be trusted, None: not tested."""
 
     store: str
     documents: int

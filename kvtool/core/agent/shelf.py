@@ -1,4 +1,4 @@
-"""What is read of a store without its model: chunks by a question, a chunk with its neighbours, whole documents."""
+"""Reading of a store without its model: chunks by a question, a chunk with its neighbours, whole documents."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Shelf:
             return document.text
 
     def status(self, roots: Sequence[Path]) -> Status:
-        """What the store holds."""
+        """Report the contents of the store."""
         with self._reading() as (store, _):
             stats, identity = sizes_of(store), store_identity(store)
             verdict = known_result(store, identity.fingerprint)
@@ -90,7 +90,7 @@ class Shelf:
 
     @contextmanager
     def _reading(self) -> Iterator[tuple[Store, Finder]]:
-        """One state of the store."""
+        """Hold one state of the store."""
         with self._lock:
             store, finder = self._opened()
             with store.view():

@@ -1,4 +1,4 @@
-"""What a cache of the Python API holds: a store and its model, one thread at a time, and audits of its answers."""
+"""Shared state of a cache of the Python API: a store and its model, one thread at a time, and audits of its answers."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def warn_user(text: str, hint: str) -> None:
 
 
 def alone(source: type[Options] = Options) -> Callable[[Method], Method]:
-    """One thread at a time, and on an open cache: what hooks into the model is shared, and a store must not be closed
-    under another thread. Notebooks are shown the options of `source` as keywords."""
+    """Run a method in one thread at a time, on an open cache: hooks into the model are shared, and a store must not be
+    closed under another thread. Notebooks are shown the options of `source` as keywords."""
 
     def decorate(method: Method) -> Method:
         @functools.wraps(method)

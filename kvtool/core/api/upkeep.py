@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Upkeep(Held):
-    """What gives bytes back."""
+    """Methods that free bytes of the store."""
 
     @alone(ForgetOptions)
     def forget(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:

@@ -58,15 +58,15 @@ class Chunks(Opened):
             return _info_of(snapshot, chunk_id)
 
     def sealed_info(self, chunk_id: bytes) -> memoryview | None:
-        """What :meth:`chunk_info` reads, in the envelope that it is stored in, unchecked."""
+        """Return the row that :meth:`chunk_info` reads, in its envelope as it is stored, unchecked."""
         with self.snapshot() as snapshot:
             return snapshot.get(tables.CHUNKS, keys.check_chunk_id(chunk_id))
 
     def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
-        """How many of these chunks each arithmetic has computed; None: those of which it was not noted, or that are
-        damaged or not there.
+        """Count these chunks by the arithmetic that computed them; None: it was not noted, or the chunk is damaged or
+        missing.
 
-        Without ids it is of all chunks, of a large store the first 10,000 by id: ids are digests, so that is fair."""
+        Without ids count all chunks, of a large store the first 10,000 by id: ids are digests, so that is fair."""
         counts: Counter[Arithmetic | None] = Counter()
         with self.snapshot() as snapshot:
             for chunk_id in islice(snapshot.keys(tables.CHUNKS) if chunk_ids is None else chunk_ids, _SAMPLED):
@@ -77,8 +77,8 @@ class Chunks(Opened):
         return dict(counts)
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Whether at least one level can be read, of a chunk whose description is intact or that a link offers; of one
-        without layers, of which nothing is stored by design, whether the description is intact."""
+        """Return True if at least one level can be read of a chunk that a link offers or whose description is intact. A
+        chunk without layers, of which nothing is stored by design, only needs an intact description."""
         if self.link is not None and self.link.offers(chunk_id):
             return True
         with self.snapshot() as snapshot:
@@ -109,7 +109,7 @@ class Chunks(Opened):
         return list(self.level_sizes(chunk_id))
 
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
-        """How many bytes each level has, of which all layers are stored or offered by a link; sorted by level."""
+        """Return the bytes of each level whose layers are all stored or offered by a link, sorted by level."""
         here = self.sizes_here(chunk_id)
         if self.link is None:
             return here
@@ -117,14 +117,14 @@ class Chunks(Opened):
         return dict(sorted((offered | here).items()))
 
     def sizes_here(self, chunk_id: bytes) -> dict[str, int]:
-        """How many bytes the records of each level have in this folder alone, whatever a link offers."""
+        """Return the bytes of each level's records in this folder, without those that a link offers."""
         with self.snapshot() as snapshot:
             return _sizes_of(snapshot, chunk_id)
 
     def payload_sizes(self, chunk_id: bytes, level: str) -> list[int]:
-        """How many bytes a read of each layer at a level takes, coarser levels that it refines included; no record is
-        read or fetched. Of what a link has as a value for each record, which does not state their lengths, all layers
-        count alike. Empty where there is none, or it cannot be told."""
+        """Return the bytes that a read of each layer at a level takes, including the coarser levels that it refines. No
+        record is read or fetched. If a link does not state the lengths of single records, all layers count the same.
+        Empty if the level is not stored, or its sizes cannot be found out."""
         try:
             sizes, base = self._sizes_and_base(chunk_id, level)
         except DamagedError:
@@ -174,7 +174,7 @@ class Chunks(Opened):
     # ---- KV ------------------------------------------------------------------------------------------------------
 
     def read_kv(self, chunk_id: bytes, level: str, layer: int) -> KVRead | None:
-        """One layer of one chunk; None if it is not stored.
+        """Read a single layer of a chunk; None if it is not stored.
 
         Raises
         ------
@@ -194,18 +194,18 @@ class Chunks(Opened):
         room: Room = aligned,
         ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
-        """One layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in memory.
-        What is not here is fetched, where a link offers it.
+        """Read one layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in
+        memory. Missing records are fetched if a link offers them.
 
         Parameters
         ----------
-        before : told each chunk's number before its record is read.
-        room : memory for a record; nobody else may write to it until the record is of no more use.
-        ahead : of each chunk, the layers that are read of it: a link is asked for those alone. None: it may be any.
+        before : called with each chunk's number before its record is read.
+        room : allocates memory for a record; nobody else may write to it while the record is in use.
+        ahead : for each chunk the layers that will be read; only these are requested from a link. None: any layer.
 
         Returns
         -------
-        For each chunk its header and payload, None if it is not stored, or what is wrong with it or its place.
+        For each chunk its header and payload, None if it is not stored, or the error of its record or place.
         """
         wanted = [keys.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
         with self.snapshot() as snapshot:

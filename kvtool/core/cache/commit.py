@@ -1,4 +1,4 @@
-"""One commit of a writer: weighed against the disk and the store's size budget, in bytes of files, then durable.
+"""Commit of a writer: weighed against the disk and the store's size budget, in bytes of files, then made durable.
 
 Nothing is computed inside a write transaction: rows come encoded and compared with what is stored.
 """
@@ -160,7 +160,7 @@ class Commits:
 
 
 def _write_limited(environment: Environment, apply: Apply, need: int) -> None:
-    """What the last transaction has freed can be taken by the one after the next: then once more."""
+    """Write, and once more after an empty transaction: pages freed by the last transaction are usable one later."""
     try:
         environment.write(apply, need + _SLACK)
     except FileFullError:

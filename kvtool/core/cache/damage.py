@@ -1,4 +1,4 @@
-"""What is wrong with a store: every digest and every reference is looked at."""
+"""Damage check of a store: every digest and every reference is verified."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Damage:
 
     @property
     def kind(self) -> str:
-        """Where it is, for people: a table's name, `beside` of a file beside the records, else `store`."""
+        """Return the place for people: a table's name, `beside` for a file next to the records, else `store`."""
         return self.table or "store"
 
 

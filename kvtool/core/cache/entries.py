@@ -1,4 +1,4 @@
-"""What the store knows besides KV: files, documents, chunks, as frozen values with one byte form each."""
+"""Entries of a store besides KV: files, documents, chunks, as frozen values with one byte form each."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""One LMDB environment, with what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
+"""LMDB environment, with what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
 
-Default flags are crash-safe (kvtool/docs/store-format.md). Buffers are never let out of their transaction: every value
-is copied.
+Default flags are crash-safe (kvtool/docs/store-format.md). Every value is copied: no buffer outlives its transaction.
 """
 
 from __future__ import annotations
@@ -151,7 +150,7 @@ class Environment:
             visit.end()
 
     def _recover(self, error: lmdb.Error) -> bool:
-        """Whether it is worth trying again."""
+        """Mend the cause of an error, if possible. Returns True if the call is worth another try."""
         if isinstance(error, lmdb.MapResizedError):  # another process has let the file grow
             self._resize(0)
             return True
@@ -259,7 +258,7 @@ class Environment:
             ) from error
 
     def is_at(self, generation: Path) -> bool:
-        """Whether the file that stands there is ours, or cannot be seen."""
+        """Return True if the data file in this folder is the open one, or cannot be seen."""
         try:
             status = (generation / "data.mdb").stat()
         except OSError:
@@ -273,11 +272,11 @@ class Environment:
         return (self.generation / "data.mdb").stat().st_size
 
     def allocated_bytes(self) -> int:
-        """How many bytes the pages have that were ever in use."""
+        """Return the bytes of all pages that were ever in use."""
         return (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
 
     def free_bytes(self) -> int:
-        """How many bytes the data file has that the next commits may take without a byte of the disk."""
+        """Return the bytes of the data file that the next commits can use without more of the disk."""
         with self.read() as snapshot:
             return self.free_beside(snapshot.live_bytes())
 

@@ -1,4 +1,4 @@
-"""What a store says of itself: its manifest and settings, its counters, what it holds in numbers."""
+"""Facts that a store keeps about itself: its manifest and settings, its counters, the number of its entries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Facts(Opened):
     """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of facts and of profiles."""
 
     def manifest(self) -> dict[str, Any]:
-        """What the core keeps about the store; empty when new. Raises DamagedError."""
+        """Return the core's facts about the store; empty when new. Raises DamagedError."""
         return self._json(keys.MANIFEST_KEY, "the manifest")
 
     def made_by(self) -> Origin:
@@ -30,16 +30,16 @@ class Facts(Opened):
             return UNKNOWN
 
     def codec_state(self) -> dict[str, Any]:
-        """Which codec profile is in use and what was measured of each level; empty before the first `compress`."""
+        """Return the codec profile in use and the measurements of each level; empty before the first `compress`."""
         return self._json(keys.CODEC_KEY, "what is known of the codec levels")
 
     def budget(self) -> int | None:
-        """How many bytes the store's folder may hold; None: as many as the disk. Raises DamagedError."""
+        """Return the bytes that the store's folder may hold; None: as many as the disk. Raises DamagedError."""
         size = self._json(keys.BUDGET_KEY, "the size budget").get("bytes")
         return None if size is None else int(size)
 
     def pins(self) -> dict[str, Any]:
-        """What eviction never touches: `sources` and `chunks` (ids in hex). Raises DamagedError."""
+        """Return the entries that are never evicted: `sources` and `chunks` (ids in hex). Raises DamagedError."""
         return {"sources": [], "chunks": []} | self._json(keys.PINS_KEY, "the list of pins")
 
     def unfinished(self) -> dict[str, tuple[bytes, ...]]:
@@ -97,7 +97,7 @@ class Facts(Opened):
         return int(counted.get(name, revision)) if counted.get("revision") == revision else revision
 
     def is_collected(self) -> bool:
-        """Whether chunks that no document refers to were looked for since documents changed last."""
+        """Return True if chunks without a document were looked for after the last change of documents."""
         with contextlib.suppress(DamagedError):  # then they are looked for, and the counter is written anew
             return bool(self._json(keys.COLLECTED_KEY, "a counter").get("documents") == self.documents_revision())
         return False

@@ -17,9 +17,9 @@ _LOOK_SECONDS = 0.001
 
 
 class Visit:
-    """One transaction's stay in an environment: made first, ended in a `finally`; ending it twice is fine.
+    """A transaction's stay in an environment: created first, ended in a `finally`; ending it twice is allowed.
 
-    Whether it stays is an attribute, so that ending is one store, which no signal can cut in two.
+    Its state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway.
     """
 
     __slots__ = ("__weakref__", "gate", "inside", "thread", "transaction", "tree")
@@ -91,7 +91,7 @@ class Gate:
         return [visit for visit in known if visit is not None and visit.inside]
 
     def _others(self) -> bool:
-        """Whether other threads are inside; what this thread has left behind ends."""
+        """Return True if other threads are inside; visits that this thread has left open are ended."""
         this_thread = threading.get_ident()
         for visit in self._inside():
             if visit.thread == this_thread:

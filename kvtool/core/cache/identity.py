@@ -74,7 +74,7 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
 
 
 def is_id(text: str) -> bool:
-    """Whether a text is written as an id, or the beginning of one."""
+    """Return True if a text has the form of an id, or of the beginning of an id."""
     return not text.strip().lower().strip("0123456789abcdef")
 
 

@@ -1,4 +1,4 @@
-"""What a store's folder looks like, and how its small files are written.
+"""Layout of a store's folder, and writing of its small files.
 
 ::
 
@@ -8,8 +8,8 @@
     writer.lock         the one writer's lock; writer.json says who holds it
     access.log          which chunks were used when
     served.log          how many chunks questions found and missed
-    gate/ index/        what other rooms keep beside the records
-    remote/             what was taken over of the shared store that this one stands in front of
+    gate/ index/        side files of the conformance gate and of retrieval
+    remote/             the catalogue of the shared store, if this is its local store
 
 Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
 """
@@ -48,7 +48,7 @@ REBUILD = "restore the folder from a copy, or ingest into a new store"
 
 @dataclass(frozen=True, slots=True)
 class StoreFile:
-    """What ``store.json`` says."""
+    """Contents of ``store.json``."""
 
     uuid: str
     format: int
@@ -168,14 +168,14 @@ def check_foreign(root: Path) -> None:
 
 
 def _is_foreign(root: Path) -> bool:
-    """Whether a folder holds other things than a store."""
+    """Return True if a folder holds other things than a store."""
     ours = {LOCK_FILE, HOLDER_FILE}
     others = [name for name in os.listdir(root) if name not in ours and not name.startswith(TEMPORARY)]
     return bool(others) and not (root / STORE_FILE).exists()  # in this order: another process may be making the store
 
 
 def _way_to_one(root: Path) -> str:
-    """What to do where no store is; an ingest would refuse a folder of other things."""
+    """Return a hint for a folder without a store; an ingest would refuse a folder of other things."""
     try:
         if _is_foreign(root):
             return "it holds other things, and a store is made only in an empty or a new folder: name one with --store"
@@ -215,7 +215,7 @@ def point_to(root: Path, generation: Path) -> None:
 
 
 def concerns(root: Path) -> list[str]:
-    """What a careful owner would want to know about the folder's permissions."""
+    """List what is unsafe about the folder's permissions, with the command that mends it."""
     mode = root.stat().st_mode
     if mode & 0o022:
         return [f"{root} can be written by others: chmod 700 it"]

@@ -1,6 +1,6 @@
-"""What may stand behind a local store: a place that has more of its chunks' records, which a read fetches.
+"""Protocol of a remote backend of a local store: a read fetches the records from it that the store lacks.
 
-:attr:`Store.link` is one, or None for a store that is only a folder: callers ask that, and nothing about classes.
+:attr:`Store.link` is one, or None for a store that is only a folder: callers test for that, never for a class.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ahead = Sequence[Collection[int]] | None  # of each chunk, the layers that are r
 
 
 class RecordReader(Protocol):
-    """What gives the KV of chunks: a store, whatever stands behind it."""
+    """Protocol of a reader of chunks' KV: a store, with or without a remote backend."""
 
     def levels(self, chunk_id: bytes) -> list[str]:
         """Levels of which all layers can be read."""
@@ -33,10 +33,11 @@ class RecordReader(Protocol):
         room: Room = ...,
         ahead: Ahead = ...,
     ) -> list[KVRead | KvtoolError | None]:
-        """One layer of many chunks; for each its header and payload, None, or what is wrong with it.
+        """Read one layer of many chunks; for each its header and payload, None, or its error.
 
-        Payloads are private, writable and 64-byte aligned in memory; `before` is told each chunk's number before its
-        record is read; `room` gives the memory for large ones; `ahead` says what else will be read of each.
+        Payloads are private, writable, 64-byte aligned; `before` is called with each chunk's number before its record
+        is
+        read; `room` allocates memory for large records; `ahead` lists the layers that will be read of each.
         """
         ...
 
@@ -142,11 +143,11 @@ class Link(Protocol):
     # ---- fetching ahead of the reads (core/query/streaming) ----
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
-        """Whether all of a chunk at a level needs no fetching."""
+        """Return True if a read of a chunk at a level needs no fetching."""
         ...
 
     def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
-        """What the records of a level are asked for by, layer by layer; none where it is not offered."""
+        """Return the requests for the records of a level, layer by layer; empty if the level is not offered."""
         ...
 
     def arrivals(self) -> Stream:

@@ -1,7 +1,7 @@
-"""What readers note without any lock: which chunks were used when, and how many questions found and missed.
+"""Lock-free logs of readers: which chunks were used when, and how many chunks questions found and missed.
 
 Each note is one line that ends in a checksum, appended in one ``O_APPEND`` write, so that lines of several processes do
-not mix. A writer folds the uses into the store; the counts are summed up when somebody asks.
+not mix. A writer folds the uses into the store; the counts are summed up when they are asked for.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AccessLog:
 
     @property
     def is_long(self) -> bool:
-        """Whether a writer should fold the log now: readers stop noting in one that is full."""
+        """Return True if a writer should fold the log now: readers stop noting when it is full."""
         try:
             return self._path.stat().st_size > _LONG_LOG_BYTES
         except OSError:
@@ -98,9 +98,9 @@ class AccessLog:
 
 
 def read_log(root: Path) -> list[tuple[bytes, int]]:
-    """What no writer has folded yet: chunk id and seconds of each use.
+    """Return the uses that no writer has folded yet: chunk id and seconds of each.
 
-    Notes move from the log to the log set aside, and from there into the store: who reads in this order misses none.
+    Notes move from the log to the log set aside, and from there into the store: reading in this order misses none.
     """
     return [*_uses(root / layout.ACCESS_FILE), *_uses(_aside(root))]
 

@@ -98,18 +98,18 @@ class Opened:
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing here can be written: then reads take no locks and leave no notes."""
+        """Return True if the store cannot be written: then reads take no locks and leave no notes."""
         return self.environment.read_only
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def view(self) -> Iterator[None]:
-        """One state of the store, taken now: until this ends all that is read through this object, by any thread, is
-        of it. One view at a time; inside of one, by the same thread, it is the same one.
+        """Hold one state of the store, as of now: until the end, all reads through this object, by any thread, see that
+        state. One view at a time; a nested view of the same thread is the same view.
 
-        It holds on to pages that a writer has replaced, so it lasts a question. Nothing can be written meanwhile
-        through this object; others write as they like.
+        A view keeps pages that a writer has replaced, so it should last no longer than a question. Nothing can be
+        written through this object meanwhile; other processes can.
         """
         with self._viewing:
             if self._view is not None:
@@ -148,7 +148,7 @@ class Opened:
 
     @contextlib.contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """One consistent state of the store, for a short read: that of the view, where there is one."""
+        """Hold one consistent state of the store for a short read: the view's, if there is a view."""
         view = self._view
         if view is not None and view.enter():
             try:

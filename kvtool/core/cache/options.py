@@ -1,4 +1,4 @@
-"""What can be set of the store."""
+"""Options of the store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STORE, CHECKED = "Store", "What is checked"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(Options):
-    """Which store."""
+    """The option that names the store."""
 
     store: str = option(
         "",
@@ -73,7 +73,7 @@ def default_store() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class LockOptions(Options):
-    """How long to wait where another process writes to the store."""
+    """The option of how long to wait while another process writes to the store."""
 
     lock_wait: float = option(
         10.0, "How long to wait for another kvtool's lock.", group=STORE, unit="duration", lowest=0
@@ -97,7 +97,7 @@ def _check_part(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(LockOptions, settings=False, group=CHECKED):
-    """How a store is checked."""
+    """Options of a check of the store."""
 
     repair: bool = option(False, "Drop what is damaged; it is computed again.")
     sample: str | None = option(

@@ -26,7 +26,7 @@ _BETWEEN_SECONDS = 0.01
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a meta page says of a tree: its depth, and how many pages and keys it has."""
+    """Counts of a tree in a meta page: its depth, and the number of its pages and keys."""
 
     depth: int
     branches: int
@@ -41,7 +41,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """What a meta page says.
+    """Contents of a meta page.
 
     Attributes
     ----------

@@ -41,7 +41,7 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
 
     @property
     def is_front(self) -> bool:
-        """Whether it stands in front of a shared store: all of its KV can be fetched again."""
+        """Return True for the local store of a shared store: all of its KV can be fetched again."""
         return (self.path / layout.REMOTE_FOLDER).is_dir()
 
     # ---- the folder ----------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
 
     @property
     def notes_are_long(self) -> bool:
-        """Whether a writer should take the notes into the store."""
+        """Return True if a writer should fold the notes into the store."""
         return self._access.is_long
 
     def flush(self) -> None:
@@ -113,7 +113,7 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
         self._served.flush()
 
     def served(self) -> Served:
-        """What questions found in the store, as far as it was written."""
+        """Return the counts of what questions found in the store, as far as they are on disk."""
         return self._served.total()
 
     def last_used(self) -> dict[bytes, int]:

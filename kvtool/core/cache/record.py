@@ -54,7 +54,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Kind(enum.IntEnum):
-    """What a payload is. The numbers are on disk: never reuse one."""
+    """The kind of a payload. The numbers are on disk: never reuse one."""
 
     KV = 1
     MANIFEST = 2
@@ -72,7 +72,7 @@ class Kind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class KVHeader:
-    """What a KV record holds: K ``[kv_heads, tokens, head_dim_k]`` and V ``[kv_heads, tokens, head_dim_v]`` of a layer.
+    """Header of a KV record: K ``[kv_heads, tokens, head_dim_k]`` and V ``[kv_heads, tokens, head_dim_v]`` of a layer.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def check_level(level: str) -> str:
 
 
 def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> bytes:
-    """One KV record as it stands in the store.
+    """Encode a KV record as it is stored.
 
     Parameters
     ----------

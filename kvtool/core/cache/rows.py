@@ -20,7 +20,7 @@ BY_CHUNK = (tables.CHUNKS, tables.LEVELS, tables.RECORDS, tables.USED, tables.WA
 
 
 def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
-    """One of the facts that the store keeps of itself."""
+    """Return the row of a fact that the store keeps about itself."""
     return tables.META, key, seal(key, Kind.MANIFEST, dump_json(value))
 
 

@@ -35,7 +35,7 @@ _sound: set[tuple[int, ...]] = set()  # files that this process has checked, as 
 
 
 def tail_of(data: bytes) -> bytes:
-    """What stands behind a table's bytes."""
+    """Return the bytes that follow a table's: magic number and digest."""
     return _MAGIC + xxhash.xxh3_128_digest(data + _MAGIC)
 
 

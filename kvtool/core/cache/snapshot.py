@@ -1,4 +1,4 @@
-"""One consistent state of a store, and a state that lasts for a whole question, whoever writes meanwhile."""
+"""Snapshot of a store: one consistent state, for a single read or a whole question, whatever is written meanwhile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Snapshot:
         return self._tree.get(table + key, room=room)
 
     def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
-        """What a value's envelope holds, or None.
+        """Return the contents of a value's envelope, or None.
 
         Raises
         ------
@@ -85,7 +85,7 @@ class Snapshot:
                     self._tree.will_need(place)
 
     def has(self, table: bytes, key: bytes) -> bool:
-        """Whether there is a value; reads none of it."""
+        """Return True if the key has a value; the value is not read."""
         return self._tree.has(table + key)
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
@@ -110,13 +110,13 @@ class Snapshot:
             self._tree.touch(table + key)
 
     def damaged_pages(self) -> Iterator[str]:
-        """What is wrong with the pages that hold the keys, and with the list of free ones."""
+        """Report the damage of the pages that hold the keys, and of the list of free pages."""
         return damaged_pages(self._tree)
 
     def live_bytes_without(self, goes: Callable[[bytes, bytes], bool]) -> int:
-        """How many bytes the pages in use would have, about and at most, without the rows of which `goes` says so, by
-        table and key. A page of which some row stays is counted whole, though it may be put together with its
-        neighbour; of pages beside each other that become empty, one may get rows of its neighbour and stay."""
+        """Return about, and at most, the bytes of the pages in use without the rows for which `goes(table, key)` is
+        true. A page that keeps some row counts whole, though LMDB may merge it with its neighbour. Of adjacent pages
+        that become empty, one counts, too: it may receive rows of its neighbour."""
         page_bytes, gaps, beside = self._tree.meta.page_size, 0, 0
         way: list[int] = []  # pages from the root down to the one that is looked at
         pages: set[int] = set()
@@ -132,13 +132,13 @@ class Snapshot:
         return (META_PAGES + len(pages) + gaps + beside) * page_bytes
 
     def live_bytes(self) -> int:
-        """How many bytes the pages in use have, LMDB's two meta pages too; free pages in the file are not counted."""
+        """Return the bytes of the pages in use, LMDB's two meta pages included; free pages do not count."""
         count = self._tree.meta.counts[1]
         return (META_PAGES + count.branches + count.leaves + count.beside) * self._tree.meta.page_size
 
 
 def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:
-    """What a value's envelope holds; raises DamagedError, which names it by `what`."""
+    """Return the contents of a value's envelope; raises DamagedError, which names the value by `what`."""
     with damage_of(what):
         return unseal(key, kind, data)
 

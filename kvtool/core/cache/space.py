@@ -86,7 +86,7 @@ def check_file(folder: Path, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How many bytes of files a store's folder may hold.
+    """A budget for the files in a store's folder, in bytes.
 
     Attributes
     ----------
@@ -97,7 +97,7 @@ class Budget:
     given: bool = False
 
     def refuse(self, used: int, need: int, free: int) -> NoSpaceError:
-        """What to say of a commit that does not fit.
+        """Return the error for a commit that does not fit.
 
         Parameters
         ----------
@@ -127,9 +127,9 @@ def folder_bytes(root: Path) -> int:
 
 
 def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
-    """What a failed LMDB write means: no space, damage, or what LMDB says.
+    """Translate a failed LMDB write: no space, damage, or LMDB's own message.
 
-    A full disk, a quota and a file size limit all show as `Input/output error`: find out by trying.
+    A full disk, a quota and a file size limit all show as `Input/output error`: a test write tells them from damage.
     """
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)):
         return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")

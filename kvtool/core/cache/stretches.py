@@ -58,7 +58,7 @@ class StretchInfo:
 
     @property
     def places(self) -> list[Place]:
-        """Of all its parts."""
+        """Return the places of all parts."""
         return [*(("rows", layer) for layer in self.rows), *(("state", layer) for layer in self.states)]
 
     def to_bytes(self) -> bytes:
@@ -88,7 +88,7 @@ def _within(number: object, most: int) -> int:
 
 
 def _arithmetic(names: Sequence[str] | None) -> Arithmetic | None:
-    """What a description says that computed it. Raises ValueError."""
+    """Read the arithmetic in a description. Raises ValueError."""
     if names is None:
         return None
     dtype, device = names
@@ -98,12 +98,12 @@ def _arithmetic(names: Sequence[str] | None) -> Arithmetic | None:
 
 
 def part_name(place: Place) -> str:
-    """What a part is called in a pack."""
+    """Return a part's name in a pack."""
     return f"{place[0]}-{place[1]}"
 
 
 def named_part(place: Place) -> str:
-    """What a part is called in a message, with a verb behind it."""
+    """Return a part's name in a message, before a verb."""
     return f"{'rows' if place[0] == 'rows' else 'states'} of layer {place[1]}"
 
 
@@ -137,13 +137,13 @@ class Stretches(Opened):
             return dict(_described(snapshot))
 
     def stretch(self, stretch: bytes) -> StretchInfo | None:
-        """One, or None. Raises DamagedError."""
+        """Return the description of a stretch, or None. Raises DamagedError."""
         with self.snapshot() as snapshot:
             payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a stretch")
         return None if payload is None else StretchInfo.from_bytes(payload)
 
     def read_part(self, stretch: bytes, place: Place) -> memoryview:
-        """One part of a stretch: private, writable, its payload behind a header of 64 bytes on a 64-byte boundary.
+        """Read one part of a stretch: private, writable, its payload after a header of 64 bytes on a 64-byte boundary.
 
         Raises
         ------

@@ -45,7 +45,7 @@ class DataFile:
         os.close(self._handle)
 
     def is_file(self, status: os.stat_result) -> bool:
-        """Whether this is its status."""
+        """Return True if `status` is that of this file."""
         return os.path.samestat(os.fstat(self._handle), status)
 
     def size(self) -> int:
@@ -187,7 +187,7 @@ class Tree:
         return page, self._check_big(page, header, leaf.values[at][1])
 
     def has(self, key: bytes) -> bool:
-        """Whether there is a value; reads none of it."""
+        """Return True if the key has a value; the value is not read."""
         return _index(self._leaf_of(key), key) is not None
 
     def will_need(self, found: Found) -> None:

@@ -1,4 +1,4 @@
-"""Whether a store's data file is whole, and whether its pages fit together: what no single look-up can tell."""
+"""Structural check of a store's data file: that it is whole, and that its pages fit together."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def check_data_file(generation: Path) -> None:
 
 
 def _holds_all(path: Path, meta: Meta, size: int) -> bool:
-    """Whether every page in use lies inside a file that is shorter than its last page.
+    """Return True if every page in use is inside a file that is shorter than its last page.
 
-    That happens without damage: LMDB does not write a page that one transaction took at the end and gave up again.
+    That happens without damage: LMDB does not write a page that one transaction took at the end and freed again.
     """
     with closing(DataFile(path)) as file:
         tree = Tree(file, meta)
@@ -56,7 +56,7 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
 
 
 def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
-    """Whether the large values of a page lie inside a file of this size."""
+    """Return True if the large values of a page are inside a file of this size."""
     return all(
         tree.page_of(node, at) * tree.meta.page_size + BIG_HEADER_BYTES + length <= size
         for at, (_, length, big) in enumerate(node.values if isinstance(node, Leaf) else ())
@@ -65,7 +65,7 @@ def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
 
 
 def damaged_pages(tree: Tree) -> Iterator[str]:
-    """What is wrong, in words. Memory: a byte for each page of the file."""
+    """Describe the damage in words. Memory: a byte for each page of the file."""
     try:
         used = bytearray(tree.meta.last_page + 1)
         yield from _damaged_tree(tree, _DATA, used)
@@ -81,7 +81,7 @@ def damaged_pages(tree: Tree) -> Iterator[str]:
 
 
 def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
-    """One tree beside what the meta page counts of it."""
+    """Compare one tree with the counts in the meta page."""
     branches = leaves = keys = beside = deepest = 0
     for page, depth, node in tree.pages(number):
         deepest = max(deepest, depth)
@@ -102,7 +102,7 @@ def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
 
 
 def _beside(tree: Tree, node: Branch | Leaf) -> Iterator[tuple[int, int]]:
-    """Where large values stand: the first page of each, and how many."""
+    """Yield the places of large values: the first page of each, and the number of pages."""
     for at, (_, _, big) in enumerate(node.values if isinstance(node, Leaf) else ()):
         if big:
             assert isinstance(node, Leaf)

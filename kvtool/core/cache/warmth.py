@@ -1,8 +1,8 @@
-"""How warm a chunk is: how lately and how often it was asked for, in one number.
+"""LRFU score of a chunk: how recently and how often it was used, as one number.
 
 Every use counts for half as much after `HALF_LIFE` (LRFU: Lee et al., IEEE Transactions on Computers 50(12), 2001,
-section 3). What is kept is the time at which a single use would count for as much as all of them together: it stays the
-same while time passes, so that warmths of any age are compared without a clock.
+section 3). The stored score is the time at which a single use would count for as much as all uses together. It does
+not change as time passes, so scores of any age are compared without a clock.
 """
 
 from __future__ import annotations

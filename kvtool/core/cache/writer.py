@@ -227,11 +227,11 @@ class Writer:
             self._commit([])
 
     def has_chunk(self, chunk_id: bytes) -> bool:
-        """Whether the chunk is stored or waits to be."""
+        """Return True if the chunk is stored or waits to be."""
         return any(waiting == chunk_id for waiting, _ in self._pending) or self._store.has_chunk(chunk_id)
 
     def has_level(self, chunk_id: bytes, level: str) -> bool:
-        """Whether the chunk is stored at this level or waits to be."""
+        """Return True if the chunk is stored at this level or waits to be."""
         return (chunk_id, level) in self._pending or level in self._store.sizes_here(chunk_id)
 
     def spend_reserve(self) -> None:

@@ -1,1 +1,1 @@
-"""What every room may use: places, times, sizes, processes; no kvtool knowledge."""
+"""Helpers for every room: places, times, sizes, processes; no kvtool knowledge."""

@@ -1,4 +1,4 @@
-"""Which number format this CPU multiplies fast: by what it and its libraries can do, never by the clock.
+"""Number format that this CPU multiplies fast: derived from the CPU's and its libraries' features, never from timing.
 
 Measured with torch 2.13, GFLOP/s of one core, 512 rows times a weight: bfloat16 480 and float32 105 where the CPU has
 `avx512_bf16`; bfloat16 82 where oneDNN may take AVX-512 alone, 25 with AVX2, 9 without; times a weight laid out the
@@ -44,7 +44,7 @@ NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32"), ("cpu", "cuda
 
 
 class Arithmetic(NamedTuple):
-    """What a model computes in here: a number format, and a kind of device ("cpu", "cuda" or "mps")."""
+    """The arithmetic of a model: a number format, and a kind of device ("cpu", "cuda" or "mps")."""
 
     dtype: str
     device: str
@@ -64,7 +64,7 @@ def cpu_features() -> frozenset[str]:
 
 
 def is_fast(dtype: str) -> bool:
-    """Whether the CPU multiplies this format at least as fast as float32. Imports no torch."""
+    """Return True if the CPU multiplies this format at least as fast as float32. Imports no torch."""
     if dtype == "bfloat16":
         return not _INSTRUCTIONS.isdisjoint(cpu_features()) and _held_back_by() is None
     return dtype == FLOAT32
@@ -82,7 +82,7 @@ def why_float32(dtype: str) -> str:
 
 
 def lacks_avx2() -> bool:
-    """Whether this is an x86 CPU from before AVX2 (2013, or a cheaper one), as far as it can be told."""
+    """Return True for an x86 CPU from before AVX2 (2013, or a cheaper one), as far as its features are known."""
     features = cpu_features()
     return platform.machine() in X86 and bool(features) and "avx2" not in features
 
@@ -122,7 +122,7 @@ def _plain(names: Iterable[str]) -> frozenset[str]:
 
 
 def _mac_features() -> list[str]:
-    """What an Intel Mac's kernel lists; nothing on Apple's own CPUs, where no feature decides anything here."""
+    """Return the features that an Intel Mac's kernel lists; empty on Apple's own CPUs, where none matters here."""
     keys = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
     return [name for key in keys for name in sysctl(key).split()]
 
@@ -140,7 +140,7 @@ def sysctl(key: str) -> str:
 
 
 def _compiler_features() -> list[str]:
-    """What llvmlite's compiler finds: where no kernel lists anything (Windows). It takes no torch."""
+    """Return the features that llvmlite finds, for systems whose kernel lists none (Windows). It needs no torch."""
     with suppress(ImportError, OSError, RuntimeError):
         host = importlib.import_module("llvmlite.binding").get_host_cpu_features()
         return [name for name, present in host.items() if present]

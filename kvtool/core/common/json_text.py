@@ -46,5 +46,5 @@ def parsed(text: str | bytes) -> Any:
 
 
 def level_rows(levels: Mapping[str, int | Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What is known by level, as rows `{level, bytes}` or `{level, ...}`: the one shape of `levels` in any object."""
+    """Return values by level as rows `{level, bytes}` or `{level, ...}`: the one shape of `levels` in any object."""
     return [{"level": level} | ({"bytes": of} if isinstance(of, int) else dict(of)) for level, of in levels.items()]

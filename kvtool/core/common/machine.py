@@ -1,4 +1,4 @@
-"""What this machine is, what it is doing, and what it has no room for."""
+"""Machine state: its cores, its load, and errors for lack of memory."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def cpu_name() -> str:
 
 
 def cores() -> int:
-    """How many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_busy() -> bool:
-    """Whether other work wants the cores, so that times measured now are not the machine's own.
+    """Return True if other work uses the cores, so that times measured now are not the machine's own.
 
-    False where nobody can tell.
+    False if the load is unknown.
     """
     try:
         return os.getloadavg()[0] > _BUSY * (os.cpu_count() or 1)
@@ -43,6 +43,6 @@ def is_busy() -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, in Python's words or in torch's, which need not be imported."""
+    """Return True for an error of Python or torch that says that memory ran out. Torch need not be imported."""
     said = f"{type(error).__name__} {error}".lower()
     return isinstance(error, MemoryError) or any(words in said for words in _NO_MEMORY)

@@ -1,4 +1,4 @@
-"""Where a part of a text stands in its file: a line, a page, a slide, a cell, as its readers mark it."""
+"""Place of a text's part in its file: a line, a page, a slide, a cell, as its readers mark it."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where characters of a document stand.
+    """A place of characters in a document's file.
 
     Attributes
     ----------
-    line : of the file, from 1; None where its lines are not what people see.
-    label : what stands instead: `p. 12`, `p. 12–13`; empty where there is a line, or nothing to say.
+    line : of the file, from 1; None if people do not see its lines.
+    label : used instead: `p. 12`, `p. 12–13`; empty if there is a line, or no label.
     """
 
     line: int | None = None

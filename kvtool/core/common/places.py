@@ -1,4 +1,4 @@
-"""Where things live when nobody says otherwise."""
+"""Default folders."""
 
 from __future__ import annotations
 

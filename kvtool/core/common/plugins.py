@@ -33,13 +33,13 @@ class PluginError(KvtoolError):
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """What a package adds to kvtool.
+    """A plugin that a package adds to kvtool.
 
     Attributes
     ----------
     name : a file ending without its dot, an embedder, a fusion mode, a codec level, or the kind of a URL.
-    package : whose it is, with its version.
-    target : where it stands, `module:object`.
+    package : name of the package, with its version.
+    target : the object to load, `module:object`.
     """
 
     group: Group
@@ -92,7 +92,7 @@ def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
 
 
 def troubles() -> list[tuple[str, str]]:
-    """What is wrong with plugins that were left out so far, and what to do about it."""
+    """Return the errors of plugins that were left out so far, and their hints."""
     return [(error.message, error.hint) for error in _troubles.values()]
 
 
@@ -127,8 +127,8 @@ def _all() -> Mapping[Group, list[Plugin]]:
 
 
 def _is_any_named() -> bool:
-    """Whether an installed package names kvtool in its entry points. To ask the library takes 26 ms, and this 1.4 ms of
-    processor time, which every command spends; mostly there is none."""
+    """Return True if an installed package names kvtool in its entry points. Mostly none does: this scan takes 1.4 ms of
+    processor time, which every command spends; the library would take 26 ms."""
     for folder in sys.path:
         with suppress(OSError), os.scandir(folder or ".") as entries:
             for entry in entries:

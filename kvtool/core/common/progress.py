@@ -1,4 +1,4 @@
-"""How far a job is, as it tells whoever watches it."""
+"""Progress events of a job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _nothing(*_: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """What a job calls while it runs; by default nobody listens.
+    """Callbacks of a running job; by default they do nothing.
 
     Attributes
     ----------

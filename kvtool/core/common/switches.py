@@ -16,11 +16,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 
 def asked(variable: str) -> str:
-    """What one of SWITCHES says; "" where it is not set.
+    """Return the value of one of SWITCHES; "" if it is not set.
 
     Raises
     ------
-    UsageError : nothing that it may say.
+    UsageError : the value is not allowed.
     """
     value = os.environ.get(variable, "")
     if value and value not in ALLOWED[variable]:

@@ -43,7 +43,7 @@ _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
 
 
 def is_url(place: str) -> bool:
-    """Whether a store's place is a shared tier rather than a local folder; a URL that is written wrong is one, too."""
+    """Return True if a store's place is a shared store's URL, also a malformed one, and not a local folder."""
     kind, colon, _ = place.partition(":")
     return "://" in place or (colon != "" and kind.lower() in KINDS)
 
@@ -75,7 +75,7 @@ def _names_a_path(kind: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Whether a text is a host and perhaps a port, and nothing that could hide a password."""
+    """Return True if a text is a host and perhaps a port, and nothing that could hide a password."""
     match = _HOST.fullmatch(text)
     return match is not None and int(match[4] or 0) < 2**16
 
@@ -90,7 +90,7 @@ def _query_for_people(query: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address."""
+    """Return True if only this machine can reach an address."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -121,7 +121,7 @@ def _scrub(match: re.Match[str]) -> str:
 
 
 def place_of(url: str) -> str:
-    """What of a URL tells one tier from another: no secret, so it may name a folder."""
+    """Return the part of a URL that distinguishes shared stores: it holds no secret, so it may name a folder."""
     if _names_a_path(url.partition("://")[0]):
         return url
     rest = url.rpartition("@")[2]

@@ -1,4 +1,4 @@
-"""What a scheme takes and spoils, layer by layer."""
+"""Size and error of a compression scheme, layer by layer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from kvtool.core.codec.transform_kernels import squares_of
 
 @dataclass(slots=True)
 class Toll:
-    """What a scheme takes and spoils at one layer, summed over chunks.
+    """Size and error of a scheme at one layer, summed over chunks.
 
     Attributes
     ----------
-    bytes : all included; elements : numbers of K and V that they stand for, those of rows left out among them.
+    bytes : all included; elements : the numbers of K and V that they encode, dropped rows included.
     wrong : sum of squared differences of the keys and of the values; size : sum of squares of the exact ones.
     """
 
@@ -36,7 +36,7 @@ class Toll:
 
     @property
     def bits(self) -> float:
-        """How many bits a number of K or V takes."""
+        """Return the bits for each number of K or V."""
         return 8 * self.bytes / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:

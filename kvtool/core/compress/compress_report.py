@@ -1,4 +1,4 @@
-"""What a compression did."""
+"""Report of a compression."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class CompressReport:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether no more is lost than may be."""
+        """Return True if the loss is known and at most `max_loss`."""
         return self.loss is not None and self.loss <= self.max_loss
 
     def to_json(self) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class Encoder:
     # ---- what to make ----
 
     def _plans(self, chunks: Sequence[bytes], levels: Sequence[str]) -> list[Plan]:
-        """What has to be encoded of some chunks."""
+        """Plan the encoding of some chunks; chunks without work are left out."""
         found = [self._plan(chunk, levels) for chunk in chunks]
         plans = [plan for plan in found if plan is not None]
         if self._heavy is not None:
@@ -127,7 +127,7 @@ class Encoder:
         return plans
 
     def _plan(self, chunk: bytes, levels: Sequence[str]) -> Plan | None:
-        """What a chunk needs; None: nothing, or nothing can be done."""
+        """Plan the encoding of a chunk; None if there is nothing to do, or nothing can be done."""
         stored = self._store.levels(chunk)
         source = exact_level(self._store, chunk)
         stale = [level for level in profiled(stored) if not self._is_current(chunk, level)]
@@ -153,7 +153,7 @@ class Encoder:
         return Plan(chunk, info, source, tuple(wanted), () if nested(stale) else tuple(nested(stored)))
 
     def _is_current(self, chunk: bytes, level: str) -> bool:
-        """Whether a stored lossy record, with all that it refines, is there and what this run would make."""
+        """Return True if a stored lossy record and all that it refines are readable and of the current profile."""
         try:
             item = read_records(self._store, [chunk], level, 0)[0]
             coded = Record.parse(item.payload if level_of(level).share == 100 else inner_of(item).payload)

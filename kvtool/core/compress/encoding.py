@@ -78,8 +78,8 @@ def make(task: Task, profile: Profile | None) -> Made:
 
 
 def _is_of(kvs: Sequence[LayerKV], level: str, stored: Sequence[Encoded], profile: Profile | None) -> bool:
-    """Whether a stored level was made of just this exact KV; one that was pulled may round otherwise, and what
-    refines it would have to be refined by whoever made it."""
+    """Return True if a stored level encodes just this exact KV. A pulled level may round differently: then only its
+    maker could refine it."""
 
     def shelf(digest: bytes) -> Profile:
         return profile if profile is not None and digest == profile.digest else no_profiles(digest)

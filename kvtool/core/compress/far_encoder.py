@@ -1,4 +1,4 @@
-"""What encodes chunks in another process: a codec profile, and neither a store nor a model."""
+"""Encoding worker in another process: it has a codec profile, but neither a store nor a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvtool.core.records.encode import encoder_threads
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a worker encodes with: bytes of the profile, empty for none."""
+    """The settings of a worker: bytes of the profile, empty for none."""
 
     profile: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a worker says of itself."""
+    """Report of a worker about itself."""
 
     pid: int
     threads: int
@@ -38,7 +38,7 @@ class FarEncoder:
         self._pool = encoder_threads()
 
     def facts(self) -> Facts:
-        """What this process is."""
+        """Return the facts about this process."""
         return Facts(os.getpid(), torch.get_num_threads())
 
     def chunks(self, tasks: Sequence[Task]) -> list[Made]:

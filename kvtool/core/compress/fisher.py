@@ -1,4 +1,4 @@
-"""How much errors in cached keys and values matter, measured on the model itself.
+"""Fisher information of cached keys and values: how much errors in them matter, measured on the model itself.
 
 A few chunks are laid out as in a prompt, their stored KV as leaves of a graph; a question and an answer, both copied
 from one of the chunks, read them. For tokens drawn from the model's own distribution the mean of g gᵀ, g being the

@@ -1,4 +1,4 @@
-"""Who encodes: this process, or others for it."""
+"""Encoders: this process, or workers of Ray."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Plan:
 
     @property
     def sparse(self) -> list[str]:
-        """Those of its levels that leave rows out."""
+        """Return the levels that drop rows."""
         return [level for level in self.levels if level_of(level).share < 100]
 
 
@@ -44,17 +44,17 @@ class Hands(Protocol):
 
     @property
     def workers(self) -> int:
-        """How many of Ray encode; 0: this process does."""
+        """Return the number of Ray workers that encode; 0: this process does."""
         ...
 
     @property
     def is_full(self) -> bool:
-        """Whether something has to be taken from it before it is given more."""
+        """Return True if a result has to be taken before more work is given."""
         ...
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is anything to be taken."""
+        """Return True if results are still to be taken."""
         ...
 
     def give(self, plan: Plan) -> None:

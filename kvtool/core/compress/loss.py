@@ -1,4 +1,4 @@
-"""What a level costs in the model's answers: the same prompts from exact and from decoded records."""
+"""Loss of a level in the model's answers: the same prompts from exact and from decoded records."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Scheme(Protocol):
     """Something that keys and values can be sent through."""
 
     def rows(self, segment: Segment) -> Ids | None:
-        """Which rows of a chunk come back; None: all of them."""
+        """Return the rows of a chunk that are decoded; None: all of them."""
         ...
 
     def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
@@ -63,7 +63,7 @@ class LevelScheme:
     heavy: HeavyRows | None = None
 
     def rows(self, segment: Segment) -> Ids | None:
-        """Which rows of a chunk the level stores; None: all of them."""
+        """Return the rows of a chunk that the level stores; None: all of them."""
         if level_of(self.level).share == 100:
             return None
         assert self.heavy is not None

@@ -1,4 +1,4 @@
-"""What can be set of a compression."""
+"""Options of a compression."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVEL, PROFILE = "Level", "Profile of the codec"  # headings in the command's he
 
 @dataclass(frozen=True, kw_only=True)
 class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
-    """What is encoded, and how.
+    """Options of what is encoded, and how.
 
     Attributes
     ----------
@@ -84,7 +84,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
 
     @property
     def drops_exact(self) -> bool:
-        """Whether exact records go: only where that was asked for."""
+        """Return True if exact records are dropped: only if that was asked for."""
         return self.keep_raw is False
 
     @property

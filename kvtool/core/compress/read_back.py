@@ -1,4 +1,4 @@
-"""What was stored is decoded again, and compared with what it was made of."""
+"""Verification of stored records: they are decoded again, and compared with their input."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _alike(made: LayerKV, exact: LayerKV) -> bool:
 
 
 def _within(made: Sequence[LayerKV], exact: Sequence[LayerKV], stated: Sequence[tuple[float, float]]) -> list[bool]:
-    """Whether each chunk is as it was, or no further from it than its records state."""
+    """Return True for each chunk that is equal to its input, or as near as its records state."""
     left, right = ([side for kv in kvs for side in kv] for kvs in (made, exact))
     if [(side.shape, side.dtype) for side in left] != [(side.shape, side.dtype) for side in right]:
         return [_alike(*pair) for pair in zip(made, exact, strict=True)]

@@ -1,4 +1,4 @@
-"""Which rows of a store's chunks stay at a level that leaves rows out."""
+"""Row selection for the levels that drop rows of a store's chunks."""
 
 from __future__ import annotations
 

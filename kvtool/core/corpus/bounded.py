@@ -26,7 +26,7 @@ _PROGRAM = "from kvtool.core.corpus.child import serve\nserve(int(sys.argv[1]), 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What reading one file may take: `seconds`, and `memory` in bytes."""
+    """Bounds on the reading of one file: `seconds`, and `memory` in bytes."""
 
     seconds: float = 60.0
     memory: int = 2 * 10**9
@@ -69,7 +69,7 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Whether it can be asked."""
+        """Return True if the process still runs."""
         return self._process.poll() is None
 
     def ask(self, path: Path, data: bytes) -> dict[str, Any]:

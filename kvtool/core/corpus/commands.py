@@ -28,7 +28,7 @@ def commands_of(written: Sequence[str]) -> dict[str, str]:
 
 
 def complaint(written: str) -> str:
-    """What is wrong with `ending=command`; empty where nothing is."""
+    """Return the error in `ending=command`; empty if it is valid."""
     ending, sign, command = written.partition("=")
     if not sign or not ending.strip(". ") or set(ending) & set("/\\*? "):
         return "is no `ending=command`, such as `djvu=djvutxt {}`"

@@ -1,4 +1,4 @@
-"""What a walk leaves out by default: what ignore files name, hidden names, lock files, and what looks like a secret."""
+"""Default exclusions of a walk: names in ignore files, hidden names, lock files, and probable secrets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LOCKS = (
 
 
 def is_secret(name: str) -> bool:
-    """Whether a file's name says that it holds keys or passwords."""
+    """Return True if a file's name suggests that it holds keys or passwords."""
     name = name.lower().removesuffix(".gz")
     return any(fnmatchcase(name, glob) for glob in _SECRETS)
 
@@ -52,12 +52,12 @@ def is_lock(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Whether a name is hidden."""
+    """Return True if a name is hidden."""
     return name.startswith(".")
 
 
 def is_own(name: str) -> bool:
-    """Whether a hidden name is that of an ignore file, or of what git keeps."""
+    """Return True if a hidden name is an ignore file's, or one that git uses."""
     return name in _OWN
 
 
@@ -69,8 +69,8 @@ class Rules:
 
     @classmethod
     def above(cls, root: Path) -> Rules:
-        """Those above a folder that was named, up to the top of its git repository; none where it is no part of one, or
-        where they leave out the folder itself: it was asked for."""
+        """Read the rules above a named folder, up to the top of its git repository. No rules apply outside of a
+        repository, or if they exclude the folder itself: it was asked for."""
         parents = [*root.parents]
         top = next((number for number, parent in enumerate(parents) if (parent / ".git").exists()), None)
         if top is None or (root / ".git").exists():
@@ -88,7 +88,7 @@ class Rules:
         return Rules((*self.each, *more)) if more else self
 
     def names(self, path: Path, is_folder: bool) -> bool:
-        """Whether a file or a folder is left out."""
+        """Return True if the rules exclude a file or a folder."""
         for base, spec in reversed(self.each):
             if not (name := path.as_posix()).startswith(base):
                 continue
@@ -153,7 +153,7 @@ class Roots:
 
 
 def _is_folded(folder: Path) -> bool:
-    """Whether a folder is found under another case, too."""
+    """Return True if the file system finds the folder under another case, too."""
     try:
         return os.path.samefile(folder, str(folder).swapcase())
     except OSError:

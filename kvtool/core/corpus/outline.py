@@ -276,7 +276,7 @@ class _Outliner:
         return "heading" if not self._marked and self._is_title(start, end) else "prose"
 
     def _is_title(self, start: int, end: int) -> bool:
-        """Whether plain text has a title here: `Chapter 3`, `2.1 Scope`, `제3장` or capitals between blank lines."""
+        """Return True for a title in plain text: `Chapter 3`, `2.1 Scope`, `제3장` or capitals between blank lines."""
         line = self._text[start:end].strip()
         if not self._gap or len(line) > _LONGEST_TITLE or not _ends_blank(self._text, end):
             return False
@@ -285,7 +285,7 @@ class _Outliner:
         return bool(_TITLE.match(line)) or (line.isupper() and len(line) > 3)
 
     def _is_underline(self, start: int, last: _Block | None) -> bool:
-        """Whether a row of signs right below a paragraph of one line makes it a heading."""
+        """Return True if a row of signs right below a one-line paragraph makes it a heading."""
         if self._gap or last is None or last.form != "prose" or len(last.lines) != 1:
             return False
         pattern = _UNDERLINE if self._marked else _RST_UNDERLINE
@@ -297,6 +297,6 @@ class _Outliner:
 
 
 def _ends_blank(text: str, end: int) -> bool:
-    """Whether the line at `end` is blank and more text follows."""
+    """Return True if the line at `end` is blank and more text follows."""
     match = _LINE.match(text, end)
     return match is not None and match.end() < len(text) and not match[0].strip()

@@ -1,7 +1,7 @@
-"""Where chunks begin, given the units of a text and their token counts.
+"""Chunk boundaries, given the units of a text and their token counts.
 
 Boundaries are content-defined: among the unit ends that make a chunk of min … max tokens, the best
-level wins, and among equals the smallest hash of the unit behind it. So two texts that
+level wins, and among equals the smallest hash of the following unit. So two texts that
 differ in one place choose the same boundaries again soon after it.
 """
 
@@ -85,7 +85,7 @@ class _Packer:
         return index < len(self._units) and self._units[index].level == Level.SECTION and self._allowed(index)
 
     def _allowed(self, index: int) -> bool:
-        """Whether a chunk may begin here: none should end with a heading."""
+        """Return True if a chunk may begin here: no chunk should end with a heading."""
         return not self._units[index - 1].heading
 
     def _balanced(self, window: list[int]) -> int:

@@ -1,4 +1,4 @@
-"""How the files of one run are read: by which reader, in which process, within which bounds."""
+"""File reading of one run: choice of the reader, in a separate process, within bounds."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ class Reading:
         self._end()
 
     def takes(self, path: PurePath) -> bool:
-        """Whether something reads files of this name."""
+        """Return True if files of this name can be read."""
         return ending_of(path) in self.commands or readers.is_known(path)
 
     def refuses(self, path: PurePath) -> bool:
-        """Whether the name says that the file holds no text, and nothing reads it."""
+        """Return True if the name says that the file holds no text, and no command or reader reads it."""
         return ending_of(path) not in self.commands and readers.is_foreign(path)
 
     def settings(self, path: PurePath) -> str:
-        """What a file's documents depend on besides its bytes: a digest of the command or plugin that reads it, or
-        nothing."""
+        """Return a digest of the command or plugin that reads a file, or "": a file's documents depend on it besides
+        the bytes."""
         command = self.commands.get(ending_of(path))
         if command is None and (plugin := readers.plugin_of(path)) is not None:
             command = str(plugin)
         return "" if command is None else hashlib.sha256(command.encode("utf-8", "surrogatepass")).hexdigest()
 
     def means(self, path: PurePath) -> str:
-        """What it hangs on, besides the file itself, whether it can be read: kvtool, what is installed, the bounds."""
+        """Return all, besides the file itself, that its reading depends on: kvtool, installed tools, bounds."""
         key = ending_of(path)
         if key not in self._means:
             command = self.commands.get(key)
@@ -86,8 +86,8 @@ class Reading:
         return _documents(self._ask(path, data))
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """What the process answers. Where it ends, or lacks memory, after other files, a new one is asked: what they
-        have left behind is not this file's fault."""
+        """Ask the child process. If it ends, or lacks memory, after other files, a new process is asked: earlier files
+        may have caused that."""
         child = self._child
         if child is None or child.files >= _FILES_A_CHILD or not child.runs:
             self._end()

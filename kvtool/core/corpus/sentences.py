@@ -1,4 +1,4 @@
-"""Where a text may be cut inside a paragraph: sentence ends, clauses, words, and at last anywhere.
+"""Cut positions inside a paragraph: sentence ends, clauses, words, and at last anywhere.
 
 Every position yielded here has white space or text before it and a visible character at it, so no
 piece between two cuts consists of white space alone.
@@ -86,7 +86,7 @@ def thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
 
 
 def _is_false_end(text: str, match: re.Match[str]) -> bool:
-    """Whether a stop ends no sentence: before a lower-case letter, or behind an abbreviation, an initial, a number."""
+    """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
     mark = match[0].rstrip()
     if text[match.end()].islower():
         return True
@@ -104,7 +104,7 @@ def _hard_piece() -> re.Pattern[str]:
 
 
 def _joined(text: str, position: int) -> bool:
-    """Whether the characters around `position` belong to one grapheme (the common cases of UAX 29)."""
+    """Return True if the characters around `position` belong to one grapheme (the common cases of UAX 29)."""
     before, after = text[position - 1], text[position]
     if after < "\u0300":
         return before == "\r" and after == "\n"

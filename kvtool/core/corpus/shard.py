@@ -14,18 +14,18 @@ _FORM = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
 def complaint(value: str) -> str:
-    """What is wrong with `I/N`, the I-th of N parts counted from 1; empty: nothing."""
+    """Return the error in `I/N`, the I-th of N parts counted from 1; empty if it is valid."""
     found = _FORM.fullmatch(value)
     return "" if found and int(found[1]) <= int(found[2]) else "is no part: I/N with 1 <= I <= N, such as 2/8"
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One of `parts` parts of the files; `index` counts from 0.
+    """A part of the files, one of `parts`; `index` counts from 0.
 
-    A file's part is a digest of its path alone. So parts are disjoint and complete even where the folder changes
-    between two runs, and a file stays in its part however many others come and go. Parts are of about equal numbers of
-    files, not of bytes.
+    A file's part is a digest of its path. So parts are disjoint and complete even if the folder changes between two
+    runs, and a file stays in its part when others are added or removed. Parts are of about equal numbers of files, not
+    of bytes.
     """
 
     index: int
@@ -38,7 +38,7 @@ class Shard:
         return cls(int(index) - 1, int(parts))
 
     def holds(self, path: str) -> bool:
-        """Whether the file of this name is in this part."""
+        """Return True if the file of this name is in this part."""
         digest = hashlib.blake2b(path.encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") % self.parts == self.index
 

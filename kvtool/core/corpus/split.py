@@ -84,14 +84,14 @@ Group = list[Unit]
 
 @dataclass(frozen=True, slots=True)
 class _Work:
-    """One document on its way through the steps that every method shares."""
+    """A document during the steps that every method shares."""
 
     text: str
     most: int
     counter: CountTokens
 
     def fits_whole(self) -> bool:
-        """Whether the text is one chunk; not asked of texts of over 64 characters a token."""
+        """Return True if the text is one chunk; texts of over 64 characters a token are not counted."""
         if len(self.text) > 64 * self.most:
             return False
         return self.count([self.text.strip()])[0] <= self.most

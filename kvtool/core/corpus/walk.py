@@ -1,4 +1,4 @@
-"""Which files an ingest reads: a deterministic, loop-free walk over what the user named."""
+"""File search of an ingest: a deterministic, loop-free walk over the named paths."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOT_SHOWN = "not open to clients: hidden, a secret, or named by an ignore file"
 
 @dataclass(frozen=True, slots=True)
 class FoundFile:
-    """One regular file to read.
+    """A regular file to read.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class FoundFile:
     size : bytes.
     mtime_ns : time of the last change, in nanoseconds.
     ctime_ns : of the last change also of its rights, its name or that time itself.
-    guessed : nothing but its content says whether it is text: found in a folder, by a name that no reader knows.
+    guessed : it was found in a folder, by a name that no reader knows; only its content shows whether it is text.
     """
 
     name: str
@@ -87,19 +87,19 @@ class Skipped:
 
     @property
     def what(self) -> str:
-        """What it is, for a summary: its kind, or of one without a reader what its name calls it."""
+        """Return the kind for a summary; for a file without a reader, the kind that its name suggests."""
         return kind_of(PurePosixPath(self.path)) if self.kind is Skip.UNSUPPORTED else self.kind.value
 
 
 @dataclass(frozen=True, slots=True)
 class Walked:
-    """What lies below the given paths.
+    """Result of a walk over the given paths.
 
     Parameters
     ----------
-    files : what is to be read, sorted by path.
-    failures, skipped : what is not, sorted by path.
-    missing : given paths that are not there any more, but were once (`find_files`).
+    files : files to read, sorted by path.
+    failures, skipped : the others, sorted by path.
+    missing : given paths that no longer exist, but did once (`find_files`).
     bare : given folders without any file to read.
     """
 
@@ -256,7 +256,7 @@ class _Search:
                     yield path
 
     def _left_out(self, entry: os.DirEntry[str], path: Path, rules: Rules) -> bool:
-        """Whether a file or a folder is passed over unless it is named itself."""
+        """Return True if a file or a folder is passed over because it was not named itself."""
         name, is_folder = entry.name, entry.is_dir(follow_symlinks=False)
         if not is_folder and (is_secret(name) or (entry.is_symlink() and is_secret(_end_of(path)))):
             self._skip(path, Skip.SECRET, "may hold keys or passwords: name it to have it read")
@@ -274,7 +274,7 @@ class _Search:
         return True
 
     def _is_shown(self, path: Path) -> bool:
-        """Whether who named the paths may read what is at a path, or what a link there leads to."""
+        """Return True if the caller may read what is at a path, or what a link there leads to."""
         return self.roots is None or self.roots.show(Path(os.path.realpath(path)))
 
     def _wanted(self, entry: os.DirEntry[str], path: Path, below: str, root: Path) -> bool:

@@ -25,7 +25,7 @@ _CORES = 8  # of a worker without a GPU, where nobody says how many there are to
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of several workers takes of a cluster."""
+    """A worker's share of a cluster."""
 
     workers: int
     cpus: int
@@ -33,12 +33,12 @@ class Share:
 
     @property
     def threads(self) -> int:
-        """How many a process may use; 0: as many as it likes."""
+        """Return the number of threads for a process; 0: no limit."""
         return 0 if self.gpus else self.cpus
 
 
 def share_of(resources: dict[str, float], workers: int, device: str) -> Share:
-    """What each of so many workers takes of a cluster; 0: as many as suit it. Raises UsageError where it has less."""
+    """Return each worker's share of a cluster; 0 workers: as many as fit. Raises UsageError if it has less."""
     cpus, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if gpus and device in ("auto", "cuda"):
         if workers > gpus:

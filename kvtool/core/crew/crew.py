@@ -64,17 +64,17 @@ class Crew:
 
     @property
     def size(self) -> int:
-        """How many actors there are."""
+        """Return the number of actors."""
         return len(self._actors)
 
     @property
     def is_full(self) -> bool:
-        """Whether all have enough to do."""
+        """Return True if all actors have enough to do."""
         return len(self._busy) >= AHEAD * len(self._actors)
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is under way."""
+        """Return True if any work is under way."""
         return bool(self._busy)
 
     def submit(self, what: str, key: Any, *given: Any) -> None:
@@ -115,7 +115,7 @@ class Crew:
         self._ray.shutdown()
 
     def _met(self) -> list[Any]:
-        """What each actor says of itself, when all are ready to work."""
+        """Wait until all actors are ready, and return the facts that each reports."""
         nothing = self._ray.put(packed(()))
         for actor in range(len(self._actors)):
             self._send(_Work(actor, "facts", actor, nothing))

@@ -1,4 +1,4 @@
-"""What can be set of whoever has work done by others."""
+"""Options of jobs that can run on Ray workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOCAL, AUTO = "local", "auto"  # auto: the cluster that this machine is part of
 
 @dataclass(frozen=True, kw_only=True)
 class CrewOptions(Options):
-    """Who does the work."""
+    """Options that select the workers."""
 
     ray: str | None = option(
         None,

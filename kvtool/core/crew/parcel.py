@@ -1,4 +1,4 @@
-"""What travels to a worker: any values, large buffers beside them."""
+"""Serialisation of values for a worker, with large buffers kept out of the pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in a worker's process, and makes there what does the work."""
+"""Worker process: its actor, and the object in it that does the work."""
 
 from __future__ import annotations
 

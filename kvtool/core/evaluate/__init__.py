@@ -1,1 +1,1 @@
-"""How good an answer is, and how far one distribution is from another."""
+"""Quality of an answer, and distance of one distribution from another."""

@@ -22,21 +22,21 @@ _LATEST = 253_402_300_800  # seconds since 1970 that no calendar names any more
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """One fused answer beside full prefill's answer over the same prompt.
+    """Comparison of a fused answer with full prefill's answer over the same prompt.
 
     Attributes
     ----------
-    at : when, in seconds since 1970.
+    at : time of the audit, in seconds since 1970.
     question : its first characters, on one line. `revision`: of the store.
     fusion, amount, changes : the mode, how much it recomputes by its own knob (None: it has none), and its other
-        parameters where they are not the mode's own.
+        parameters if they are not the mode's own.
     levels : at which chunks were read, finest first. `lead_in`: the store's, by its mode.
     tokens : of the prompt: `prompt`, `reused`, `recomputed`, `fresh`; and `script`, the tokens that were compared.
-    holes : chunks that were computed in place: the more, the less the audit says of reuse.
-    sampled : the answer was drawn at a temperature; `answer_equal` is then of what it would have said greedily.
-    kl_first, kl_answer, top1_agrees : as `inspect quality` has them, over full prefill's own greedy answer.
+    holes : chunks that were computed in place: the more, the less the audit says about reuse.
+    sampled : the answer was drawn at a temperature; `answer_equal` then compares its greedy answer.
+    kl_first, kl_answer, top1_agrees : as in `inspect quality`, over full prefill's own greedy answer.
     answer_equal : whether the whole answer is full prefill's.
-    milliseconds : that the audit took.
+    milliseconds : duration of the audit.
     """
 
     at: int
@@ -87,17 +87,16 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What the journal of a store holds of one model: audits, the oldest first, and lines that cannot be read."""
+    """The journal of a store for one model: audits, oldest first, and the number of unreadable lines."""
 
     audits: tuple[Audit, ...]
     damaged: int
 
 
 def is_drawn(question: str, revision: int, share: float) -> bool:
-    """Whether a question is among the `share` (0 … 1) that is audited.
+    """Return True if a question is among the `share` (0 … 1) that is audited.
 
-    It follows from its words and the store's revision alone, so that it can be repeated: who asks again, in another
-    mode or another process, is drawn again.
+    It follows from its words and the store's revision only: the same question is drawn again, in any mode or process.
     """
     digest = hashlib.blake2b(f"{revision}\n{question}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * _DRAWN_OF

@@ -1,4 +1,4 @@
-"""What is measured of an answer: the names that all commands tell it by, and means over many answers."""
+"""Measures of an answer: their names in all commands, and means over many answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One answer as the measure of others: how far another cache's distributions are from those that it was chosen by."""
+"""Reference answer for other runs: the distance of another cache's distributions from the reference's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROWS = 16  # of a vocabulary that are float64 at one time
 
 @dataclass(frozen=True, slots=True)
 class Distance:
-    """How far a run is from its reference, over the reference's script.
+    """Distance of a run from its reference, over the reference's script.
 
     Attributes
     ----------

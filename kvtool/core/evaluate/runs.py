@@ -1,4 +1,4 @@
-"""How a run is named: a fusion mode, what of it is not as usual, and how much it recomputes."""
+"""Name of a run: a fusion mode, its changed parameters, and how much it recomputes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ _PUNCTUATION = set(string.punctuation)
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How near an answer is to the best of the gold ones: token F1, exact match, whether it contains one."""
+    """Similarity of an answer to the best gold one: token F1, exact match, whether it contains one."""
 
     f1: float
     exact_match: float

@@ -1,4 +1,4 @@
-"""What an ingest counts, and tells whoever watches."""
+"""Counts of an ingest, and their progress events."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Account:
 
     @property
     def expected(self) -> int:
-        """How many tokens have to be computed, those of files that are not read yet by an estimate."""
+        """Return the number of tokens to compute; for files that are not read yet, an estimate."""
         return self.wanted + self._estimate.tokens
 
     def begin_computing(self) -> None:

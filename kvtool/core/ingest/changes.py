@@ -1,4 +1,4 @@
-"""Whether something changed below folders: asked of the operating system, by the library `watchfiles`."""
+"""Change notification below folders, by the operating system and the library `watchfiles`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a store is made with: as it was made, with what the options of this run change."""
+"""Identity of the store that an ingest writes: the existing one, changed by the options of this run."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Choices:
             raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
     def _reads_lead_in(self) -> bool:
-        """Whether the lead-in was asked for as a file, which may hold another text by now."""
+        """Return True if the lead-in was given as a file, whose text may have changed."""
         asked = self._options.lead_in
         return asked is not None and is_lead_in_file(asked)
 

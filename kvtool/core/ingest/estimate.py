@@ -1,4 +1,4 @@
-"""What an ingest still has to do, as far as files that are not read yet let one know; and what it will take."""
+"""Estimate of an ingest's remaining work and duration, including files that are not read yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes batches in another process: a model, and what records are made with, and no store."""
+"""Prefill worker in another process: it has a model and the settings of records, but no store."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the other process says of itself: `dtype` is what it computes in; `context`, `lead_in` in tokens."""
+    """Report of the other process about itself: `dtype` is its arithmetic; `context`, `lead_in` in tokens."""
 
     model: str
     device: str
@@ -68,7 +68,7 @@ class FarMaker:
             self._lead_ins = lead_ins_of(recipe.identity, self._decoder)
 
     def facts(self) -> Facts:
-        """What this process is."""
+        """Return the facts about this process."""
         loaded = self._decoder.loaded
         limits = self._decoder.context, len(self._lead_ins.own)
         return Facts(loaded.files.ref, loaded.device, loaded.arithmetic.dtype, *limits, os.getpid())

@@ -11,7 +11,7 @@ from kvtool.core.ingest.account import Account
 
 
 def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) -> Collection[bytes]:
-    """Those of these chunks to which documents refer, by the index, which is brought up to date for it.
+    """Return those of these chunks that documents refer to, by the index, which is brought up to date first.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""What an ingest did."""
+"""Report of an ingest."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ class Chunks:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What an ingest will take.
+    """Forecast of the cost of an ingest.
 
     Attributes
     ----------
     tokens : to be computed.
     kv_bytes : of their KV, before any compression.
-    seconds : at the speed of the last ingest; None: it is not known.
+    seconds : at the speed of the last ingest; None: unknown.
     disk_free : bytes that the disk has left.
     level : codec level that is stored.
     """
@@ -65,7 +65,7 @@ class Forecast:
 
     @property
     def is_noted(self) -> bool:
-        """Whether it is worth a word beforehand."""
+        """Return True if it is large enough to be reported in advance."""
         return self.kv_bytes >= _NOTED_BYTES
 
     def told(self) -> str:

@@ -109,7 +109,7 @@ def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, k
 
 
 def is_new(path: Path) -> bool:
-    """Whether an ingest would have to make a store at this path."""
+    """Return True if an ingest would have to make a store at this path."""
     try:
         Store.open(path).close()
     except StoreNotFoundError:
@@ -203,7 +203,7 @@ class _Job:
 
     @property
     def _is_other(self) -> bool:
-        """Whether this run changes what the store is made with."""
+        """Return True if this run changes the store's identity, or that identity is of foreign origin."""
         return self.choices.known != self.choices.identity or self.choices.made_by.is_foreign
 
     def _keep_identity(self, writer: Writer) -> None:
@@ -257,7 +257,7 @@ class _Job:
                 storer.close()
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
-        """What computing so many tokens will take; None where it is nothing, or not known."""
+        """Return the forecast for so many tokens; None if there are none, or the cost is unknown."""
         if not tokens or self.choices.identity.keeps_states:
             return None
         identity = self.choices.identity
@@ -270,7 +270,7 @@ class _Job:
             self.account.events.say(ahead.told(), ahead.advice())
 
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
-        """Whether the model can hold a file's new chunks. A file whose chunks it cannot hold fails alone."""
+        """Return True if the model can hold a file's new chunks. If not, only this file fails."""
         try:
             check(new)
         except UsageError as error:
@@ -296,11 +296,11 @@ class _Job:
         return not identity.keeps_states and bool(identity.prefix) and not store.serves_own(identity.prefix_id)
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[ChunkSpec]) -> Storer:
-        """What computes and writes chunks.
+        """Return the storer, which computes and writes chunks.
 
         Parameters
         ----------
-        chunks : the first to be computed: what this run changes is refused before anything where they cannot be.
+        chunks : the first to be computed: if they cannot be, a change of the identity is refused first.
         """
         storer = self._far_storer(store, writer) if self.options.ray else self._own_storer(store, writer)
         try:

@@ -1,4 +1,4 @@
-"""What a change of the lead-in means for the chunks that a store has."""
+"""Change of the lead-in, and its effect on the chunks that a store has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which chunks of a run are new; needs no torch."""
+"""New chunks of a run; needs no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be set of an ingest."""
+"""Options of an ingest."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
 
 def is_lead_in_file(value: str) -> bool:
-    """Whether a lead-in is no known name and no `sink:N` with N >= 1: then it names a file."""
+    """Return True if a lead-in names a file: it is no known name and no `sink:N` with N >= 1."""
     return value not in LEAD_INS and not re.fullmatch(r"sink:[1-9]\d*", value)
 
 
@@ -43,7 +43,7 @@ def _check_lead_in(value: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)):
-    """What to ingest, and how; None means: as the store has it, else the default.
+    """Options of what to ingest, and how; None means: as the store has it, else the default.
 
     Attributes
     ----------
@@ -194,7 +194,7 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
 
     @property
     def splitting(self) -> SplitSettings | None:
-        """How documents are cut, where anything of it was asked for; None: as the store has it."""
+        """Return the settings for splitting documents, if any was given; None: as the store has it."""
         asked = (self.split, self.chunk_tokens, self.min_chunk_tokens, self.max_chunk_tokens)
         if all(each is None for each in asked):
             return None
@@ -204,7 +204,7 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
 
 @dataclass(frozen=True, kw_only=True)
 class WatchOptions(IngestOptions):
-    """What `kvtool watch` takes besides."""
+    """Options of `kvtool watch`: those of an ingest, and its own."""
 
     ray: str | None = option(None, "Without one: the model stays loaded here.", flag=None, setting=False)
     ray_workers: int = option(0, "Without one.", flag=None, setting=False)

@@ -1,10 +1,9 @@
-"""Which files are still as they were when they were last read: an unchanged file costs a stat.
+"""Change detection: a file that is as it was when it was last read costs only a stat.
 
-That all of it is still stored need not be looked at either, as long as nothing of any chunk was dropped since. Kept
-beside the store, as marks alone: of a file's path, its place and times on the disk, and the digest of what was read
-there. A mark says nothing of a file whose content the store does not have; without marks files are read again.
-Of a file that could not be read the mark names what tried, and the reason is kept with it until the file is read or
-gone.
+Its chunks need not be looked up either, as long as no chunk lost anything since. The marks are stored in a side file:
+digests of a file's path, its place and times on the disk, and the digest of what was read. A mark does not count for
+a file whose content the store does not have; without marks files are read again. For an unreadable file the mark
+names the reader that tried, and the reason is kept with it until the file is read or gone.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Seen:
         self._fine: set[str] = set()  # paths of files that could be read
 
     def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
-        """Whether a file was last read just as it lies there now, and held this content."""
+        """Return True if a file was last read exactly as it is now, and had this content."""
         with suppress(OSError):
             mark = _mark(path, os.stat(path), digest)
             if mark in self._of(store)[0]:
@@ -59,7 +58,7 @@ class Seen:
         return False
 
     def vouches(self, store: Store, path: str, digest: str) -> bool:
-        """Whether a file is unchanged, and all of it was stored and cannot have been lost since."""
+        """Return True if a file is unchanged, and all of it was stored and cannot have been lost since."""
         self._of(store)
         return self._whole and self.is_unchanged(store, path, digest)
 

@@ -67,16 +67,16 @@ class Stream:
 
     @cached_property
     def walked(self) -> Walked:
-        """What lies below the paths. They are looked at first: a model may have to be downloaded for the rest."""
+        """Return the files below the paths. The walk comes first: the rest may need to download a model."""
         return walk(self._options, self._remembers)
 
     def _remembers(self, path: Path) -> bool:
-        """Whether a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`
-        other paths are there to go on with.
+        """Return True if a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`
+        other paths remain.
 
         Raises
         ------
-        UsageError : it has, and nobody said that they are to be forgotten.
+        UsageError : the store has documents of it, and `--sync` was not given.
         """
         roots, sync = set(places(path)), self._options.sync
         count = (
@@ -162,7 +162,7 @@ class Stream:
         yield from bad
 
     def _may_be_nothing(self, bad: Sequence[Outcome]) -> bool:
-        """Whether a run without a file is no mistake: files are gone, or all are in other shards."""
+        """Return True if a run without a file is no mistake: files are gone, or all are in other shards."""
         if self._options.sync and self.store is not None:
             return True
         return self._options.shard is not None and not bad and not self.walked.bare

@@ -1,4 +1,4 @@
-"""Which files changed, by content; nothing here loads a model or a tokenizer."""
+"""Survey of changed files, by content; loads no model and no tokenizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ChangedFile:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What its readers had to say of it."""
+        """Return the notes of the file's readers."""
         return tuple(note for document in self.documents for note in document.notes)
 
 
@@ -128,7 +128,7 @@ def _look(
 def _unreadable(
     file: FoundFile, known: FileEntry | None, error: UnreadableFile, reading: Reading, read: bool = True
 ) -> Failure | Skipped:
-    """Whether a file without text failed, or is only passed over. One that had a text failed: its old one goes on."""
+    """Classify a file without text: failed, or only skipped. A file that had a text fails: its old text stays."""
     path = file.name
     if known is not None and known.documents:
         return Failure(path, f"{error.message}; what was read from it before stays in the store", not read, read)
@@ -144,7 +144,7 @@ def _unreadable(
 
 
 def _is_whole(entry: FileEntry, store: Store) -> bool:
-    """Whether every chunk of the file is still stored; a file with holes is made whole as if it had changed."""
+    """Return True if every chunk of the file is still stored; otherwise the file is treated as changed."""
     try:
         documents = [store.document(source) for source in entry.documents]
     except DamagedError:
@@ -181,7 +181,7 @@ def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
 
 
 def holds_anything(path: Path) -> bool:
-    """Whether something is at a path: a file, or a folder with something in it. What cannot be looked at is."""
+    """Return True for a file, or a folder with something in it, and for what cannot be looked at."""
     try:
         with os.scandir(path) as entries:
             return any(True for _ in entries)
@@ -197,7 +197,7 @@ def is_below(path: str, roots: set[Path]) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """What cannot be looked at may be there: a disk that fails is no reason to forget."""
+    """Return True also if a path cannot be looked at: a failing disk is no reason to forget documents."""
     try:
         path.stat()  # `exists` says no of it from Python 3.14 on
     except (FileNotFoundError, NotADirectoryError):

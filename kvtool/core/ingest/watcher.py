@@ -152,7 +152,7 @@ def _folders(roots: Mapping[Path, _State | None]) -> dict[Path, _State]:
 
 
 def _state(path: Path) -> _State | None:
-    """What stands at a path now; None: nothing, an empty folder, or nothing that can be looked at."""
+    """Return the state of a path; None if it is missing, an empty folder, or cannot be looked at."""
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -1,12 +1,12 @@
-"""One option: declared as a field of a room's options, read back as data, and checked the same way from every side.
+"""Option: declared as a field of a room's options, read back as data, and checked the same way everywhere.
 
-A room declares what can be set in a frozen dataclass::
+A room declares its options in a frozen dataclass::
 
     @dataclass(frozen=True, kw_only=True)
     class QueryOptions(Options, sections=("query",)):
         ratio: float = option(0.15, "Share of the cached tokens to recompute.", unit="percentage", lowest=0, highest=1)
 
-The field's name is what Python calls it. Its flag, its variable, its key in a configuration file, its help and its
+The field's name is the name in Python. Its flag, its variable, its key in a configuration file, its help and its
 check follow from the declaration: `options_of(QueryOptions)` lists them as `Option`s.
 """
 
@@ -83,16 +83,16 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """What is known of one option, read from the field that declares it; see `option`.
+    """An option, as read from the field that declares it; see `option`.
 
     Parameters
     ----------
-    name : the field, and what Python calls it.
+    name : the field, and its name in Python.
     kind : the type of a value, or of each of several.
     optional : whether None is a value, too.
     many : whether it holds several values; the flag is repeated then.
-    setting : its key in a configuration file and, in capitals, its variable; empty where it has none.
-    sections : the tables of a configuration file in which it is known by its flag's name, too.
+    setting : its key in a configuration file and, in capitals, its variable; empty if it has none.
+    sections : the tables of a configuration file that also know it by its flag's name.
     """
 
     name: str
@@ -122,7 +122,7 @@ class Option:
 
     @property
     def key(self) -> str:
-        """What tells it from every other option of a command: its setting, else its flag."""
+        """Return its key, unique among the options of a command: its setting, else its flag."""
         return self.setting or self.flag
 
     @property
@@ -222,7 +222,7 @@ class Option:
         return _UNIT_NAMES.get(self.unit) or _KIND_NAMES[self.kind]
 
     def _guess(self, value: str) -> str:
-        """What somebody may have meant who gave this; empty: nobody knows."""
+        """Return a hint at what a wrong value was meant to be; empty if nothing is near."""
         if self.several and "," in value and {part.strip() for part in value.split(",")} <= {*self.choices}:
             return self.several
         return did_you_mean(value, self.choices or self.suggest)

@@ -41,7 +41,7 @@ Layer = Iterator[tuple[str, Any, "Origin"]]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a value came from: the layer, and the flag, variable or file itself (empty for a default)."""
+    """Origin of a value: the layer, and the flag, variable or file itself (empty for a default)."""
 
     layer: Literal["flag", "environment", "project", "user", "default"]
     where: str = ""
@@ -52,7 +52,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """What flags, variables and files say, and where each value came from; both by `Option.key`."""
+    """Values from flags, variables and files, and the origin of each; both by `Option.key`."""
 
     values: Mapping[str, Any]
     origins: Mapping[str, Origin]
@@ -79,7 +79,7 @@ class Resolved:
         return source(**values, **others)
 
     def origin(self, key: str) -> Origin:
-        """Where the value of a key came from."""
+        """Return the origin of a key's value."""
         return self.origins.get(key, Origin("default"))
 
 

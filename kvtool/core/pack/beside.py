@@ -29,7 +29,7 @@ class StoreBlobs:
 
     @property
     def names(self) -> Iterator[str]:
-        """Of stretches alone: all other names are in a catalogue."""
+        """Yield the names of stretches: all other names are in a catalogue."""
         return (f"stretch/{stretch.hex()}" for stretch in self._store.stretches())
 
     def get(self, name: str, most: int) -> bytes | None:

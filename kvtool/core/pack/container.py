@@ -95,11 +95,11 @@ class PackReader:
 
     @property
     def names(self) -> list[str]:
-        """Of all members, as they stand in the file."""
+        """Return the names of all members, in the order of the file."""
         return list(self._members)
 
     def size(self, name: str) -> int:
-        """How many bytes a member has; 0 where there is none."""
+        """Return the bytes of a member; 0 if it does not exist."""
         member = self._members.get(name)
         return 0 if member is None else member.file_size
 
@@ -120,7 +120,7 @@ class PackReader:
             raise KvtoolError(f"{self.path} cannot be read: {error.strerror or error}", "check the disk") from error
 
     def _has_its_header(self, member: zipfile.ZipInfo) -> bool:
-        """Whether what stands before a member is what the list at the end says; zipfile looks at its name only."""
+        """Return True if a member's header equals the one in the list at the end; zipfile compares only names."""
         self._file.seek(member.header_offset)
         wanted = member.FileHeader()
         return self._file.read(len(wanted)) == wanted

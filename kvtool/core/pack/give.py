@@ -29,12 +29,12 @@ from kvtool.core.upkeep.naming import named_documents
 
 @dataclass(slots=True)
 class ExportReport:
-    """What a pack holds.
+    """Report of an export: the contents of a pack.
 
     Attributes
     ----------
     chunks : at a level each. `stretches` : of answered prompts. `bytes` : of the file.
-    damaged : what the store could not give, and why; it was left out.
+    damaged : entries that the store could not read, and why; they were left out.
     """
 
     path: str
@@ -201,7 +201,7 @@ class _Export:
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """What is damaged in the store is left out, and said."""
+        """Leave out what is damaged in the store, and note it in the report."""
         try:
             yield
         except DamagedError as error:

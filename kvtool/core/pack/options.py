@@ -1,4 +1,4 @@
-"""What can be set of packs."""
+"""Options of packs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvtool.core.remote.options import MOVED, SignOptions, TrustOptions, levels_
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions(SignOptions, settings=False, group=MOVED):
-    """What goes into a pack."""
+    """Options of what a pack holds."""
 
     only: tuple[str, ...] = option((), "Only the files of these documents.", metavar="PATH|GLOB|ID", instead="all")
     levels: tuple[str, ...] = levels_option()
@@ -20,6 +20,6 @@ class ExportOptions(SignOptions, settings=False, group=MOVED):
 
 @dataclass(frozen=True, kw_only=True)
 class ImportOptions(LockOptions, TrustOptions):
-    """How a pack is taken in."""
+    """Options of an import."""
 
     max_size: int | None = max_size_option()

@@ -41,11 +41,11 @@ def give(store: Store, out: PackWriter, stretch: bytes, info: StretchInfo) -> No
 
 
 class Members(Protocol):
-    """What stretches are taken from: a pack, or a store."""
+    """Protocol of a source of stretches: a pack, or a store."""
 
     @property
     def names(self) -> Iterable[str]:
-        """Of all members, or of the stretches alone."""
+        """Return the names of all members, or of the stretches only."""
         ...
 
     def get(self, name: str, most: int) -> bytes | None:

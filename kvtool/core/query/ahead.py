@@ -1,4 +1,4 @@
-"""What is done beside the fetching, in one thread: what has come is decoded, what will not come is computed."""
+"""Overlap of fetching and computing in one thread: decodes what arrived, computes what will not arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How computing a chunk ended, and the seconds of it, without the decoding that came between."""
+    """Result of computing a chunk, with its seconds, without the decoding in between."""
 
     number: int
     seconds: float
@@ -33,7 +33,7 @@ class Ended:
 
 @dataclass(slots=True)
 class _Decoded:
-    """What has been decoded, or begun to be."""
+    """A chunk whose records are decoded, or being decoded."""
 
     segment: Segment
     stats: ReadStats = field(default_factory=ReadStats)
@@ -64,7 +64,7 @@ class BackgroundDecoder:
         self._thread: threading.Thread | None = None
 
     def seconds(self, tokens: int, level: str) -> float:
-        """What decoding at this level has taken beside the fetching; where nothing is known of it, as the slowest.
+        """Return the seconds that decoding takes during a fetch; an unmeasured level counts as the slowest.
 
         The first chunk of a level does not count, since it waits for tables and compilers.
         """
@@ -100,7 +100,7 @@ class BackgroundDecoder:
             self._cut_off = True
 
     def ended(self) -> Ended | None:
-        """How the computation ended; None: it has not, or this was asked before."""
+        """Return the result of the computation, once; None before it ends, and afterwards."""
         with self._changed:
             told, self._told = self._told, None
             if told is not None:

@@ -1,4 +1,4 @@
-"""One question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep.
+"""Answering of one question, from its text to its answer: lay out, choose, fetch, fuse, generate, keep.
 
 `answer` reads top to bottom in the order in which things happen; kvtool/docs/trips.md lists the files on the way.
 """
@@ -102,7 +102,7 @@ class PreparedAnswer:
     marks: Sequence[Marks] = ()
 
     def reply(self, said: Generated) -> Reply:
-        """What there is to say of the answer, and of what led to it."""
+        """Return the reply: the answer, with all that led to it."""
         return _reply(self, said, _timing(self, said))
 
     def keep(self, again: bool = False) -> None:
@@ -157,8 +157,8 @@ def begin_answer(
 def _choose(
     session: Session, asked: PromptLayout, options: QueryOptions
 ) -> tuple[PromptLayout, QueryOptions, Choice | None]:
-    """What `auto` stands for. Neither a link nor what is added to a prompt can be weighed beforehand: then it is the
-    mode that loses a little."""
+    """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
+    the mode that loses a little."""
     if options.fusion != AUTO:
         return asked, options, None
     if asked.behind is not None or _streams(session, options):
@@ -168,7 +168,7 @@ def _choose(
 
 
 def _streams(session: Session, options: QueryOptions) -> bool:
-    """Whether there is an objective, and a link behind the store to fetch from under it."""
+    """Return True if the TTFT has a target, and the store a remote backend to fetch from within it."""
     return options.slo_ms is not None and session.store.link is not None and not session.identity.keeps_states
 
 
@@ -205,7 +205,7 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 
 
 def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[ReplyChunk]:
-    """What a reply says of each chunk that was loaded."""
+    """Return the reply's entry of each chunk that was loaded."""
     hits = asked.hits[: len(plan.chunks)]
     return [
         ReplyChunk.of(
@@ -220,7 +220,7 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
 
 
 def _standing_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
-    """What a reply says of each chunk that was found and stood already."""
+    """Return the reply's entry of each retrieved chunk that was in the prompt cache already."""
     if asked.behind is None:
         return []
     tokens = asked.behind.chunks
@@ -263,7 +263,7 @@ def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
 
 
 def _bytes_spared(begun: PreparedAnswer) -> int:
-    """What the records would have taken that no row could see; those in memory, nothing."""
+    """Return the bytes of the records that were skipped because no row could see them; records in memory count 0."""
     session, source = begun.session, begun.streamed.source
 
     def sizes(segment: Segment) -> Sequence[int]:

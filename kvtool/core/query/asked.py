@@ -1,8 +1,8 @@
-"""What was asked for, read off a journal: how warm each chunk of a store is by it.
+"""Usage scores of a store's chunks, read from a journal of what was asked for.
 
-A journal is a store's own notes (its folder), or a file of JSON lines, of kinds that may stand mixed: answers (`query
+A journal is a store's own notes (its folder), or a file of JSON lines, whose kinds may be mixed: answers (`query
 --json`, `query --batch`) and the log of `kvtool serve`, which name the chunks that were read; and questions (`query
---batch`, `eval`, an audit's journal), whose chunks are found now. Other lines are passed over.
+--batch`, `eval`, an audit's journal), whose chunks are retrieved now. Other lines are passed over.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _TIMES = ("time", "at")  # seconds since 1970, by what wrote the line
 
 @dataclass(slots=True)
 class Asked:
-    """What a journal says.
+    """Contents of a journal.
 
     Attributes
     ----------
-    warmth : chunk id → how warm it is by the journal (`cache/warmth.py`).
-    lines : that were of use; passed : that were not, such as a line that was torn or a question that finds nothing.
+    warmth : chunk id → its usage score by the journal (`cache/warmth.py`).
+    lines : number of usable lines; passed : of others, such as a torn line or a question that finds nothing.
     """
 
     warmth: dict[bytes, float] = field(default_factory=dict)

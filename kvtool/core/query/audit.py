@@ -45,7 +45,7 @@ class Auditor:
         self._told: set[str] = set()
 
     def is_due(self, reply: Reply, share: float) -> bool:
-        """Whether an answer that was given is to be audited: it is drawn, it reused something, it can be kept."""
+        """Return True if an answer is to be audited: it is sampled, it reused KV, the audit can be stored."""
         if not is_drawn(reply.question, reply.revision, share):
             return False
         if self._session.store.read_only:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What the controller chose: a prompt with its options, and the milliseconds that measuring and deciding took."""
+    """A choice of the controller: a prompt with its options, and the milliseconds for measuring and deciding."""
 
     asked: PromptLayout
     options: QueryOptions
@@ -111,7 +111,7 @@ NOISE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What was chosen, and why.
+    """A decision of the controller, and the reasons for it.
 
     Attributes
     ----------
@@ -191,9 +191,9 @@ class _Option:
 
 
 def _lossless(prompts: Mapping[str, PromptRows], modes: Sequence[Selector]) -> list[_Option]:
-    """What loses nothing; the first of those as fast is the better one.
+    """Return the lossless options; of two equally fast ones the first is preferred.
 
-    A mode that ignores the cache would leave a hole a hole; one that uses it stores what it computes.
+    A mode that ignores the cache would leave a missing chunk missing; a mode that uses it stores what it computes.
     """
     holes = next(iter(prompts.values())).holes
     options = []

@@ -63,7 +63,7 @@ def _name(identity: StoreIdentity, before: Sequence[int], ids: Ids) -> bytes:
 
 
 def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
-    """What is stored under a name; None: nothing, or it is damaged."""
+    """Return the stored description of a stretch; None if there is none, or it is damaged."""
     with suppress(DamagedError):
         return store.stretch(stretch)
     return None

@@ -66,13 +66,13 @@ class Conversation:
 
     @property
     def tokens(self) -> int:
-        """How many tokens of text stand: the next question's prompt begins with them."""
+        """Return the number of text tokens that the next question's prompt begins with."""
         stands = self._now.stands
         return 0 if stands is None else len(stands.standing.tokens.ids) + len(stands.pending)
 
     @property
     def rows(self) -> int:
-        """How many of these have rows in the prompt cache: the others are computed with the next question."""
+        """Return how many of these have rows in the prompt cache: the others are computed with the next question."""
         return 0 if self._now.stands is None else len(self._now.stands.standing.tokens.rows)
 
     @property
@@ -167,7 +167,7 @@ class Conversation:
         return begun
 
     def finds_the_same(self, session: Session) -> bool:
-        """Whether its questions would be answered from the same passages now, read as they were."""
+        """Return True if its questions would be answered from the same passages now, at the same levels."""
         stands = self._now.stands
         if stands is None or stands.session is not session:
             return False
@@ -191,7 +191,7 @@ class Conversation:
         self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(begun)), stands=stands)
 
     def _behind(self, session: Session, options: QueryOptions) -> CachedPrefix | None:
-        """What the question comes behind, with the user's turn begun; None: it is the first."""
+        """Return the cached prefix of the question, with the user's turn begun; None for the first question."""
         stands = self._now.stands
         if stands is None:
             return None

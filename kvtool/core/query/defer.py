@@ -20,7 +20,7 @@ _NOT_THERE = (
 
 @dataclass(frozen=True, slots=True)
 class RoundVerdict:
-    """Whether a round's answer is given, and why."""
+    """Decision that a round's answer is good enough, or not, and the reason."""
 
     enough: bool
     why: str
@@ -28,14 +28,14 @@ class RoundVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round loaded, what it cost and what came of it.
+    """Report of one round: the chunks that it loaded, its cost and its result.
 
     Attributes
     ----------
-    chunks : ids (hex) of those loaded in it.
-    confidence : of the answer's beginning, 0 … 1; None in a last round, where nothing hangs on it.
+    chunks : ids (hex) of the loaded chunks.
+    confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
     tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
-    milliseconds : of fusing and of looking at the answer's beginning.
+    milliseconds : of fusing and of computing the answer's beginning.
     """
 
     chunks: tuple[str, ...]
@@ -59,7 +59,7 @@ class Round:
 
 
 def spans(count: int, first: int) -> Iterator[tuple[int, int]]:
-    """Which chunks, the best first, each round loads, from … to: `first`, then each time as many as stand already."""
+    """Yield the range of chunks, best first, that each round loads: `first`, then as many as are loaded already."""
     start, stop = 0, min(first, count)
     yield start, stop
     while stop < count:

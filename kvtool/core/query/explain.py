@@ -49,7 +49,7 @@ class ChunkSpans:
         return sum(span.stop - span.start for span in self.spans if span.reason == DROPPED)
 
     def to_json(self) -> dict[str, Any]:
-        """How many tokens each reason has, and the spans (kvtool/docs/json.md)."""
+        """Return the number of tokens by reason, and the spans (kvtool/docs/json.md)."""
         spans = [
             {"token_start": span.start, "token_end": span.stop, "text": span.text, "reason": span.reason}
             for span in self.spans
@@ -99,7 +99,7 @@ def backends_of(decoder: Decoder, rows: int, keys: int) -> list[LayerBackends]:
 
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
-    """One entry a chunk, in prompt order."""
+    """Return an entry for each chunk, in prompt order."""
     return [ChunkSpans(tuple(_spans(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.chunks]
 
 

@@ -110,7 +110,7 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
 
 
 def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
-    """Whether the segment's id is what its ids give behind the store's lead-in, whatever stood before them."""
+    """Return True if the segment's id follows from its ids and the store's lead-in, whatever came before them."""
     chunk_id = segment.source.chunk_id
     if chunk_id == identity.prefix_id:
         return True

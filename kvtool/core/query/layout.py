@@ -59,13 +59,13 @@ class PromptLayout:
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """What a conversation's prompt cache holds.
+    """Contents of a conversation's prompt cache.
 
     Attributes
     ----------
     tokens : all of them, as the segment that a further prompt begins with.
-    cache : whose rows are those of `tokens`, in their order.
-    chunks : ids of the chunks among them, and how many tokens each has.
+    cache : its rows are those of `tokens`, in the same order.
+    chunks : ids of the chunks among them, and the number of tokens of each.
     """
 
     tokens: Candidate

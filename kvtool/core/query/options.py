@@ -1,4 +1,4 @@
-"""What can be set of a question's answer."""
+"""Options of a question's answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INSIDE, DEFER, LINK = "Looking inside", "Deferred loading", "Shared store and ti
 
 @dataclass(frozen=True, kw_only=True)
 class QueryOptions(NetworkOptions, sections=("query",)):
-    """How to answer.
+    """Options of how to answer.
 
     Attributes
     ----------
@@ -233,7 +233,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkChoice(Options, settings=False, group=CHUNKS):
-    """Which chunks a question's prompt has; without these they are found."""
+    """Options that name the chunks of a question's prompt; without them, chunks are retrieved."""
 
     chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", metavar="ID|PATH:LINE")
     documents: tuple[str, ...] = option((), "Use all chunks of these documents.", metavar="PATH")

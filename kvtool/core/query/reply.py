@@ -1,4 +1,4 @@
-"""What a query was asked for, and what came of it (kvtool/docs/json.md)."""
+"""Request and reply of a query (kvtool/docs/json.md)."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _CHUNKS_SHOWN = 12
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question, and which chunks to answer it from: by id, by document, or (neither given) by retrieval.
+    """A question, and the chunks to answer it from: by id, by document, or (neither given) by retrieval.
 
     Attributes
     ----------
     answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
     made_by : the model that wrote the question; "": people did.
-    search : what is searched for instead of the question itself; "": nothing else.
+    search : the text to search for instead of the question itself; "": the question.
     """
 
     question: str
@@ -166,12 +166,12 @@ class Reply:
 
     @property
     def sources(self) -> list[ReplyChunk]:
-        """What the answer was given from, the best first: what was loaded, and what was found and stood already."""
+        """Return the chunks that the answer is based on, best first: those loaded, and those in the prompt already."""
         return sorted([*self.chunks, *self.again], key=lambda chunk: -(chunk.score or 0))
 
     @property
     def places(self) -> list[str]:
-        """Where the prompt's chunks stand, as `file:line`, each once and the best first."""
+        """Return the places of the prompt's chunks, as `file:line`, without duplicates, best first."""
         return list(dict.fromkeys(chunk.place for chunk in self.sources))
 
     @property
@@ -273,7 +273,7 @@ def read_batch(path: Path) -> list[Request]:
 
 
 def _wrong(error: Exception) -> str:
-    """What is wrong with a line, without the parser's own count of lines."""
+    """Return the error in a line, without the parser's own line number."""
     return f"no JSON: {error.msg}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
 
 

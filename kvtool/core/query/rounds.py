@@ -125,7 +125,7 @@ def probe(decoder: Decoder, fused: Fused, max_tokens: int) -> GreedyPrefix:
 
 
 def text_of(decoder: Decoder, begun: GreedyPrefix) -> str:
-    """What an answer begins with."""
+    """Return the text of an answer's beginning."""
     text: str = decoder.loaded.tokenizer.decode(list(begun.ids), skip_special_tokens=True)
     return text
 

@@ -1,4 +1,4 @@
-"""Whether the files that an answer cites are still what was ingested."""
+"""Staleness of an answer: files that it cites, and that changed or vanished after they were ingested."""
 
 from __future__ import annotations
 

@@ -46,17 +46,17 @@ _TEXT = "not fetched in time"
 
 @dataclass(slots=True)
 class Streamed:
-    """What streaming left.
+    """Result of streaming.
 
     Attributes
     ----------
-    plan : with each chunk at the level that it reached; those that reached none, and were not computed meanwhile, are
+    plan : with each chunk at the level that it reached; chunks that reached none, and were not computed meanwhile, are
         holes.
-    source : where its KV is read; some of what was fetched is decoded already.
+    source : where its KV is read from; some of it is decoded already.
     holes : segments that were holes and were computed meanwhile: they are worth storing.
     rows : the decisions, `stream` of the reply.
-    bytes_read : what was read of the records that are decoded already.
-    ms : how long streaming took.
+    bytes_read : of the records that are decoded already.
+    ms : duration of streaming.
     """
 
     plan: Plan
@@ -170,7 +170,7 @@ def _allowed(
 
 
 def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
-    """What a segment can be fetched as, and the parts of each that are not here; `allowed`: losses by level."""
+    """Return the levels that a segment can be fetched at, and their missing parts; `allowed`: losses by level."""
     offers = link.offers(segment.source.chunk_id)
     rungs = []
     for level in known(allowed):

@@ -1,4 +1,4 @@
-"""One line over many replies."""
+"""Summary of many replies in one line."""
 
 from __future__ import annotations
 

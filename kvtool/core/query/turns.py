@@ -215,15 +215,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class ConversationState:
-    """What a conversation holds between two questions.
+    """State of a conversation between two questions.
 
     Attributes
     ----------
-    states : of a model that keeps some, as they are behind the rows of `standing`.
-    pending : tokens behind those of `standing` that no row was computed for yet: the answer's last one, and what the
-        template has between two turns.
-    is_whole : nothing was written behind the rows that stand; else a question may have been begun there, and came to
-        nothing.
+    states : recurrent states of the model, if it has any, after the rows of `standing`.
+    pending : tokens after those of `standing` that have no row yet: the answer's last token, and the template's between
+        two turns.
+    is_whole : nothing was written after the rows of `standing`; else a question may have been begun there and given up.
     """
 
     session: Session
@@ -235,11 +234,11 @@ class ConversationState:
 
     @classmethod
     def after(cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids) -> ConversationState:
-        """What a turn leaves. Of its answer those rows stand that were computed of the same tokens.
+        """Return the state after a turn. Rows of its answer are kept if they were computed from the same tokens.
 
         Parameters
         ----------
-        said : the tokens whose rows the cache holds behind the prompt, and maybe more. `answer`: those that stand.
+        said : the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep.
         """
         fused, before = begun.outcome.fused, begun.asked.behind
         computed = fused.cache.buffers[0].length - fused.plan.length

@@ -1,4 +1,4 @@
-"""What a shared tier has to offer: named values. A backend is one file with one class and one line in `urls`."""
+"""Protocol of a shared store's backend: named values. A backend is one file with one class and one line in `urls`."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class ReadInTurn:
 
 
 class Readable(Protocol):
-    """What a pull needs of a place of values: a shared tier, or a pack.
+    """Protocol of a source that a pull reads from: a shared store, or a pack.
 
     Attributes
     ----------
-    url : as people are shown it.
+    url : of the source, as it is shown to people.
     """
 
     url: str
@@ -87,7 +87,7 @@ class Blobs(Protocol):
         ...
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """How many bytes each value has; 0 where there is none, or an empty one, which no value of ours is."""
+        """Return each value's size in bytes; 0 if it is missing or empty (kvtool never stores an empty value)."""
         ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
@@ -116,7 +116,7 @@ class Blobs(Protocol):
         ...
 
     def held(self) -> set[str]:
-        """What is held and not over, by the tier's own clock; whoever asks has just renewed its own."""
+        """Return the names with a valid lease by the shared store's own clock; the caller has just renewed its own."""
         ...
 
     def release(self, name: str) -> None:
@@ -133,11 +133,11 @@ class Blobs(Protocol):
 
 
 def seconds_held(name: str) -> float:
-    """How long a name that is held stands. Raises KeyError for another name."""
+    """Return the seconds that a lease of this name lasts. Raises KeyError for another name."""
     return LEASES[name.partition("-")[0]]
 
 
 def stands(name: str, renewed: float, now: float) -> bool:
-    """Whether a name is held that was last renewed at a time. Not where that is far ahead: the clock was wrong then,
-    and would have it held until the right one is there. Raises KeyError for another name."""
+    """Return True if a lease is valid that was last renewed at a time. A time far in the future does not count: the
+    clock was wrong then, and the lease would not end before that time. Raises KeyError for another name."""
     return -AHEAD < now - renewed < seconds_held(name)

@@ -1,4 +1,4 @@
-"""What a shared tier holds; its `head` names the catalogue that is valid.
+"""Catalogue of a shared store: the files and chunks that it holds. Its `head` names the catalogue that is valid.
 
 ======================================  ================================================================
 blob                                    holds
@@ -46,14 +46,14 @@ _PROFILE_BYTES = (16, 20)  # of a codec profile, of a learned lead-in of earlier
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """What a tier holds. Keys and ids are in hex; two stores may be joined if they have the same `identity`.
+    """A catalogue of a shared store. Keys and ids are in hex; two stores may be joined if they have the same
+    `identity`.
 
     Attributes
     ----------
-    left_out : of one that was read: what cannot be used, and why.
-    shards : of one that is in shards: these, by the beginning of the keys, None where none begins so. Their number is
-        a power of two.
-    proof : its signature, which nobody has checked yet; None: it is not signed.
+    left_out : entries that could not be used when the catalogue was read, and why.
+    shards : of a sharded catalogue, by the first bits of the keys, a power of two of them; None for an empty shard.
+    proof : its signature, not yet verified; None if it is not signed.
     """
 
     identity: dict[str, Any]
@@ -83,7 +83,7 @@ class Catalogue:
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Catalogue:
-        """What the JSON of a packed one says. Raises DamagedError."""
+        """Read a catalogue from the JSON of a packed one. Raises DamagedError."""
         try:
             left_out = list[tuple[str, str]]()
             files, chunks = entries_of(value, left_out)
@@ -92,7 +92,7 @@ class Catalogue:
             raise unreadable(error) from error
 
     def facts(self) -> dict[str, Any]:
-        """What it says besides files and chunks, as JSON."""
+        """Return all parts but files, chunks and shards, as JSON."""
         return {"identity": self.identity, "meta": self.meta, "profiles": sorted(self.profiles)}
 
     def _format(self) -> int:
@@ -172,5 +172,5 @@ def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tup
 
 
 def unreadable(error: Exception) -> DamagedError:
-    """What is said of a catalogue that cannot be."""
+    """Return the error for a catalogue that cannot be read."""
     return DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN)

@@ -1,6 +1,6 @@
-"""What a shared tier says, taken at its word only where it can be true: types, lengths, bounds.
+"""Validation of values that a shared store sends: types, lengths, bounds.
 
-What cannot be true is a ValueError.
+An invalid value is a ValueError.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def plain(value: Any, left: int = _MOST_NESTED) -> Any:
 
 
 def identity_of(value: Any) -> dict[str, Any]:
-    """What a store was made with (core/identity): each of its parts of the right type."""
+    """Check the types in the identity of a store (core/identity), the inputs that its KV depends on."""
     identity: dict[str, Any] = plain(object_of(value))
     for name in ("model", "fingerprint", "dtype", "system", "namespace"):
         text_of(identity.get(name, ""))
@@ -115,7 +115,7 @@ def identity_of(value: Any) -> dict[str, Any]:
 
 
 def codec_of(value: Any) -> dict[str, Any]:
-    """What is known of the codec levels: a profile, and rows of numbers by level, or by profile and level."""
+    """Check the state of the codec levels: a profile, and rows of numbers by level, or by profile and level."""
     state: dict[str, Any] = plain(object_of(value))
     if state.get("profile", "") != "":
         hex_of(state["profile"], 16)

@@ -102,7 +102,7 @@ def new_name() -> str:
 
 
 def is_left_behind(name: str, modified: float, now: float) -> bool:
-    """Whether a file is the temporary one of a push that was killed long ago."""
+    """Return True if a file is the temporary one of a push that was killed long ago."""
     return name.startswith(TEMPORARY) and bool(_LEFT_BEHIND.fullmatch(name)) and now - modified > OLD
 
 

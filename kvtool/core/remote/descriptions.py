@@ -1,4 +1,4 @@
-"""What describes files and chunks (documents with their text, token ids), put into packs as their KV is."""
+"""Descriptions of files and chunks (documents with their text, token ids), stored in packs as their KV is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_SMALL = 16  # of a store
 
 
 class Descriptions:
-    """Those of a store that a catalogue of it has no place for.
+    """The descriptions of a store that its catalogue has no place for yet.
 
     Parameters
     ----------
@@ -101,5 +101,5 @@ def _lacks(entry: File | Chunk, unsound: set[Pack]) -> bool:
 
 
 def changed() -> KvtoolError:
-    """What is said where a store does not hold any more what was found in it."""
+    """Return the error for a store that no longer holds what was found in it."""
     return KvtoolError("the store was changed meanwhile", "push again")

@@ -1,4 +1,4 @@
-"""What a catalogue is made of, and the names of the values that it counts on."""
+"""Entries of a catalogue, and the names of the values that a catalogue refers to."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Pack(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its value."""
+        """Return the name of the pack's value."""
         return f"pack/{self.digest}"
 
 
 class Place(NamedTuple):
-    """Where in a pack the records of a chunk stand, layer after layer: the first byte, and the length of each."""
+    """A place of a chunk's records in a pack, layer after layer: the first byte, and the length of each."""
 
     pack: Pack
     start: int
@@ -105,12 +105,12 @@ class Shard(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of its value."""
+        """Return the name of the shard's value."""
         return f"shard/{self.digest}"
 
 
 def digest_of(data: bytes | memoryview) -> str:
-    """What names a value by its content: 16 bytes in hex."""
+    """Return the digest that names a value by its content: 16 bytes in hex."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
@@ -130,14 +130,14 @@ def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
 
 
 def described_by(name: str, place: Place | None) -> Wanted:
-    """What the description of a file or a chunk is asked for by."""
+    """Return the request for the description of a file or a chunk."""
     if place is None:
         return Wanted(name, MOST_BYTES)
     return Wanted(name, place.lengths[0], place.pack.name, place.start)
 
 
 def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
-    """What a chunk's records at a level are asked for by, layer by layer; no more of them is taken than is stated."""
+    """Return the requests for a chunk's records at a level, layer by layer; none reads more bytes than are stated."""
     stored, names = chunk.levels[level], kv_names(key, chunk, level)
     if stored.place is None:
         return [Wanted(name, stored.size) for name in names]
@@ -157,7 +157,7 @@ _OWN = re.compile(
 
 
 def is_own(name: str) -> bool:
-    """Whether a name is of one of the shapes above, or a temporary file's beside such."""
+    """Return True if a name has one of the shapes above, or is a temporary file's next to such a value."""
     return bool(_OWN.fullmatch(name))
 
 

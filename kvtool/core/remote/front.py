@@ -55,7 +55,7 @@ def make_room(store: Store, writer: Writer, coming: Mapping[bytes, int], spare: 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What is kept of what comes, and what goes for it: chunks by level."""
+    """A plan of an eviction: the incoming chunks that are stored, and the stored ones that are evicted, by level."""
 
     kept: set[bytes]
     going: Mapping[str, list[bytes]]
@@ -64,7 +64,7 @@ class Room:
 def plan_room(
     store: Store, coming: Mapping[bytes, int], order: Mapping[bytes, float] | None = None, spare: float = 1 - LOW_WATER
 ) -> Room:
-    """What :func:`make_room` does; nothing is done. `order`: by what chunks go, instead of the store's own warmth."""
+    """Plan the eviction of :func:`make_room`; evict by `order`, if given, instead of the store's own scores of use."""
     budget = store.budget()
     if budget is None or sum(coming.values()) <= _room(store, budget):
         return Room({*coming}, {})
@@ -98,7 +98,7 @@ def room_beside(store: Store, writer: Writer, size: int) -> None:
 
 
 def bytes_of(record: int) -> int:
-    """What a record of so many bytes takes of the disk, with its share of the tree."""
+    """Return the bytes on disk that a record of this many bytes needs, with its share of the B-tree."""
     return pages(record) + _ROW
 
 

@@ -17,13 +17,13 @@ _AHEAD = 4  # groups that are asked for before the first is there
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What is wanted together.
+    """A group of values that are fetched all or not at all.
 
     Attributes
     ----------
-    key : of what it is of, in hex; what : the same for people.
-    most : bytes of all of them.
-    levels : of a chunk's records, in the order of `wanted`; `replaces`: in the place of what is stored.
+    key : of the file or chunk, in hex; what : the same for people.
+    most : bytes of all values together.
+    levels : of a chunk's records, in the order of `wanted`; `replaces` : they replace the stored ones.
     """
 
     key: str

@@ -18,7 +18,7 @@ _HEAD_KEY = b"remote head"
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What `head` says: digests of the catalogue in force and of those before it that still stand, latest first."""
+    """The value of `head`: digests of the catalogue in force and of earlier ones still valid, latest first."""
 
     catalogue: str
     before: tuple[str, ...] = ()

@@ -20,7 +20,7 @@ _LONGER = 5.0  # seconds to wait for what should be over by then
 
 
 class Lease:
-    """What one push shows of itself to others. Use `running`."""
+    """The lease by which a running push is seen by others. Use `running`."""
 
     def __init__(self, blobs: Blobs) -> None:
         self._blobs = blobs

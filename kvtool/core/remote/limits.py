@@ -1,6 +1,6 @@
-"""How large a value of a shared tier may be: nobody who asks for one is made to take more.
+"""Limits on the size of a shared store's values: a shared store cannot make a client read more.
 
-Far above what is ever written, and far below what a machine has to run out of.
+They are far above what is ever written, and far below a machine's memory.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ _MOST = {"head": 2**12, "catalogue": 2**28, "shard": 2**26, "meta": 2**24, "chun
 
 
 def most_bytes(name: str) -> int:
-    """How many bytes a value of this name may have."""
+    """Return the largest size in bytes that a value of this name may have."""
     return _MOST.get(name.partition("/")[0], MOST_BYTES)

@@ -32,7 +32,7 @@ _SUCH_AS = "such as s3://bucket/folder, gs://bucket/folder, az://container/folde
 
 
 class Address(NamedTuple):
-    """Of a URL: its kind, the bucket, container or host, and the folder in it."""
+    """An address taken from a URL: its kind, the bucket, container or host, and the folder in it."""
 
     kind: str
     place: str
@@ -40,7 +40,7 @@ class Address(NamedTuple):
 
     @property
     def read_only(self) -> bool:
-        """Whether it is a web server, of which nothing but reading is known."""
+        """Return True for a web server, which can only be read."""
         return self.kind in ("https", "http")
 
 
@@ -60,12 +60,12 @@ def address_of(url: str) -> Address:
 
 
 def open_objects(address: Address, timeout: float, writing: bool = False) -> ObjectStore:
-    """What obstore makes of an address; nothing is asked of it yet.
+    """Open an address with obstore; no request is sent yet.
 
     Parameters
     ----------
     timeout : seconds to wait for a connection, an answer or the next bytes.
-    writing : patient enough for values to be sent over a slow line.
+    writing : allow enough time to send values over a slow line.
 
     Raises
     ------

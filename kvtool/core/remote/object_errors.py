@@ -1,4 +1,4 @@
-"""What goes wrong with an object store, in words. Its own text holds addresses and keys, and is not passed on."""
+"""Errors of an object store, in plain words. Its own messages hold addresses and keys, and are not passed on."""
 
 from __future__ import annotations
 

@@ -18,13 +18,13 @@ _MOST_HELD = 64 * 2**20  # bytes that have come and are not taken; more are read
 
 @dataclass(eq=False)
 class Span:
-    """One request: a whole value, of at most `stop` bytes, or the bytes of one from `start` to `stop`.
+    """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`.
 
     Attributes
     ----------
-    left : values that are still to be taken out of it.
-    data : what has come.
-    missing : there is no value of its name. `too_large`: there is, and nothing of it is read.
+    left : number of values that are still to be read from it.
+    data : the bytes that have arrived.
+    missing : no value has this name. `too_large` : the value is too large, and nothing of it is read.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Span:
     error: KvtoolError | None = None
 
     def holds(self, wanted: Wanted) -> bool:
-        """Whether all of a part has come."""
+        """Return True if all bytes of a part have arrived."""
         return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
 
 

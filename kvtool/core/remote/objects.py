@@ -262,7 +262,7 @@ def _time_of(meta: ObjectMeta | None) -> float:
 
 
 def _leases(value: bytes | None, at: float) -> dict[str, float]:
-    """What is held, with the time of its last renewal: that of the object where none is given."""
+    """Return the leases with the time of their last renewal: that of the object where no time is given."""
     found: dict[str, float] = {}
     with suppress(ValueError, AttributeError, KeyError, TypeError):
         for name, held in parsed(value or b"{}").items():

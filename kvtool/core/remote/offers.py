@@ -1,4 +1,4 @@
-"""What a tier has of chunks, for who asks of a few out of many: a shard is read when one of its chunks is asked for."""
+"""Lazily read catalogue of a shared store: a shard is read when one of its chunks is first asked for."""
 
 from __future__ import annotations
 

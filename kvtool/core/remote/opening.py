@@ -69,7 +69,7 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
 
 
 def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
-    """What is here already, if anything is."""
+    """Open the local store without its shared store, or raise `error` if nothing is stored locally."""
     with suppress(KvtoolError):
         store = Store.open(place)
         if store.manifest():

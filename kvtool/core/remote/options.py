@@ -1,4 +1,4 @@
-"""What can be set of the link to a shared store."""
+"""Options of the connection to a shared store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOVED, TRUSTED = "What is moved", "Who is trusted"  # headings in the commands' 
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteOptions(Options, sections=("query",)):
-    """How patient to be with a shared store."""
+    """Options of every command that reads from a shared store."""
 
     remote_timeout: float = option(
         TIMEOUT,
@@ -47,7 +47,7 @@ def levels_option() -> tuple[str, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class SignOptions(Options, settings=False, group=TRUSTED):
-    """How others can tell who made what they get."""
+    """Options that sign what is sent, so that others can verify who made it."""
 
     sign: Path | None = option(None, "Sign it with this Ed25519 private key.", metavar="KEY")
 
@@ -77,7 +77,7 @@ class TrustOptions(Options, group=TRUSTED):
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions(RemoteOptions, SignOptions, settings=False, group=MOVED):
-    """What is sent to a shared store."""
+    """Options of a push to a shared store."""
 
     delete: bool = option(False, "Forget there what the store does not have.")
     verify: bool = option(False, "Read back what is there, and send again what is damaged.")
@@ -87,7 +87,7 @@ class PushOptions(RemoteOptions, SignOptions, settings=False, group=MOVED):
 
 @dataclass(frozen=True, kw_only=True)
 class PullOptions(RemoteOptions, LockOptions, TrustOptions, settings=False, group=MOVED):
-    """What is fetched from a shared store."""
+    """Options of a pull from a shared store."""
 
     levels: tuple[str, ...] = levels_option()
     delete: bool = option(False, "Forget files that are not there.")

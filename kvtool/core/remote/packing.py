@@ -106,7 +106,7 @@ def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
 
 
 def _places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
-    """Where all stands that is in packs."""
+    """Yield the places in packs of all descriptions and records."""
     for file in files.values():
         if file.place is not None:
             yield file.place

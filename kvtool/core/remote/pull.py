@@ -147,7 +147,7 @@ def preview(
     newer: bool = False,
     trust: Trust | None = None,
 ) -> TransferReport:
-    """What a pull would do; nothing is fetched but the catalogue, and nothing is written. Raises as `pull` does."""
+    """Report what a pull would do; only the catalogue is fetched, and nothing is written. Raises as `pull` does."""
     started = time.perf_counter()
     catalogue = read_catalogue(blobs)
     origin = (trust or Trust()).origin(catalogue.proof, blobs.url)
@@ -255,7 +255,7 @@ class _Pull:
     # ---- the parts ----
 
     def _manifest(self, catalogue: Catalogue, new: bool, mirror: bool) -> None:
-        """What the tier says of its model; a store that knows its own keeps it."""
+        """Store the shared store's manifest; a store that has a manifest keeps its own."""
         if new:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
@@ -265,8 +265,8 @@ class _Pull:
             self.report.made_with = str(catalogue.identity.get("model", ""))
 
     def _state(self, catalogue: Catalogue, mirror: bool) -> None:
-        """What was measured of the codec levels: the tier's in a mirror; else the store's own, and what the tier knows
-        besides."""
+        """Store the measurements of the codec levels: the shared store's in a mirror, else the store's own with those
+        that only the shared store has."""
         try:
             stored = self.store.codec_state()
         except DamagedError:  # replaced by the tier's
@@ -390,7 +390,7 @@ class _Pull:
 
     @contextmanager
     def _noted(self, group: Group) -> Iterator[None]:
-        """What a value turns out to be is its own damage."""
+        """Note damage of one group in the report, and go on with the next."""
         try:
             yield
         except DamagedError as error:
@@ -406,7 +406,7 @@ class _Pull:
 
 
 def _until(fetched: Iterator[tuple[Group, bytes]], failure: list[RemoteError]) -> Iterator[tuple[Group, bytes]]:
-    """What is fetched, as far as it comes; what ended it is noted."""
+    """Yield what is fetched until the connection fails; the failure is appended to `failure`."""
     try:
         yield from fetched
     except RemoteError as error:

@@ -134,7 +134,7 @@ class _Push:
             )
 
     def _there(self) -> tuple[bytes | None, Catalogue | None]:
-        """What is there; a push that verifies replaces a catalogue that is damaged."""
+        """Read the shared store's head and catalogue. With `verify`, a damaged catalogue counts as missing."""
         try:
             head, theirs = read_head(self.blobs)
         except DamagedError:
@@ -189,7 +189,7 @@ class _Push:
         return replace(joined, meta=joined.meta | {"codec": digest_of(sealed)})
 
     def _is_whole(self, mine: Catalogue) -> bool:
-        """Whether nothing is damaged or lost here: else it may be whole there."""
+        """Return True if nothing is damaged or lost here; otherwise the shared store may hold the sound copy."""
         return not self.report.damaged and survey.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
@@ -209,7 +209,7 @@ class _Push:
 
 
 def join(mine: Catalogue, theirs: Catalogue, newer: bool) -> Catalogue:
-    """What both hold. Of what both have in two versions it is `mine`, or of files the one changed last."""
+    """Return the union of both catalogues. Of two versions keep `mine`, or with `newer` the file changed last."""
     files: dict[str, File] = theirs.files | mine.files
     if newer:
         for key in mine.files.keys() & theirs.files.keys():
@@ -223,9 +223,9 @@ def join(mine: Catalogue, theirs: Catalogue, newer: bool) -> Catalogue:
 
 
 def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
-    """Where every document is the store's: only its chunks, since others are of versions before; so with profiles.
+    """Drop chunks and profiles of earlier versions if every document is the store's own.
 
-    With documents of others this cannot be told without reading them: all is kept then.
+    Documents of others are not read to find that out: with them, all is kept.
     """
     if joined.files != mine.files:
         return joined

@@ -1,4 +1,4 @@
-"""What a tier says of itself: its head, the catalogue that this names, and the shards that this is in."""
+"""Reading a shared store's catalogue: its head, the catalogue that the head names, and the catalogue's shards."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def root_of(blobs: Blobs, digest: str) -> Catalogue:
 
 
 def catalogue_in(packed: bytes) -> Catalogue:
-    """What a value says that a head may name: a catalogue, or its root. Raises DamagedError, StoreFormatError."""
+    """Read the value that a head names: a catalogue, or its root. Raises DamagedError, StoreFormatError."""
     value = value_of(packed, FORMAT)
     return open_root(value) if value["format"] == FORMAT else Catalogue.of(value)
 

@@ -270,8 +270,8 @@ class RedisReader:
 
 
 def _bounded(value: bytes, most: int) -> bytes | None:
-    """What GETRANGE from 0 to `most` gave: one byte more than may be is as good as an empty value. Redis gives an empty
-    one for none, and no value of ours is empty."""
+    """Return the reply of GETRANGE from 0 to `most`, or b"" if it has the one byte too many. An empty reply is None:
+    Redis sends that for a missing value, and kvtool never stores an empty one."""
     return None if not value else value if len(value) <= most else b""
 
 
@@ -284,7 +284,7 @@ def _split_prefix(url: str) -> tuple[str, str]:
 
 
 def _secrets_of(url: str) -> list[str]:
-    """What must not be repeated of a URL, escaped and not, longest first."""
+    """Return the secrets in a URL, escaped and not, longest first. They must not be repeated in messages."""
     parts = urlsplit(url)
     secrets = {parts.password or parts.username or ""} | {
         value for name, value in parse_qsl(parts.query) if name not in SHOWN

@@ -1,4 +1,4 @@
-"""What a Redis may answer: no more bytes than were asked for, and no slower than a line that is worth waiting for."""
+"""Bounds on a reply of Redis: no more bytes than were asked for, and no slower than a usable line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READ_AHEAD = 2**17  # bytes of the answers behind it, which come with its end
 
 
 class Bounds(threading.local):
-    """How many bytes the next answer may have that a thread reads, and how many seconds may pass in silence.
+    """The bounds of the next reply that a thread reads: its bytes, and the seconds without data.
 
     Parameters
     ----------

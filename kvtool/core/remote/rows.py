@@ -1,4 +1,4 @@
-"""What is described, as JSON: files and chunks with their levels, and the packs that they stand in."""
+"""JSON rows of a catalogue: files and chunks with their levels, and the packs that hold them."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _pack(value: Any) -> Pack:
 
 
 def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place:
-    """Where a level's records stand, all of them within their pack."""
+    """Read the place of a level's records, all of them within their pack."""
     number, start, lengths = checks.list_of(value, 3)
     pack = packs[checks.count_of(number, 0, len(packs) - 1)]
     checks.count_of(start, 0, pack.size - size)
@@ -188,7 +188,7 @@ def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place
 
 
 def _description(value: list[Any], packs: list[Pack]) -> Place | None:
-    """Where the description of a file or a chunk stands; None: it is a value of its own."""
+    """Read the place of the description of a file or a chunk; None if it is a value of its own."""
     if not value:
         return None
     number, start, length = checks.list_of(value, 3)

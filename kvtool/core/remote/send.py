@@ -1,4 +1,4 @@
-"""What a store has and a tier has not, or not whole: values are counted on only as far as their sizes bear it out."""
+"""Sending of the values that a shared store lacks or holds in part: a stored value counts only if its size is right."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Sender:
     # ---- KV ----
 
     def _gaps(self, mine: Catalogue, theirs: Catalogue | None, broken: set[Pack], thin: set[Pack]) -> set[Member]:
-        """What has to be sent of it: what is missing, and what stands in packs that are to be replaced."""
+        """Return what has to be sent: what is missing, and what is stored in packs that are to be replaced."""
         gaps, alone = set[Member](), list[tuple[Member, list[str]]]()
         for key, chunk in mine.chunks.items():
             for level, stored in chunk.levels.items():
@@ -168,7 +168,7 @@ class Sender:
         self.events.advance(count)
 
     def _sound_sizes(self, names: list[str]) -> dict[str, int]:
-        """How many bytes each value has that is there; 0 of one that is missing or known to be damaged."""
+        """Return the size in bytes of each stored value; 0 for one that is missing or known to be damaged."""
         if not self.verify:
             return dict(zip(names, self.blobs.sizes(names), strict=True))
         sizes = {}
@@ -182,7 +182,7 @@ class Sender:
     # ---- all the rest ----
 
     def _send_facts(self, mine: Catalogue) -> None:
-        """What the store says of its model and of the codec levels."""
+        """Send the store's manifest, the state of its codec levels, and its profiles."""
         facts = {f"meta/{name}-{mark}": values.meta_value(self.store, name) for name, mark in mine.meta.items()}
         facts |= {f"profile/{digest}": values.profile_value(self.store, digest) for digest in mine.profiles}
         sizes = self._sound_sizes(list(facts))
@@ -222,7 +222,7 @@ def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
 
 
 def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level | None:
-    """What a tier says of a chunk at a level, if it says that it has these very records."""
+    """Return a shared store's entry of a chunk at a level, if its records are these very ones."""
     chunk = theirs.chunks.get(key) if theirs is not None else None
     stored = chunk.levels.get(level) if chunk is not None else None
     return stored if stored is not None and stored.mark == mine.mark else None

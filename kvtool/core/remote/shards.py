@@ -29,7 +29,7 @@ _MOST_BITS = 20
 
 
 def number_of(key: str, count: int) -> int:
-    """Which of `count` shards, a power of two, a key belongs to: its first bits."""
+    """Return the number of the shard (of `count`, a power of two) that a key belongs to: its first bits."""
     return int(key[:5], 16) * count >> _MOST_BITS
 
 
@@ -54,7 +54,7 @@ def sharded(catalogue: Catalogue, before: Catalogue | None) -> tuple[Catalogue, 
 
 
 def count_for(entries: int, now: int = 0) -> int:
-    """How many shards for so many entries; as many as there are now, as long as these are neither large nor tiny."""
+    """Return the number of shards for so many entries; keep `now` as long as they are neither large nor tiny."""
     if now and entries <= _MOST * now and (now == 1 or entries >= _FEWEST * now):
         return now
     return 1 << min(_MOST_BITS, max(0, round(log2(max(1, entries) / ENTRIES))))
@@ -73,7 +73,7 @@ def _split(catalogue: Catalogue, count: int) -> list[Entries]:
 
 
 def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
-    """Of a catalogue that has its shards; canonical. Signed by a key, or as it was when it was read."""
+    """Serialise the root of a sharded catalogue, in canonical form. Signed by a key, or as it was when it was read."""
     return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
 
 
@@ -107,11 +107,11 @@ def _shard_row(value: Any) -> Shard | None:
 
 
 def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, str]]) -> Entries:
-    """What the shard with this number out of `count` describes; `left_out` as of `entries_of`.
+    """Read the entries of a shard, by its number out of `count`; `left_out` as of `entries_of`.
 
     Raises
     ------
-    DamagedError : it cannot be read, or describes what belongs into another one.
+    DamagedError : it cannot be read, or describes what belongs into another shard.
     """
     try:
         files, chunks = entries_of(unpacked(data), left_out)

@@ -1,4 +1,4 @@
-"""What a local store holds, as a catalogue says it: files, chunks and levels with their marks."""
+"""Catalogue of a local store: its files, chunks and levels with their marks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[byt
 
 
 def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool:
-    """Whether a store's records of a level are those that a catalogue means, and sound."""
+    """Return True if a store's records of a level are sound, and the ones that a catalogue describes."""
     try:
         return mark_of_records(records_of(store, chunk_id, level, chunk.layers)) == chunk.levels[level].mark
     except DamagedError:
@@ -83,13 +83,13 @@ def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool
 
 
 def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
-    """What a store holds. KV is read only where `known` does not tell its mark.
+    """Build the catalogue of a store. KV is read only where `known` does not give its mark.
 
     Parameters
     ----------
-    known : of the tier: a level of the same size is taken for the same there, unless another lossy one differs.
-    damaged : told what cannot be sent.
-    sealed : for a signature: a level that `known` has no seal of is read.
+    known : of the shared store: a level of the same size counts as the same, unless another lossy one differs.
+    damaged : called with what cannot be sent.
+    sealed : for a signature: a level that has no seal in `known` is read.
     """
     files = _survey_files(store, known.files if known is not None else {}, damaged)
     chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
@@ -135,8 +135,8 @@ def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
 def survey_chunk(
     store: Store, chunk_id: bytes, known_chunk: Chunk | None, damaged: Damaged, sealed: bool, foreign: bool
 ) -> Chunk | None:
-    """One chunk of it; None: it is described nowhere. `known_chunk` is what `known` says of it; `foreign`: it was made
-    by somebody else. Raises DamagedError."""
+    """Describe one chunk; None if the store does not describe it. `known_chunk` is its entry in `known`; `foreign`: it
+    was made by somebody else. Raises DamagedError."""
     data = store.sealed_info(chunk_id)
     if data is None:
         return None
@@ -185,5 +185,5 @@ def _survey_level(store: Store, chunk_id: bytes, level: str, layers: int, size: 
 
 
 def is_complete(store: Store, mine: Catalogue) -> bool:
-    """Whether the store's catalogue has all chunks that its documents consist of."""
+    """Return True if the store's catalogue has all chunks of its documents."""
     return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)

@@ -1,4 +1,4 @@
-"""What a push deletes of a tier: only what is ours, what no catalogue in force counts on, and nobody is about to."""
+"""Garbage collection of a shared store: deletes values of kvtool that no valid catalogue and no push refers to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AT_ONCE = 1000
 
 
 def own_names(blobs: Blobs) -> set[str]:
-    """Which names of a tier are ours; those of another tier further below are left out."""
+    """Return the names that belong to a shared store; those of another one in a subfolder are left out."""
     return _own(set(blobs.names()))
 
 
@@ -139,7 +139,7 @@ class Sweep:
         return kept
 
     def _counted_on(self, digests: Iterable[str], known: set[str]) -> set[str]:
-        """What these catalogues count on. Of shards that are known nothing is read: so is what they count on."""
+        """Return the names that these catalogues refer to, without those of `known` shards, which are in `known`."""
         names: set[str] = set()
         for digest in digests:
             try:

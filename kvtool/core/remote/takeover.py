@@ -127,7 +127,7 @@ class Front:
 
 
 def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[str, object]:
-    """What is noted of a catalogue that was taken over; `unnamed`: it has lossy records of unknown profiles."""
+    """Return the note of a catalogue that was copied here; `unnamed`: it has lossy records of unknown profiles."""
     return {"catalogue": mark, "rules": _RULES, "damaged": damaged, "unnamed": unnamed}
 
 
@@ -151,7 +151,7 @@ def _within(count: int, changed: list[int] | None) -> Callable[[str], bool]:
 
 
 def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) -> Catalogue | None:
-    """What the catalogue of before says of what has changed; None where that cannot be told any more."""
+    """Read the changed shards of the last catalogue; None if they can no longer be read."""
     if before is None:
         return None
     with suppress(KvtoolError):

@@ -63,7 +63,7 @@ class Tier:
 
     @property
     def url(self) -> str:
-        """Of the tier, without what is secret in it."""
+        """Return the URL of the shared store, without its secrets."""
         return self._blobs.url
 
     # ---- what there is ----
@@ -81,13 +81,13 @@ class Tier:
             return None
 
     def is_here(self, chunk_id: bytes, level: str) -> bool:
-        """Whether all of a chunk at a level needs no fetching."""
+        """Return True if a read of a chunk at a level needs no fetching."""
         chunk = self._chunk(chunk_id)
         fetched = self._fetched.get((chunk_id, level), {})
         return level in self._store.sizes_here(chunk_id) or (chunk is not None and len(fetched) == chunk.layers)
 
     def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
-        """What a chunk's records at a level are asked for by, by layer; none where it is not offered."""
+        """Return the requests for a chunk's records at a level, by layer; empty if the level is not offered."""
         chunk = self._chunk(chunk_id)
         return records_wanted(chunk_id.hex(), chunk, level) if chunk is not None and level in chunk.levels else []
 
@@ -247,7 +247,7 @@ class Tier:
             self._warn(text, "push again with --verify")
 
     def _rest(self) -> dict[Place, set[int]]:
-        """What chunks lack that were read as far as a row saw, those that there is room for."""
+        """Return the layers still missing of chunks that a question has read in part, for the chunks that will fit."""
         lacking = {
             place: {*range(len(self.wanted(*place)))} - layers.keys()
             for place, layers in self._fetched.items()
@@ -262,7 +262,7 @@ class Tier:
         return {place: layers for place, layers in lacking.items() if layers and place[0] in kept}
 
     def bytes_here(self, chunk_id: bytes, level: str) -> int:
-        """What a chunk at a level will take of the store in front; 0 where it is not offered."""
+        """Return the bytes that a chunk at a level will need in the local store; 0 if the level is not offered."""
         layers = len(self.wanted(chunk_id, level))
         return layers * bytes_of(-(-self.offers(chunk_id)[level].size // layers)) if layers else 0
 
@@ -297,7 +297,7 @@ class Tier:
         return [*whole.values()]
 
     def _is_in_force(self) -> bool:
-        """Whether the catalogue that was taken over last is the one that was fetched by. Writer lock held."""
+        """Return True if the local store still describes the catalogue that was fetched by. The writer lock is held."""
         with suppress(OSError):
             return digest_of(self._store.side_file(CATALOGUE).read_bytes()) == self._digest
         return False

@@ -1,4 +1,4 @@
-"""What a push, a pull or a sync did."""
+"""Report of a push, a pull or a sync."""
 
 from __future__ import annotations
 

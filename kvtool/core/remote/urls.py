@@ -36,14 +36,14 @@ def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
 
 
 def _way_to_a_url(place: str) -> str:
-    """What to write instead of a place that is no URL: mostly it is the path of a folder."""
+    """Return a hint for a place that is no URL: usually it is the path of a folder."""
     if is_url(place) or "@" in place or "\0" in place:  # something meant as a URL, with a password perhaps
         return _SUCH_AS
     return f"a folder is named by {Path(place).absolute().as_uri()}; others are such as redis://host:6379/0"
 
 
 def _opener(kind: str) -> Callable[[str, float], Blobs]:
-    """What opens URLs of a kind, given the URL and the seconds to wait for a value."""
+    """Return the function that opens URLs of a kind, given the URL and the seconds to wait for a value."""
     if kind in KINDS:
         backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")
         return cast(Callable[[str, float], Blobs], backend.from_url)

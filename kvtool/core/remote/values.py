@@ -30,12 +30,12 @@ _SEPARATOR = re.compile(r"[/\\]")  # of whatever system the file was ingested on
 
 
 def meta_value(store: Store, name: str) -> bytes:
-    """One of `META`."""
+    """Return the sealed value of a name in `META`."""
     return sealed_meta(name, META[name](store))
 
 
 def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
-    """One of `META`, made of a value at hand."""
+    """Seal a value at hand as the one of a name in `META`."""
     return seal(name.encode(), Kind.MANIFEST, dump_json(value))
 
 
@@ -169,7 +169,7 @@ def open_profile(digest: str, value: bytes) -> bytes:
 
 
 def is_sound(name: str, value: bytes) -> bool:
-    """Whether a blob's value is one that its name can mean: every byte is covered by a digest."""
+    """Return True if a value is one that its name can mean: every byte is covered by a digest."""
     kind, _, rest = name.partition("/")
     try:
         if kind == "kv":

@@ -1,4 +1,4 @@
-"""What of a catalogue is to be fetched, and which levels of a chunk only together."""
+"""Selection of what to fetch of a catalogue, and of the levels of a chunk that are only fetched together."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Bundle:
 def bundles(
     chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
 ) -> list[Bundle]:
-    """Which levels of a chunk are to be fetched.
+    """Return the levels of a chunk that are to be fetched, grouped.
 
-    A level refines one very record of a coarser level. Where another one is stored here (the same chunk, computed or
-    compressed elsewhere, rounds otherwise), the coarser one comes, too.
+    A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
+    chunk, computed or compressed elsewhere, rounds differently), the coarser level is fetched, too.
 
     Parameters
     ----------
-    asked : levels, each behind those that it refines (:func:`with_bases`).
-    is_theirs : whether the stored records of a level are those that the catalogue means.
+    asked : levels, each after those that it refines (:func:`with_bases`).
+    is_theirs : returns True if the stored records of a level are those of the catalogue.
     """
     asked = list(asked)
     missing = [level for level in asked if level not in stored]
@@ -70,7 +70,7 @@ def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
 def wanted_records(
     store: Store, catalogue: Catalogue, levels: Sequence[str] | None
 ) -> tuple[list[tuple[str, Bundle]], int]:
-    """Which KV of a tier a store lacks, by chunk, and how many chunks at a level it has already."""
+    """Return the KV that a store lacks of a shared store, by chunk, and how many chunks at a level it has already."""
     if levels is not None and not levels:  # descriptions only: what is stored of a million chunks is not looked up
         return [], 0
     wanted: list[tuple[str, Bundle]] = []

@@ -1,4 +1,4 @@
-"""What is asked often, fetched into the store in front of a tier before it is asked for again."""
+"""Prefetching of often used chunks into a shared store's local store before they are asked for again."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from kvtool.core.upkeep.inventory import turns
 
 @dataclass(slots=True)
 class WarmReport:
-    """What was fetched, and what it is expected to save.
+    """Report of a prefetch: what was fetched, and the expected gain.
 
     Attributes
     ----------
-    path, budget : of the store in front; None: it has none.
+    path, budget : of the local store; None if it has no budget.
     asked : chunks that are asked for.
-    fetched, bytes : chunks that came, and what of them.
-    left : chunks that there is no room for beside what is as warm.
-    absent : chunks of which the tier has nothing that a question would read.
-    hits_before, hits_after : share of what is asked, each chunk by how warm it is, that is here whole.
+    fetched, bytes : chunks that were fetched, and their bytes.
+    left : chunks that do not fit without evicting others that are used as often.
+    absent : chunks of which the shared store has nothing that a question would read.
+    hits_before, hits_after : share of what is asked, each chunk weighed by its use, that is stored here whole.
     damaged : what could not be fetched, and why.
     """
 
@@ -146,7 +146,7 @@ class _Warming:
         return sorted(kept, key=lambda chunk: (-warmth[chunk], chunk))
 
     def _share(self, here: set[bytes]) -> float:
-        """Of what is asked, each chunk by how warm it is."""
+        """Return the share of what is asked that is in `here`, each chunk weighed by its use."""
         latest = max(self._wanted.values(), default=0.0)
         weights = {chunk: 2 ** ((warm - latest) / HALF_LIFE) for chunk, warm in self._wanted.items()}
         of = sum(weight for chunk, weight in weights.items() if chunk in here)

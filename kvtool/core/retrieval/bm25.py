@@ -70,7 +70,7 @@ def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
 
 
 def rare(index: Index, words: Sequence[Forms], share: float) -> int:
-    """How many of the words stand in some chunks, but in no more than this share of all."""
+    """Count the words that occur in some chunks, but in no more than this share of all."""
     most = max(1.0, share * _living(index)[0])
     return sum(0 < with_word <= most for with_word in _holding(index, words).values())
 
@@ -86,7 +86,7 @@ def _chunks_with(segment: IndexSegment, forms: Forms) -> int:
 
 
 def _living(index: Index) -> tuple[int, int]:
-    """How many chunks are living, and how many terms stand in all of them."""
+    """Return the number of live chunks, and of the terms in all of them."""
     lengths = [segment.living_lengths for segment in index.segments]
     return sum(map(len, lengths)), sum(int(of_segment.sum(dtype=np.int64)) for of_segment in lengths)
 

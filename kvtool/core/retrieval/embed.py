@@ -38,7 +38,7 @@ class Embeds(Protocol):
 
     @property
     def digest(self) -> str:
-        """What tells its vectors from another embedder's."""
+        """Return the digest that distinguishes its vectors from another embedder's."""
         ...
 
     def encode(self, texts: Sequence[str]) -> Array:
@@ -46,7 +46,7 @@ class Embeds(Protocol):
         ...
 
     def count(self, texts: Sequence[str]) -> int:
-        """How many tokens it reads of texts, none added; 0 where it is not known. Raises ModelError."""
+        """Return the number of tokens in texts, none added; 0 if it is unknown. Raises ModelError."""
         ...
 
 
@@ -193,7 +193,7 @@ def _folder_of(ref: str, offline: bool) -> Path:
 
 
 def _is_static(folder: Path, ref: str) -> bool:
-    """Whether the model is a table of vectors, for which the package model2vec is enough."""
+    """Return True if the model is a table of vectors, for which the package model2vec is enough."""
     try:
         config: dict[str, Any] = parsed((folder / "config.json").read_text(encoding="utf-8"))
         modules = folder / "modules.json"

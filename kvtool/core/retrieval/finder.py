@@ -176,7 +176,7 @@ class Finder:
         return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, both, most)))
 
     def rare_words(self, text: str, share: float) -> int:
-        """How many of a text's terms tell chunks apart: they stand in at most this share of all, and in some."""
+        """Count a text's terms that distinguish chunks: they occur in at most this share of all, and in some."""
         with self._store.view():
             self.follow()
             return bm25.rare(self.index, asked_terms(text, self.index.languages), share)
@@ -221,7 +221,7 @@ class Finder:
     # ---- which documents ----
 
     def _allowed(self, globs: Sequence[str]) -> Array:
-        """Which chunks may be found, bool `[rows]`. Raises UsageError where no document matches."""
+        """Return the mask of chunks that may be found, bool `[rows]`. Raises UsageError if no document matches."""
         masks, is_meant = [np.empty(0, bool)], _matcher(globs)
         for segment in self.index.segments:
             sources = [segment.source(number) for number in range(len(segment.alive))]

@@ -77,19 +77,19 @@ class Index:
         return tuple(sorted(set[str]().union(*(segment.languages for segment in self.segments))))
 
     def __len__(self) -> int:
-        """How many chunks are alive."""
+        """Return the number of live chunks."""
         return sum(len(segment.living_lengths) for segment in self.segments)
 
     # ---- rows: the chunks of all segments, one after the other ----
 
     @property
     def offsets(self) -> list[int]:
-        """Where each segment's rows begin."""
+        """Return the first row of each segment."""
         return [0, *itertools.accumulate(map(len, self.segments))][:-1]
 
     @property
     def rows(self) -> int:
-        """How many chunks there are, those of dead documents included."""
+        """Return the number of chunks, those of dead documents included."""
         return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
@@ -118,7 +118,7 @@ class Index:
 
     @property
     def documents(self) -> int:
-        """How many documents are alive."""
+        """Return the number of live documents."""
         return sum(int(segment.alive.sum()) for segment in self.segments)
 
     def holders(self, chunk_ids: Collection[bytes]) -> dict[bytes, set[str]]:

@@ -1,4 +1,4 @@
-"""What can be set of the vectors by which chunks are found."""
+"""Options of the vectors that chunks are found by."""
 
 from __future__ import annotations
 

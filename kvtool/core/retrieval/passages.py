@@ -52,7 +52,7 @@ def passages_in(document: DocumentEntry) -> list[Passage]:
 
 
 def stands_in(document: DocumentEntry, passage: Passage) -> bool:
-    """Whether a document holds exactly this chunk at this place."""
+    """Return True if a document holds exactly this chunk at this place."""
     if not 0 <= passage.index < len(document.chunks):
         return False
     ref = document.chunks[passage.index]
@@ -76,7 +76,7 @@ def title_of(text: str) -> str:
 
 
 def place_and_text(store: Store, passage: Passage) -> tuple[Place, str]:
-    """Where a chunk stands in its file, and its text; nothing where the document is gone or damaged."""
+    """Return the place of a chunk in its file, and its text; both empty if the document is gone or damaged."""
     with suppress(DamagedError):
         document = store.document(passage.source)
         if document is not None:

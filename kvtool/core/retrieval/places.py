@@ -27,7 +27,7 @@ _MOST_SPLITS = 32  # places of a name at which a label may begin; each costs a l
 
 
 class Places:
-    """Where the chunks of a store stand; looked up once for each state of its documents."""
+    """Places of a store's chunks in their files; looked up once for each revision of its documents."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

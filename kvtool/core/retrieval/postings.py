@@ -1,4 +1,4 @@
-"""Which rows have a term, and how often: sorted lists behind each other in four arrays."""
+"""Postings of an inverted index: the rows of each term with its count, sorted, in four arrays."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def key_of(term: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Postings:
-    """Which rows have a term, and how often.
+    """Postings lists: the rows of each term, and its count in each.
 
     Attributes
     ----------
     keys : uint64 `[terms]`, ascending digests.
-    offsets : int64 `[terms + 1]`, where a term's rows begin.
+    offsets : int64 `[terms + 1]`, the first posting of each term.
     rows, counts : uint32 and uint16 `[postings]`; a term's rows ascend.
     """
 

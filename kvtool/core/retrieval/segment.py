@@ -116,7 +116,7 @@ class IndexSegment:
     # ---- documents and chunks ----
 
     def __len__(self) -> int:
-        """How many chunks there are, those of dead documents included."""
+        """Return the number of chunks, those of dead documents included."""
         return len(self.lengths)
 
     def source(self, document: int) -> str:
@@ -160,18 +160,18 @@ class IndexSegment:
 
     @cached_property
     def title_sizes(self) -> Array:
-        """How many terms each document's title has, int64 `[documents]`; -1: it has no title."""
+        """Return the number of terms in each document's title, int64 `[documents]`; -1: it has no title."""
         sizes = self.tables["title_sizes"].astype(np.int64)
         return np.where(sizes > 0, sizes, -1)
 
     @property
     def chunk_counts(self) -> Array:
-        """How many chunks each document has, int64 `[documents]`."""
+        """Return the number of chunks of each document, int64 `[documents]`."""
         return np.diff(self._first)
 
     @cached_property
     def living(self) -> Array | None:
-        """Which chunks are of living documents, bool `[chunks]`; None where all are."""
+        """Return the mask of chunks of live documents, bool `[chunks]`; None if all are."""
         return None if self.alive.all() else np.repeat(self.alive, self.chunk_counts)
 
     @property

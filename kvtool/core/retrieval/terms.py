@@ -122,7 +122,7 @@ def _words(text: str) -> list[str]:
 
 
 def _of_each_word(text: str, find: _lru_cache_wrapper[T], language: Hashable) -> list[T]:
-    """What is found of each word; of short ones it is remembered."""
+    """Look up each word; results of short words are cached."""
     return [
         find(word, language) if len(word) <= _LONGEST_KEPT else find.__wrapped__(word, language)
         for word in _words(text)

@@ -1,4 +1,4 @@
-"""What every streaming policy keeps: what is there, what is under way, and what was decided."""
+"""State of every streaming policy: what has arrived, what is under way, and what was decided."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is to be fetched for one question.
+    """A fetch task for one question.
 
     Attributes
     ----------
     ladders : the most relevant chunk first; only levels that are allowed.
     compute : seconds of the pass after streaming when these chunks are computed from their text. A chunk may add more
         the more others there are, never less.
-    objective : seconds from the question's start to the first token; None: there is none.
-    decode : seconds that so many tokens at a level take to decode; one chunk after another, beside the fetching.
-    alone : seconds of computing a chunk by itself, beside the fetching; `math.inf`: it needs what stands before it.
+    objective : seconds from the question's start to the first token; None: no target.
+    decode : seconds to decode so many tokens at a level; one chunk after another, during the fetching.
+    alone : seconds to compute a chunk without others, during the fetching; `math.inf`: it needs what precedes it.
     """
 
     ladders: tuple[Ladder, ...]
@@ -69,10 +69,10 @@ class Policy(Protocol):
     """
 
     def next(self, now: float) -> Fetch | None:
-        """What to ask for now, `now` seconds after the question's start."""
+        """Return the fetch to start now, `now` seconds after the question's start."""
 
     def done(self, fetch: Fetch, started: float, ended: float, arrived: bool) -> None:
-        """How a fetch ended.
+        """Note the end of a fetch.
 
         Parameters
         ----------
@@ -87,11 +87,11 @@ class Policy(Protocol):
         """The chunk to compute alone from its text from now on; None: none for now."""
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
-        """How its computation ended.
+        """Note the end of a chunk's computation.
 
         Parameters
         ----------
-        seconds : that it took, without the decoding that came between.
+        seconds : its duration, without the decoding in between.
         whole : False: it failed, or was stopped. Nothing of it is there then.
         """
 

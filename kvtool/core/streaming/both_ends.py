@@ -97,7 +97,7 @@ class BothEnds(Adaptive):
         return self._now  # the pass computes it sooner
 
     def _worth_computing(self, now: float, chunk: int, end: float) -> bool:
-        """Whether a computation that ends then is in time, and of any use."""
+        """Return True if a computation that ends then is in time, and of any use."""
         if not self._in_time_computed(chunk, end):
             return False
         if chunk not in self._missing:
@@ -130,7 +130,7 @@ class BothEnds(Adaptive):
     # ---- both of them ------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[Ladder]:
-        """What is computed comes last, and only where it is expected sooner over the link."""
+        """Return the ladders by relevance; the running chunk last, and only if the link is expected to be sooner."""
         running = self._running
         order = [ladder for ladder in self.task.ladders if running is None or ladder.chunk != running.chunk]
         if running is not None and running.chunk in self._missing:
@@ -141,7 +141,7 @@ class BothEnds(Adaptive):
         return order
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Where only the time counts, also what comes before the processor is through with all others."""
+        """Return True, if only time counts, also for what arrives before the processor has computed all others."""
         if super()._sooner(now, ladder, rate):
             return True
         through = self._through(self._missing - self._chunks_flying)
@@ -174,11 +174,11 @@ class BothEnds(Adaptive):
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _sure(self) -> frozenset[int]:
-        """What is counted on beside what is there."""
+        """Return the chunks that are counted on in addition to those that have arrived."""
         return frozenset() if self._promised else self._bases_flying()
 
     def _seconds(self, chunk: int) -> float:
-        """What computing a chunk is expected to take."""
+        """Return the seconds that computing a chunk is expected to take."""
         speed = (self._speed.bytes_per_second or 1.0) * (1 - self._margin)
         if self._running is not None and self._running.chunk != chunk:  # it may be overdue already
             took = self._end_of_running() - self._running.since - (self._decoding - self._running.decoded)

@@ -1,4 +1,4 @@
-"""What the link is expected to carry, from the transfers that it has carried."""
+"""Estimate of a link's throughput, from the transfers that it has carried."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Estimator(Protocol):
 
     @property
     def bytes_per_second(self) -> float | None:
-        """What the next transfer is expected to get; None before the first."""
+        """Return the expected throughput of the next transfer; None before the first."""
 
 
 class Last:

@@ -1,4 +1,4 @@
-"""What a chunk can be fetched as: its levels, their losses, and the bytes that each of them takes."""
+"""Levels that a chunk can be fetched at: their losses, and the bytes of each."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Ladder:
 
     @property
     def loses(self) -> bool:
-        """Whether there is a level that loses something."""
+        """Return True if any level loses something."""
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:

@@ -112,7 +112,7 @@ class Adaptive(Book):
         return in_time or (not self._promised and self._on_course(now, rate))
 
     def _sooner(self, now: float, ladder: Ladder, rate: float) -> bool:
-        """Whether a base is expected to take less time than computing the chunk."""
+        """Return True if a base is expected to take less time than computing the chunk."""
         return ladder.rungs[0].size / rate < self._text_seconds(ladder.chunk, self._missing - self._bases_flying())
 
     def _refinement(self, now: float) -> Fetch | None:
@@ -130,7 +130,7 @@ class Adaptive(Book):
         return None
 
     def _in_time(self, now: float, ladder: Ladder, number: int, rate: float, deadline: float) -> bool:
-        """Whether a refinement is expected to be decoded by the deadline."""
+        """Return True if a refinement is expected to be decoded by the deadline."""
         rung, decode = ladder.rungs[number], self.task.decode
         arrival = self._arrival(now, ladder.missing(self._coming(ladder), rung), rate)
         queued = sum(decode(self._ladders[flight.fetch.chunk].tokens, flight.fetch.level) for flight in self._flying)
@@ -155,7 +155,7 @@ class Adaptive(Book):
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
 
     def _on_course(self, now: float, rate: float) -> bool:
-        """Whether all bases are expected in time."""
+        """Return True if all bases are expected in time."""
         left = sum(ladder.rungs[0].size for ladder in self._to_come() if self._reaching[ladder.chunk] < 0)
         decoded = max(now, self._decoded_at) + self._open_decode()
         return max(self._arrival(now, left, rate), decoded) <= self._all_by()
@@ -181,7 +181,7 @@ class Adaptive(Book):
         return self._busy_since + waited
 
     def _text_seconds(self, chunk: int, among: frozenset[int]) -> float:
-        """What computing a chunk adds to the pass."""
+        """Return the seconds that computing a chunk adds to the pass."""
         return self.task.compute(among | {chunk}) - self.task.compute(among - {chunk})
 
     # ---- chunks ------------------------------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Adaptive(Book):
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _to_come(self) -> list[Ladder]:
-        """Those of them that only the link will bring."""
+        """Return the missing chunks that only the link will deliver."""
         return self._open()
 
     def _open_decode(self) -> float:

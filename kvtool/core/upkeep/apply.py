@@ -57,7 +57,7 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
 
 
 def _stands_in(store: Store, chunk: bytes, going: set[str]) -> bool:
-    """Whether what stays of a chunk can be read, where something is to stay of it."""
+    """Return True if the finest level that stays of a chunk can be read, or none is to stay."""
     staying = [level for level in store.levels(chunk) if level not in going]
     if not staying:
         return True

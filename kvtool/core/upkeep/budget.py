@@ -16,12 +16,12 @@ LOW_WATER = 0.9  # of the budget: what prune goes down to, so that it need not r
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a store may hold and what it holds, in bytes.
+    """Budget of a store and its use, in bytes.
 
     Attributes
     ----------
-    budget : None: as much as the disk; writes stop here.
-    low : what `prune` goes down to.
+    budget : writes stop here; None: as much as the disk.
+    low : `prune` reduces the store to this.
     """
 
     path: str
@@ -49,7 +49,7 @@ def read_budget(store: Store) -> Budget:
 
 
 def low_water(size: int) -> int:
-    """What a prune to this budget goes down to."""
+    """Return the bytes that a prune to this budget aims at."""
     return int(size * LOW_WATER)
 
 

@@ -1,4 +1,4 @@
-"""What a prune is going to do, and whether it does: all that is decided before anything is dropped."""
+"""Decision of a prune: all is decided before anything is dropped."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _MARGIN = 16 * 1024  # what is noted of uses until a size is asked for, and tree
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to be done with a store.
+    """A decision on what to drop from a store.
 
     Attributes
     ----------
     limit : bytes that the store may have; None: no size was asked for.
-    goal : what a plan goes down to: the limit, or its low watermark.
-    wanted : what plans are made of; without a goal where the limit cannot be reached.
-    profiles : digests of what no record names any more, which goes, too.
-    floor : bytes that are left when all goes that may, and what they are; None: the limit is not below them.
-    refusal : why nothing is done; None: it is.
+    goal : bytes that a plan aims at: the limit, or its low watermark.
+    wanted : the request that plans are made of; without a goal if the limit cannot be reached.
+    profiles : digests of profiles that no record names any more; they are dropped, too.
+    floor : bytes that are left after dropping all that may go, and their parts; None: the limit is not below them.
+    refusal : the reason for doing nothing; None: the plan is carried out.
     """
 
     limit: int | None
@@ -126,13 +126,13 @@ def _out_of_reach(limit: int, floor: int, remains: Remains) -> NoSpaceError:
 
 
 def advice_for(limit: int, floor: int, remains: Remains) -> str:
-    """What to do about a limit that is below what is left when all goes that may."""
+    """Return the hint for a limit that is below what is left after dropping all that may go."""
     way = f"; for {shown_size(limit)}, {remains.advice()}" if remains.ways else ""
     return f"--max-size {size_from(floor + _MARGIN)} is as small as it gets{way}"
 
 
 def _much(inventory: Inventory, plan: Plan) -> UsageError | None:
-    """Whether to ask first: more than half of what a question could hit would be gone, or of the documents."""
+    """Return the error that asks first if more than half of the documents, or of what is hit, would be lost."""
     of_each = {held.chunk_id: sum(held.levels.values()) for held in inventory.chunks.values()}
     losing_all = {chunk for step in plan.steps if step.name in ("kv", "documents") for chunk, _ in step.drops}
     of_chunks, kv = sum(of_each.values()), sum(of_each[chunk] for chunk in losing_all)  # their finer levels, too

@@ -49,7 +49,7 @@ class Holding:
 
     @property
     def turn(self) -> float:
-        """What it goes by: the lower, the sooner. Having come counts as a use."""
+        """Return the place in the eviction order: lower is evicted first. Being added counts as a use."""
         return max(self.used, self.warmth)
 
 

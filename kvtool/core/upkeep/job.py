@@ -28,20 +28,20 @@ _ROUNDS = 4  # sizes of small records are estimates: what is above the goal afte
 
 @dataclass(slots=True)
 class PruneReport:
-    """What a prune did, or would do; bytes are those of the folder's files.
+    """Report of a prune, or of a dry run; bytes are those of the folder's files.
 
     Attributes
     ----------
-    limit : what the store may hold; None: no size was asked for.
-    goal : what the plan goes down to: the limit, or its low watermark.
-    after : on a dry run what is expected.
-    smallest : the least limit that is sure to be reached, where this one is not: nothing goes for the size then.
-    in_the_way : bytes of what stays, where the limit is not met, by what it is (`upkeep/remaining.py`).
-    spared : chunks whose exact records stayed, because what was to stand for them is damaged.
+    limit : bytes that the store may hold; None: no size was asked for.
+    goal : bytes that the plan aims at: the limit, or its low watermark.
+    after : on a dry run the expected bytes.
+    smallest : the least limit that can surely be reached, if this one cannot: nothing is dropped for the size then.
+    in_the_way : bytes of what stays, if the limit is not met, by kind (`upkeep/remaining.py`).
+    spared : chunks whose exact records stayed, because the level that was to replace them is damaged.
     lossy : chunks that lost levels, and of which all that stays loses more than questions allow; `worst` of them loses
         the most, in nats a token.
     refusal : of a dry run: why it would not be done as it was asked for; None: it would.
-    shortfall : where the limit is not met, and that is no refusal: what stands in the way, and what would help.
+    shortfall : if the limit is not met, and that is no refusal: the reason, and what would help.
     """
 
     limit: int | None
@@ -62,7 +62,7 @@ class PruneReport:
 
     @property
     def reached(self) -> bool:
-        """Whether the folder is within its limit."""
+        """Return True if the folder is within its limit."""
         return self.limit is None or self.after <= self.limit
 
     def to_json(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class Listed:
 
     @classmethod
     def of(cls, document: DocumentEntry, files: Mapping[str, tuple[str, int]]) -> Listed:
-        """What is told of a document; `files` as of :func:`files_of`."""
+        """Return a document's entry in the listing; `files` as of :func:`files_of`."""
         origin, modified = files.get(document.source, ("", 0))
         return cls(document.source, document.kind, len(document.text), origin, modified or None)
 
@@ -87,12 +87,12 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """Return the number of tokens."""
         return self.ref.tokens
 
     @property
     def bytes(self) -> int:
-        """How many bytes all its records have."""
+        """Return the bytes of all its records."""
         return sum(self.levels.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -140,7 +140,7 @@ class DocumentRow:
 
     @property
     def bytes(self) -> int:
-        """How many bytes all records of these chunks have."""
+        """Return the bytes of all records of these chunks."""
         return sum(self.levels.values())
 
     def to_json(self, chunks: Iterable[Row]) -> dict[str, Any]:

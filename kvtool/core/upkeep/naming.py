@@ -1,4 +1,4 @@
-"""Which documents of a store somebody means: by path, folder, glob, or a chunk's id."""
+"""Selection of a store's documents: by path, folder, glob, or a chunk's id."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ def documents_of(store: Store) -> dict[str, str]:
 
 
 def _spelled_or_meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]) -> Iterable[str]:
-    """What a word means as it is spelled where that is a name; else however its letters and those of names are
-    composed."""
+    """Match a word exactly if that is a name; otherwise compare it with names in composed Unicode form."""
     known = {*named, *named.values()}
     if target.isascii() or not known.isdisjoint((target, os.path.abspath(target))):
         return _meant(target, named, with_chunk)
@@ -87,7 +86,7 @@ def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]
 
 
 def _folder_hint(target: str, named: Named) -> str:
-    """Of the end of a folder's path, which by itself means nothing: too much might go."""
+    """Return a hint for the end of a folder's path, which selects nothing: too much might be dropped."""
     tail = "/" + target.strip("/")
     folders = {str(folder) for file in named.values() for folder in PurePosixPath(file).parents}
     meant = sorted(folder for folder in folders if folder.endswith(tail))

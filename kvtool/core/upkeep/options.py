@@ -1,4 +1,4 @@
-"""What can be set of upkeep."""
+"""Options of upkeep."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WHICH, LISTED = "What goes", "What is listed"  # headings in the commands' help
 
 @dataclass(frozen=True, kw_only=True)
 class ListOptions(Options, settings=False, group=LISTED):
-    """What is listed, in which order."""
+    """Options of a listing and its order."""
 
     chunks: bool = option(False, "List the chunks of the documents, a line each.")
     filter: str = option(
@@ -26,7 +26,7 @@ class ListOptions(Options, settings=False, group=LISTED):
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetOptions(LockOptions, settings=False, group=WHICH):
-    """How documents are forgotten."""
+    """Options of how documents are forgotten."""
 
     dry_run: bool = option(False, "Say what would go, and do nothing.")
     yes: bool = option(False, "Do it even where more than half would go.")
@@ -34,7 +34,7 @@ class ForgetOptions(LockOptions, settings=False, group=WHICH):
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions(ForgetOptions, settings=False, group=WHICH):
-    """How much of a store goes.
+    """Options of how much to drop from a store.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What eviction never touches: documents by their source, so that they stay pinned when they change, and chunks."""
+"""Pins protect from eviction: documents by their source, so that they stay pinned when they change, and chunks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes, in steps, and what each step gives back."""
+"""Plan of a prune, in steps, with the bytes that each step frees."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Drop = tuple[bytes, str]  # chunk, level
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One kind of thing that goes.
+    """A step of a plan drops one kind of thing.
 
     Attributes
     ----------
@@ -36,12 +36,12 @@ class Step:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing goes by it."""
+        """Return True if the step drops nothing."""
         return not (self.drops or self.sources or self.loose or self.stretches or self.profiles)
 
     @property
     def chunks(self) -> int:
-        """How many chunks it touches."""
+        """Return the number of chunks that the step touches."""
         return len({chunk for chunk, _ in self.drops} | set(self.loose))
 
     def to_json(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Plan:
 
     @property
     def reaches(self) -> bool:
-        """Whether the goal is met by it."""
+        """Return True if the plan meets the goal."""
         return self.goal is None or self.expected <= self.goal
 
     @property

@@ -13,7 +13,7 @@ _PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of
 
 
 def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What a store knows of the codec levels without its current profile; what was measured with it stays known."""
+    """Return the state of the codec levels without its current profile; measurements made with the profile are kept."""
     return {**state, "profile": "", "losses": losses_by_maker(state)}
 
 

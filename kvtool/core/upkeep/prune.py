@@ -1,4 +1,4 @@
-"""Which levels, chunks and documents go so that a store becomes smaller: a pure function of what it holds."""
+"""Eviction policy: the levels, chunks and documents to drop, as a pure function of what a store holds."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's l
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked of a prune; times are seconds since 1970.
+    """A request to prune; times are seconds since 1970.
 
     Attributes
     ----------
     goal : bytes that the folder is to have; None: no size.
-    cold_before : chunks not used since are kept at their coarsest measured level alone.
-    unused_before, added_before : documents not used, or not changed, since are forgotten whole.
+    cold_before : chunks not used since then keep only their coarsest measured level.
+    unused_before, added_before : documents not used, or not changed, since then are forgotten whole.
     as_needed : those are forgotten last, and only until the goal is met; else all of them, first.
     fetched : all KV can be fetched again, so that none is kept at a coarser level.
     """
@@ -35,12 +35,12 @@ class Wanted:
 
     @property
     def whatever_the_size(self) -> bool:
-        """Whether something is asked for that does not hang on the goal."""
+        """Return True if the request asks for something that does not depend on the goal."""
         ages = self.unused_before is not None or self.added_before is not None
         return self.cold_before is not None or (ages and not self.as_needed)
 
     def forgets(self, document: Held) -> bool:
-        """Whether a document may be forgotten."""
+        """Return True if a document may be forgotten."""
         unused = self.unused_before is not None and document.used < self.unused_before
         old = self.added_before is not None and document.added < self.added_before
         return not document.pinned and (unused or old)
@@ -117,7 +117,7 @@ class Planner:
         return step.done()
 
     def _stretches(self) -> Step:
-        """What was computed of prompts: a question computes it again, and no text goes with it."""
+        """Drop the computed parts of answered prompts: a question computes them again, and no text is lost."""
         step = Growing("stretches")
         for stretch, used, size in self.inventory.stretches:
             cold = self.wanted.cold_before is not None and used < self.wanted.cold_before

@@ -1,4 +1,4 @@
-"""What a store that is too large is made of, in bytes, how small a plan can make it, and what else would help."""
+"""Size report of a store that is too large: its parts in bytes, the smallest plan, and what else would help."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ def _loose(plan: Plan) -> frozenset[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class Remains:
-    """What stays of a store.
+    """The remaining parts of a store.
 
     Attributes
     ----------
-    parts : bytes by what they are (:func:`remaining`).
-    ways : by which of these more would go so that the limit is met: one of several that do, or all together; none where
-        all together do not.
+    parts : bytes by kind (:func:`remaining`).
+    ways : combinations of measures that meet the limit: single ones, or all together; empty if all together do not
+        suffice.
     """
 
     parts: Mapping[str, int]
@@ -157,7 +157,7 @@ def remaining(
 
 
 def _enough(gives: Callable[[Collection[str]], int], count: int, short: int) -> tuple[tuple[str, ...], ...]:
-    """Which so many ways together give as much as is short."""
+    """Return the combinations of `count` measures that free at least `short` bytes."""
     return tuple(names for names in combinations(_WAYS, count) if gives(names) >= short)
 
 

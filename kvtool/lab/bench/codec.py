@@ -47,7 +47,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
-    """One measurement.
+    """A measurement of the codec.
 
     Attributes
     ----------
@@ -368,7 +368,7 @@ class Sample:
 
     @property
     def channels(self) -> int:
-        """How many numbers a token has in K, or in V, of a layer."""
+        """Return the numbers that a token has in K, or in V, of a layer."""
         return self.chunks[0].keys[0].shape[0] * self.chunks[0].keys[0].shape[2]
 
     @property

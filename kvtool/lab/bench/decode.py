@@ -32,7 +32,7 @@ _PREFILLED = 512  # tokens
 
 @dataclass(frozen=True, slots=True)
 class DecodeOptions:
-    """What to measure: the tokens before the first step, and how many steps."""
+    """Options of the measurement: the tokens before the first step, and the number of steps."""
 
     context: int
     new_tokens: int
@@ -41,7 +41,7 @@ class DecodeOptions:
 
 @dataclass(frozen=True, slots=True)
 class StepperRow:
-    """One stepper. `bytes_per_s`: of weights and cache; `copy_share`: of what a plain copy reads and writes."""
+    """A stepper's result. `bytes_per_s`: of weights and cache; `copy_share`: of what a plain copy reads and writes."""
 
     stepper: str
     tokens_per_second: float

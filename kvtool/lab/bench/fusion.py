@@ -58,12 +58,12 @@ SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class FusionOptions:
-    """What to measure; `query` holds the modes' parameters.
+    """Options of the measurement; `query` holds the modes' parameters.
 
     Attributes
     ----------
     skip_full_above : longer prompts are not prefilled in full: attention over all of 32,000 tokens takes minutes, and
-        the limits that a mode is measured against need none of it.
+        the limits that a mode is measured against do not need it.
     """
 
     modes: tuple[str, ...]
@@ -113,7 +113,7 @@ class FusionBench:
 
 
 def passes(options: FusionOptions) -> int:
-    """How many passes there will be at most: the work of a progress bar."""
+    """Return the largest number of passes: the work of a progress bar."""
     modes = sum(len(options.measured(context)) for context in options.sizes.contexts)
     return modes * (options.repeat + 1)
 
@@ -141,7 +141,7 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
 
 
 def _making(name: str, device: str, dtype: str) -> str:
-    """What is made, and why it is no bfloat16 where it could be."""
+    """Return the step's label: what is made, and why it is not bfloat16 if it could be."""
     if dtype != "auto":
         return f"make {name} in {dtype}"
     kind = shape_dtype(resolve_device(device))
@@ -234,7 +234,7 @@ def _measure(answerer: Answerer, prompt: BenchPrompt, options: FusionOptions, ev
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One timed pass, milliseconds; `plan_ms` is a part of `ttft_ms`."""
+    """A timed pass, in milliseconds; `plan_ms` is a part of `ttft_ms`."""
 
     ttft_ms: float
     plan_ms: float = 0.0
@@ -243,14 +243,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a mode does to a prompt, the same in every pass.
+    """Facts about a mode's work on a prompt, the same in every pass.
 
     Attributes
     ----------
     passes : rows and keys, layer by layer.
     rows : computed at each layer of the main pass.
     records_read, records_spared : of all layers, and those that no computed row sees through its window;
-        `bytes_spared`: what these would have taken.
+        `bytes_spared`: the bytes of these.
     """
 
     passes: tuple[Work, ...]
@@ -328,17 +328,17 @@ def warm_up(answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str]) -> No
 
 @dataclass(frozen=True, slots=True)
 class FusionRow:
-    """One mode at one context; times are medians over the rounds, each part by itself.
+    """A mode's result at one context; times are medians over the rounds, each part separately.
 
     Attributes
     ----------
     speedup : full_ms / ttft_ms.
-    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and which that was; where
-        neither was measured, None and "", and so are `speedup` and `efficiency`.
+    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and its name; if neither
+        was measured, None and "", and `speedup` and `efficiency` are None.
     flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
     load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
         `select_ms` (the question's own pass included) and `shift_ms` being parts.
-    overlap : ttft_ms / max(load_ms, compute_ms): 1 is loading and computing beside each other at no cost.
+    overlap : ttft_ms / max(load_ms, compute_ms): 1 is perfect overlap of loading and computing.
     limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
     roofline_efficiency : limit_ms / ttft_ms.
     rows_by_layer : computed rows in the main pass, layer by layer, and their sum.
@@ -397,7 +397,7 @@ class Reference:
 
     @property
     def name(self) -> str:
-        """Which one that is."""
+        """Return the name of the faster reference."""
         if self.ms is None:
             return ""
         return PLAIN if self.transformers_ms == self.ms else "kvtool full"
@@ -429,7 +429,7 @@ class Measured:
 
 
 class About:
-    """What rows are computed with besides their own samples."""
+    """The context of the rows besides their own samples: model, machine and decoder."""
 
     def __init__(self, architecture: Architecture, machine: Machine, decoder: Decoder) -> None:
         self.architecture, self.machine, self.decoder = architecture, machine, decoder

@@ -74,7 +74,7 @@ def files_of(store: Store, identity: StoreIdentity, most_tokens: int) -> list[Pr
 
 
 def passes(repeat: int) -> int:
-    """How many passes there will be: the work of a progress bar."""
+    """Return the number of passes: the work of a progress bar."""
     return 2 * (repeat + 1)
 
 

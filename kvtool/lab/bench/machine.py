@@ -36,13 +36,13 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What FLOPs follow from.
+    """The sizes of a model that its FLOPs follow from.
 
     Attributes
     ----------
-    head_channels : query heads * head_dim; where a key is wider than a value, or layers differ, their mean.
+    head_channels : query heads * head_dim; if keys are wider than values, or layers differ, their mean.
     lm_head : numbers in the LM head.
-    windows : how many keys a row of each layer sees at most; None: all before it.
+    windows : the most keys that a row of each layer sees; None: all before it.
     """
 
     layers: tuple[LayerWeights, ...]
@@ -321,17 +321,17 @@ _HOLDING = (
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """Where figures come from.
+    """The machine that figures were measured on.
 
     Attributes
     ----------
     cpu : its name, as its maker gives it.
-    cpu_features : of what it can do, what figures depend on.
-    torch_kernels : the instruction set that torch's own kernels are taken for.
+    cpu_features : those of its features that figures depend on.
+    torch_kernels : the instruction set of torch's own kernels.
     fast_bfloat16 : whether products in it are faster than in float32.
     threads : of torch.
-    held_to : variables by which the machine was told to do less, and what they said.
-    accelerator : the first CUDA device's name, what torch was built for, and triton's version; "" where there is none.
+    held_to : variables that restrict the machine's instruction sets, with their values.
+    accelerator : the first CUDA device's name, torch's CUDA version, and triton's version; "" without a device.
     """
 
     cpu: str

@@ -1,4 +1,4 @@
-"""What can be set of the benches."""
+"""Options of the benches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _repeat(rounds: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class IngestBenchOptions(Options, settings=False):
-    """How much is ingested again."""
+    """Options of how much is ingested again."""
 
     tokens: int = option(8192, "How much of the store to prefill again.", group=MEASURED, lowest=1)
     repeat: int = _repeat(3)
@@ -26,7 +26,7 @@ class IngestBenchOptions(Options, settings=False):
 
 @dataclass(frozen=True, kw_only=True)
 class CodecBenchOptions(Options, settings=False, group=MEASURED):
-    """How much is encoded and decoded, and by what."""
+    """Options of how much is encoded and decoded, and by what."""
 
     tokens: int = option(8192, "How much of the store to encode and decode.", lowest=1)
     repeat: int = _repeat(3)
@@ -36,7 +36,7 @@ class CodecBenchOptions(Options, settings=False, group=MEASURED):
 
 @dataclass(frozen=True, kw_only=True)
 class FusionBenchOptions(Options, settings=False):
-    """Which modes answer which prompts."""
+    """Options of the modes and prompts to measure."""
 
     shape: str | None = option(
         None, "Random weights of this model's size, instead of the store's.", group=MEASURED, metavar="NAME"
@@ -68,7 +68,7 @@ class FusionBenchOptions(Options, settings=False):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeBenchOptions(Options, settings=False, group=MEASURED):
-    """What is decoded behind which prompt, and how."""
+    """Options of what is decoded after which prompt, and how."""
 
     shape: str | None = option(None, "Random weights of this model's size.", metavar="NAME")
     context: int = option(1024, "Tokens of the prompt.", lowest=1)

@@ -70,7 +70,7 @@ class BenchPrompt:
 
     @property
     def pieces(self) -> tuple[Stored, ...]:
-        """What is stored of it."""
+        """Return the stored pieces of the prompt."""
         return self.chunks if self.prefix is None else (self.prefix, *self.chunks)
 
     def shortest(self) -> BenchPrompt:
@@ -149,7 +149,7 @@ _STEP = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How long the prompts are: `contexts` in tokens, question and chunks included; the last chunk is cut to fit."""
+    """The lengths of the prompts: `contexts` in tokens, question and chunks included; the last chunk is cut to fit."""
 
     contexts: tuple[int, ...]
     chunk_tokens: int
@@ -212,7 +212,7 @@ class BenchText:
 
     @property
     def prefix(self) -> Ids:
-        """What a prompt begins with."""
+        """Return the tokens that a prompt begins with."""
         return self.lead_in[:PREFIX_TOKENS]
 
     def chunks(self, context: int) -> list[Ids]:

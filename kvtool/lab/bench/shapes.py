@@ -266,7 +266,7 @@ def parameter_count(name: str) -> int:
 
 
 def shape_dtype(device: str) -> str:
-    """What `auto` is for a shape: what a query would take of its checkpoint."""
+    """Return the `auto` dtype for a shape: the one that a query would use for its checkpoint."""
     return own_dtype(PUBLISHED, device)
 
 

@@ -66,7 +66,7 @@ def period_table(value: Mapping[str, Any]) -> Table:
 
 
 def told_when(value: Mapping[str, Any]) -> str:
-    """How many audits there are, and from when to when."""
+    """Return the number of audits and their period, in words."""
     since, until = moment(value["since"]), moment(value["until"])
     return f"{counted(value['questions'], 'audit')}, {since if since == until else f'{since} to {until}'} UTC"
 

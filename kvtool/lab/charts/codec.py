@@ -58,7 +58,7 @@ def _kind(scheme: str) -> str:
 
 
 def _by_layer(schemes: Sequence[dict[str, Any]]) -> Section:
-    """Where the bits go and where the errors are; of more schemes than can be told apart, the finest of each kind."""
+    """Plot bits and errors by layer; of more schemes than can be distinguished, the finest of each kind."""
     shown = schemes if len(schemes) <= _MOST_LINES else [row for row in schemes if row["scheme"] in _SHOWN]
     panels = [
         Panel(title, tuple(Line(row["scheme"], _points(row["layers"], name)) for row in shown))

@@ -30,7 +30,7 @@ def _row(row: Mapping[str, Any]) -> tuple[object, ...]:
 
 
 def own_text(value: Mapping[str, Any]) -> Iterator[str]:
-    """What retrieval found, which mode to take, and what to hold against both."""
+    """Describe retrieval's results, the mode to use, and the reservations about both."""
     found = value.get("retrieval")
     if found:
         yield (

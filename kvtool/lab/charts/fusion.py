@@ -28,7 +28,7 @@ class FusionTable:
 
 
 def fusion_tables(result: FusionBench) -> tuple[FusionTable, ...]:
-    """How fast each mode is, where its time goes, and what it moves and holds."""
+    """Make the tables of each mode's speed, of its time by part, and of its bytes and limits."""
     head = ("fusion", "context")
     speed = (*head, "TTFT ms", "speedup", "FLOPs", "efficiency", "of limit")
     times = (*head, "read", "decode", "load", "wait", "select", "shift", "compute")
@@ -79,7 +79,7 @@ def _ms(milliseconds: float) -> str:
 
 
 def fusion_notes(result: FusionBench) -> Iterator[str]:
-    """What was measured, on what, and what the numbers mean."""
+    """Describe the measurement, its machine, and the meaning of the numbers."""
     machine = result.machine
     weights = "random weights" if result.shape else "its own weights"
     yield (

@@ -1,4 +1,4 @@
-"""One self-contained HTML page: text, tables and inline SVG; opens offline, in light and dark, on a phone."""
+"""HTML page in one self-contained file: text, tables and inline SVG; opens offline, in light and dark, on a phone."""
 
 from __future__ import annotations
 

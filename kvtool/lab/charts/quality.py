@@ -151,7 +151,7 @@ def _apart(row: Mapping[str, Any], which: str) -> str:
 
 
 def paired_text(value: Mapping[str, Any]) -> str:
-    """What the columns are."""
+    """Explain the columns."""
     return (
         f"Paired by question, {value['resamples']:,} resamples. PGR: the share of the gap between no context and full "
         "that a run recovers (KVShareArena, arXiv 2609.10266), for which --no-context is needed; a dash: the gap is "
@@ -164,7 +164,7 @@ def paired_text(value: Mapping[str, Any]) -> str:
 
 
 def halves_table(value: Mapping[str, Any]) -> Table:
-    """What each rule chooses on the first half of the questions, on both halves; the same in a terminal."""
+    """Tabulate the choice of each rule on the first half of the questions, with both halves' results."""
     return Table(_HALVES_HEAD, tuple(row for rule in value["halves"]["rules"] for row in _half_rows(rule)))
 
 
@@ -187,7 +187,7 @@ def _half_rows(rule: Mapping[str, Any]) -> list[tuple[object, ...]]:
 
 
 def halves_text(value: Mapping[str, Any]) -> str:
-    """What the rules are, and what was not weighed."""
+    """Explain the rules, and name the runs that were left out."""
     found = value["halves"]
     left_out = f" Not weighed, since some questions lack them: {', '.join(found['left_out'])}."
     return (

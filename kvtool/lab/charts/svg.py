@@ -52,12 +52,12 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot.
+    """A plot.
 
     Attributes
     ----------
     logarithmic : the vertical axis, which then needs numbers above 0.
-    levels : name and y of lines across the whole plot, to hold the series against.
+    levels : name and y of reference lines across the whole plot.
     """
 
     title: str
@@ -93,7 +93,7 @@ def line_charts(title: str, panels: Sequence[Panel], x_label: str, note: str = "
 
 
 def opening(title: str, width: int, height: int) -> Iterator[str]:
-    """What every figure begins with: its size, its style, its background, its title."""
+    """Yield the beginning of every figure: its size, its style, its background, its title."""
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}">'
@@ -134,7 +134,7 @@ def _panel(panel: Panel, looks: Mapping[str, _Look], across: _Across, x_label: s
 
 
 def _asides(lines: Sequence[Line]) -> dict[tuple[str, float], float]:
-    """How far points move aside, in pixels, by series and x: intervals over the same x would hide one another."""
+    """Return horizontal offsets of points, in pixels, by series and x: intervals at one x would hide one another."""
     at: dict[float, list[str]] = {}
     for line in lines:
         for x, _ in line.points if line.bounds else ():

@@ -1,1 +1,1 @@
-"""What `kvtool doctor` looks at: the installation, the machine, the model, the store."""
+"""Checks of `kvtool doctor`: the installation, the machine, the model, the store."""

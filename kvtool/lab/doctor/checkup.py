@@ -53,7 +53,7 @@ def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Call
 
 
 def _identity(folder: Path) -> StoreIdentity | None:
-    """What the store was made with; None where that cannot be told, which other findings say."""
+    """Return the store's identity; None if it cannot be read, which other findings report."""
     with suppress(KvtoolError, OSError), Store.open(folder) as store:
         return store_identity(store)
     return None

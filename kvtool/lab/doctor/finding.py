@@ -1,4 +1,4 @@
-"""What a check finds."""
+"""Finding of a check."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ State = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of the doctor's.
+    """A line of the doctor's report.
 
     Attributes
     ----------
-    subject : what was looked at.
+    subject : the thing that was checked.
     state : "failed": something that is needed does not work; "warning": it works, though worse than it could.
-    message : what was found.
-    hint : what to do about it; never empty where the state is not "ok".
+    message : the result.
+    hint : what to do about it; never empty unless the state is "ok".
     details : lines that are shown with `-v`.
     """
 

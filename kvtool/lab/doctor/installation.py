@@ -1,4 +1,4 @@
-"""Which libraries are there, and whether they are those that kvtool was tested with."""
+"""Installed libraries, compared with the versions that kvtool was tested with."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def check_extras() -> Iterator[Finding]:
 
 
 def _wanted(extra: str = "") -> list[Requirement]:
-    """What an extra asks for on this machine; without one, what kvtool does."""
+    """Return the requirements of an extra on this machine; without one, those of kvtool."""
     known = [Requirement(line) for line in metadata.requires("kvtool") or ()]
     if not extra:
         return [each for each in known if each.marker is None or each.marker.evaluate({"extra": ""})]
@@ -68,7 +68,7 @@ def _installed(name: str) -> str | None:
 
 
 def _judged(wanted: Requirement) -> Finding | None:
-    """What is wrong with a library."""
+    """Return the finding about a missing or untested library, or None."""
     version, install = _installed(wanted.name), install_line(f"'{wanted.name}{wanted.specifier}'")
     if version is None:
         return Finding(wanted.name, "failed", f"{wanted.name} is not installed", install)

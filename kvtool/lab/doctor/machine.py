@@ -1,4 +1,4 @@
-"""What this machine computes with."""
+"""Machine checks: the hardware that this machine computes with."""
 
 from __future__ import annotations
 

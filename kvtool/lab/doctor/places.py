@@ -1,4 +1,4 @@
-"""Where kvtool reads and writes: the folders, their disk, the store, what is behind it."""
+"""Storage checks: the folders that kvtool uses, their disk, the store, its shared store."""
 
 from __future__ import annotations
 

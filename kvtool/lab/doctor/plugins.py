@@ -1,4 +1,4 @@
-"""What other packages add to kvtool, and whether it can be used."""
+"""Plugin checks: what other packages add to kvtool, and whether it can be used."""
 
 from __future__ import annotations
 

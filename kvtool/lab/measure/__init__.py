@@ -1,1 +1,1 @@
-"""What is measured: of answers, of caches, of attention; the reports tell it."""
+"""Measurements of answers, of caches, of attention; the reports show them."""

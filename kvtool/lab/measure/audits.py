@@ -1,4 +1,4 @@
-"""How far answers were from full prefill's, over all that were audited: by run and level, and over time."""
+"""Divergence of answers from full prefill's, over all audits: by run and level, and over time."""
 
 from __future__ import annotations
 

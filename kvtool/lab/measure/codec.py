@@ -71,7 +71,7 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
 
 
 def _of_profile(unknown: Sequence[str]) -> str:
-    """What is left to say where the store has no profile yet, and levels were asked for that it would give."""
+    """Return a hint if levels were asked for that need a profile, and the store has none."""
     some = [name for name in unknown if name in LEVELS]
     return f"; {', '.join(some)} with a profile, which `kvtool compress` makes" if some else ""
 

@@ -1,4 +1,4 @@
-"""How far reused keys and values are from full prefill's, and what that does to attention (CacheBlend's insights)."""
+"""KV deviation of reused rows from full prefill's, and its effect on attention (CacheBlend's insights)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """How far the reused rows of one prompt are from full prefill's.
+    """KV deviation of one prompt's reused rows from full prefill's.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Deviation:
 
     @property
     def worth(self) -> torch.Tensor:
-        """What ranks a token over all layers: its squared V deviation, each layer by its own mean. float32 `[hits]`."""
+        """Return the score of a token: its squared V deviation, each layer by its own mean. float32 `[hits]`."""
         v = self.by_metric["v_sse"]
         return (v / v.mean(1, keepdim=True).clamp_min(1e-30)).mean(0)
 

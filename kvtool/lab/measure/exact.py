@@ -61,12 +61,12 @@ class LaidOut:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What every report says of the prompts first."""
+        """Return the facts that every report states first."""
         return {"question": self.question, "resolved": self.resolved, "level": self.level}
 
     @property
     def read_at(self) -> str:
-        """What a report's title says of the level."""
+        """Return the words for the level in a report's title."""
         return "from exact records" if self.level == EXACTLY else f"chunks read at level {self.level}"
 
 

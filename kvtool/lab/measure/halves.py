@@ -1,6 +1,6 @@
-"""Which run to take, chosen on the first half of the questions and told of the other half.
+"""Holdout choice of a run: chosen on the first half of the questions, reported on the other half.
 
-What is best of many runs on some questions is partly so by accident; on questions that it was not chosen on it is not.
+The best of many runs on some questions is partly so by accident; its result on other questions has no such bias.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
 
 
 def _is_near(run: Summary, max_kl: float) -> bool:
-    """Whether its KL of the answer is at most `max_kl` with its whole interval; a single question gives none."""
+    """Return True if the whole interval of the answer's KL is at most `max_kl`; a single question has no interval."""
     interval = run["intervals"]["kl_answer"]
     return interval is not None and interval[1] <= max_kl
 

@@ -1,4 +1,4 @@
-"""How sure a statistic over questions is: percentile bootstrap (Efron & Tibshirani 1993, ch. 13), paired by question.
+"""Confidence intervals of statistics: percentile bootstrap (Efron & Tibshirani 1993, ch. 13), paired by question.
 
 A resample takes a question with all that was measured of it, so that what makes one question harder than another does
 not make the difference of two runs unsure. All statistics of a report are drawn together, as one product of matrices.
@@ -31,11 +31,11 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """What is made of the means of some columns; NaN where that is nothing.
+    """A function of the means of some columns; NaN if it is undefined.
 
     Attributes
     ----------
-    of_means : takes an array of means for each column, and gives one as long.
+    of_means : called with an array of means for each column, and returns an array of the same length.
     """
 
     columns: tuple[Column, ...]
@@ -115,7 +115,7 @@ def interval(values: Sequence[float]) -> Interval | None:
 
 
 def _count(statistic: Statistic) -> int:
-    """How many questions have a number in all of its columns."""
+    """Return the number of questions that have a number in all of its columns."""
     return sum(None not in row for row in zip(*statistic.columns, strict=True))
 
 
@@ -149,7 +149,7 @@ def _resampled_means(columns: Sequence[Column]) -> Floats:
 
 
 def _draws(count: int) -> Sequence[Counts] | Iterator[Counts]:
-    """How often each resample has each question: `[resamples, count]`, in blocks; equal for equal counts."""
+    """Return how often each resample has each question: `[resamples, count]`, in blocks; equal for equal counts."""
     return _kept_draws(count) if count <= _KEPT else _drawn(count)
 
 

@@ -106,13 +106,13 @@ def _first_question(said: str) -> str | None:
 
 
 def _is_about(question: str, text: str) -> bool:
-    """Whether enough of what retrieval would look for stands in the passage."""
+    """Return True if the passage holds enough of the terms that retrieval would look for."""
     wanted, there = set(asked_terms(question)), set(itertools.chain(*terms(text)))
     return sum(not there.isdisjoint(forms) for forms in wanted) >= max(2, _ABOUT * len(wanted))
 
 
 def _is_answer(question: str, answer: str, text: str) -> bool:
-    """Whether a short answer stands in the passage, and not in the question."""
+    """Return True if an answer is short and occurs in the passage, but not in the question."""
     wanted = normalise(answer)
     short = 0 < len(wanted.split()) <= _ANSWER_WORDS
     return short and wanted in normalise(text) and wanted not in normalise(question)

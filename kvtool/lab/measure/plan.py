@@ -1,4 +1,4 @@
-"""What a question's prompt would find in the cache, and how long each mode would take; runs no model."""
+"""Forecast of a question: what its prompt would find in the cache, and each mode's time; runs no model."""
 
 from __future__ import annotations
 

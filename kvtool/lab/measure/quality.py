@@ -111,6 +111,6 @@ def _summary(name: str, questions: Sequence[Mapping[str, Row]], estimated: Mappi
 
 
 def _dominates(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether `a` is at least as good in both, and better in one."""
+    """Return True if `a` is at least as good in both, and better in one."""
     costs, others = ((summary["recomputed_share"], summary["kl_answer"]) for summary in (a, b))
     return costs != others and costs[0] <= others[0] and costs[1] <= others[1]

@@ -1,4 +1,4 @@
-"""One prompt's caches to look into: reused, fused, in full; and the queries that the question asks them with."""
+"""Caches of one prompt for comparison: reused, fused, in full; and the question's queries on them."""
 
 from __future__ import annotations
 

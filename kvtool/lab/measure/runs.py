@@ -1,4 +1,4 @@
-"""What is evaluated: fusion modes, each with how much it recomputes."""
+"""Runs of an evaluation: fusion modes, each with how much it recomputes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much nearer a shift brings the rows that stay reused, layer by layer."""
+"""Effect of a shift: how much nearer it brings the reused rows to full prefill's, layer by layer."""
 
 from __future__ import annotations
 

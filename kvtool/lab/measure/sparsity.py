@@ -1,4 +1,4 @@
-"""Where attention goes, and how few keys take most of it (EPIC's premise: the heavy positions do not move)."""
+"""Attention sparsity: how few keys get most of the attention, and where (EPIC's premise: the heavy positions stay)."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ _BLOCK_BYTES = RETURNED_BYTES // 2  # of the weights of rows that exist at a tim
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """Which class every key belongs to.
+    """Classes of all keys.
 
     Attributes
     ----------
-    fixed : int64 `[length]`, an index into CLASSES; a chunk's keys behind its start are `own chunk`.
+    fixed : int64 `[length]`, an index into CLASSES; a chunk's keys after its start are `own chunk`.
     chunk : int64 `[length]`, the chunk's number, -1 outside of chunks.
     """
 

@@ -1,4 +1,4 @@
-"""One question: answered once in full, then by each run, with the run's distance to the full answer."""
+"""Paired run of a question: answered once in full, then by each run, with the run's distance to the full answer."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NO_CONTEXT = "none"  # the run that answers without any chunk
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One question, its prompt laid out.
+    """A trial of one question, its prompt laid out.
 
     Attributes
     ----------
-    source : where the records are read.
+    source : of the records.
     options : their `max_tokens` bounds every answer; answers are greedy.
     """
 

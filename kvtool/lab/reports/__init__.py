@@ -1,4 +1,4 @@
-"""What `kvtool inspect` tells of a store, a report a file. A new one is its file and a line in `REPORTS`."""
+"""Reports of `kvtool inspect` on a store, one file each. A new one is its file and a line in `REPORTS`."""
 
 from __future__ import annotations
 

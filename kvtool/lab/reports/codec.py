@@ -19,7 +19,7 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 @dataclass(frozen=True, kw_only=True)
 class CodecOptions(Options, settings=False):
-    """What is measured."""
+    """Options of the schemes to measure."""
 
     scheme: tuple[str, ...] = option((), "Only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME")
 

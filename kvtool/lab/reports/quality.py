@@ -24,7 +24,7 @@ ASKED = (*RETRIEVAL, "level", "max_loss")
 
 @dataclass(frozen=True, kw_only=True)
 class EvidenceOptions(Options, settings=False, group=RUNS):
-    """What runs are held against, besides full recompute."""
+    """Options of the references for runs, besides full recompute."""
 
     no_context: bool = option(False, "Answer without any chunk, too, and tell what share of the gap a run recovers.")
     halves: bool = option(False, "Choose a run on the first half of the questions, and tell it of the other half.")

@@ -1,4 +1,4 @@
-"""What a report is: it declares its flags and, from a store, makes findings: JSON, lines for a terminal, a page."""
+"""Report interface: it declares its flags and, from a store, makes findings: JSON, lines for a terminal, a page."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _LONG = 500  # characters of a fact that would hide the others
 
 @dataclass(frozen=True)
 class Desk:
-    """What a report works with.
+    """The inputs of a report.
 
     Attributes
     ----------
-    events : told how far it is, and what should be known although it goes on.
-    about : the word behind the report's name, such as a question.
+    events : callbacks for progress, and for warnings that do not stop the report.
+    about : the argument after the report's name, such as a question.
     """
 
     store: Store
@@ -52,7 +52,7 @@ class Desk:
 
     @cached_property
     def identity(self) -> StoreIdentity:
-        """What the store is made with. Raises StoreNotFoundError where nothing was ever ingested into it."""
+        """Return the store's identity. Raises StoreNotFoundError if nothing was ever ingested into it."""
         from kvtool.core.session.identity import store_identity
 
         return store_identity(self.store)
@@ -75,14 +75,14 @@ class Quote:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a report has found.
+    """The result of a report.
 
     Attributes
     ----------
-    title : of the page; `subtitle` stands behind it, and in no figure's file name.
-    value : the JSON; what was measured, on what, stands in `resolved` and in values that are no lists.
+    title : of the page; `subtitle` follows it, and is in no figure's file name.
+    value : the JSON; what was measured, and on what, is in `resolved` and in values that are no lists.
     told : lines, quotes and tables for a terminal.
-    sections : the page, made when it is asked for; nothing: the tables that are told.
+    sections : the page, made on demand; empty: the tables in `told`.
     told_elsewhere : names in `value` that a section of the page shows, too.
     """
 
@@ -102,7 +102,7 @@ class Findings:
 
     @property
     def facts(self) -> dict[str, object]:
-        """What stands under the page's title."""
+        """Return the facts under the page's title."""
         facts: dict[str, object] = dict(self.value.get("resolved", {}))
         for name, value in self.value.items():
             if name == "tokens" and isinstance(value, dict):
@@ -126,12 +126,12 @@ def _for_people(name: str, fact: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One report of `kvtool inspect`.
+    """A report of `kvtool inspect`.
 
     Attributes
     ----------
     takes : the options that it has flags for, besides those of every report.
-    about : what stands behind its name, such as QUESTION; `about_help` explains it.
+    about : the argument after its name, such as QUESTION; `about_help` explains it.
     examples : command lines for the help, without the word `kvtool`.
     """
 
@@ -144,14 +144,14 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class PageOptions(Options, settings=False, group="Page"):
-    """Where a report is written besides the terminal."""
+    """Options of where a report is written besides the terminal."""
 
     html: Path | None = option(None, "Write a page with plots, too.", metavar="FILE", unit="path")
     figures: Path | None = option(None, "Write the plots as SVG files.", metavar="FOLDER", unit="path")
 
     @property
     def wanted(self) -> bool:
-        """Whether a page or figures are to be written."""
+        """Return True if a page or figures are to be written."""
         return self.html is not None or self.figures is not None
 
     def check(self) -> None:

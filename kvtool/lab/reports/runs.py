@@ -24,7 +24,7 @@ RUNS = "Runs"  # the heading in the report's help
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions(Options, settings=False, group=RUNS):
-    """What is evaluated."""
+    """Options of an evaluation's runs."""
 
     runs: tuple[str, ...] = option(
         (), "Modes, each with how much it recomputes: reuse, epic:16, union:5% …", metavar="a,b:AMOUNT,c"

@@ -46,6 +46,7 @@ def mutated(stream: Stream, dice: random.Random) -> Stream:
     return Stream(words, states)
 
 
+@pytest.mark.some(2)
 def test_mutations(back_end: str) -> None:
     dice = random.Random(1)
     samples = [(rows, *sample(rows, columns, rows)) for rows, columns in ((1, 64), (3, 64), (2, 128))]

@@ -81,6 +81,7 @@ def test_what_the_reference_decodes(interpreter: ProcessPoolExecutor, rows: int,
     assert torch.equal(out, expected)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("refine", [False, True])
 def test_a_batch_of_streams_of_different_sizes(interpreter: ProcessPoolExecutor, refine: bool) -> None:
@@ -125,6 +126,7 @@ def _hostile(stream: Stream, how: str) -> Stream:
     return Stream(words, states)
 
 
+@pytest.mark.some(2)
 @needs_triton
 @pytest.mark.parametrize(
     ("how", "refine"),
@@ -177,6 +179,7 @@ def test_without_triton_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     assert "install" in error.value.hint
 
 
+@pytest.mark.slow
 @needs_triton
 def test_it_compiles_for_sm_80_and_sm_90(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton.backends.nvidia") is None:

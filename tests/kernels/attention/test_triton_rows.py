@@ -65,6 +65,7 @@ def attended(shape: Shape, tile: Tile | None, splits: int | None) -> torch.Tenso
     return attend(query, key, value, AttentionParams(0.3), KeyRanges(at.tolist(), at), tile, splits)
 
 
+@pytest.mark.some(3)
 @needs_triton
 @pytest.mark.parametrize(
     ("shape", "tile", "splits"),
@@ -103,6 +104,7 @@ def attended_so(shape: Shape, name: str, tile: Tile | None, splits: int | None) 
     return attend(query, key, value, SHAPED[name], QueryRows.of(at, "cpu").seen(SHAPED[name].window), tile, splits)
 
 
+@pytest.mark.some(3)
 @needs_triton
 @pytest.mark.parametrize("name", SHAPED)
 @pytest.mark.parametrize(
@@ -181,6 +183,7 @@ def compiled(
     return built.asm["ptx"], built.metadata.shared
 
 
+@pytest.mark.slow
 @needs_triton
 def test_it_compiles_for_the_gpus_it_is_meant_for(tmp_path: Path) -> None:
     if importlib.util.find_spec("triton.backends.nvidia") is None:

@@ -17,6 +17,7 @@ from tests.kernels.linear.matrices import random_matrix
 PACKED = [kind for kind, layout in LAYOUTS.items() if not layout.dense]
 
 
+@pytest.mark.some(10)
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("to", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", PACKED)

@@ -38,6 +38,7 @@ def sizes(kind: str) -> list[tuple[int, int]]:
     return [*fit, (3, 1), (2, 7), (5, 67), (3, 131)] if LAYOUTS[kind].dense else fit
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_it_is_the_product_of_the_numbers(isa: str, kind: str) -> None:
@@ -65,6 +66,7 @@ def test_rows_are_apart(isa: str, kind: str) -> None:
     assert (parts[[0, 1, 5, 6, 7, 8]] == 7.0).all()
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:

@@ -44,6 +44,7 @@ def close(found: torch.Tensor, x: torch.Tensor, matrix: QuantizedTensor, bias: t
     assert ((found.double() - wanted).abs() <= ROUNDING[x.dtype] * size).all()
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(("isa", "kind", "dtype"), cases())
 def test_it_is_the_product_of_the_numbers(isa: str, kind: str, dtype: torch.dtype) -> None:
     for outputs, columns, rows in SIZES:

@@ -90,6 +90,7 @@ def test_many_values_of_x_are_not_all_labelled() -> None:
     assert many.count("<title>") == 60
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed (apt-get install chromium)")
 def test_a_browser_draws_it_without_complaint(tmp_path: Path) -> None:
     """Offline, light and dark: plots take the width of a desk's screen, scroll on a phone's; nothing is logged."""

@@ -65,6 +65,7 @@ def test_the_period_is_the_finest_that_fits(times: tuple[int, ...], period: str,
     assert sum(row["count"] for row in run["periods"]) == len(times)
 
 
+@pytest.mark.slow
 def test_the_report(store: Path, tmp_path: Path) -> None:
     kvtool("inspect", "audit", "--store", store).failed(1, "no answer of", "--audit 1")
     kvtool("query", QUESTION, "--store", store, *SHORT, "--fusion", "reuse", "--audit", "1").fine()

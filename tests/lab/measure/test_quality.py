@@ -79,6 +79,7 @@ def timeless(value: Any) -> Any:
 # ---- numbers ----
 
 
+@pytest.mark.slow
 def test_the_summary(store: Path, batch: Path, results: Path) -> None:
     with untouched(store):
         value = quality(store, batch, "--resume", results, "--json").fine().json
@@ -190,6 +191,7 @@ def test_without_any_context(store: Path, batch: Path, results: Path, fused: lis
     assert "none" in told
 
 
+@pytest.mark.slow
 def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
     html = tmp_path / "page.html"
     done = quality(store, batch, "--resume", results, "--halves", "--html", html).fine()
@@ -212,6 +214,7 @@ def test_each_run_once(store: Path, batch: Path, results: Path, fused: list[str]
     assert fused == ["full", "reuse", "epic", "blend", "union"] * 3
 
 
+@pytest.mark.slow
 def test_after_a_torn_line_only_what_is_missing_runs(
     store: Path, batch: Path, results: Path, fused: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -228,6 +231,7 @@ def test_after_a_torn_line_only_what_is_missing_runs(
     assert fused == []
 
 
+@pytest.mark.slow
 def test_more_runs_and_more_questions(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
     quality(store, batch, "--runs", "reuse,epic:4", "--limit", "1", "--resume", results).fine()
     fused.clear()
@@ -242,6 +246,7 @@ def test_more_runs_and_more_questions(store: Path, batch: Path, results: Path, f
     assert fused == []
 
 
+@pytest.mark.slow
 def test_killed_and_started_again(store: Path, batch: Path, results: Path) -> None:
     """SIGKILL after the first question; what was finished stays, and the end is the same."""
     args = ("inspect", "quality", "--store", store, "--batch", batch, "--max-tokens", "6", *RUNS, "--resume", results)

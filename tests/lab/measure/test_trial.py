@@ -74,6 +74,7 @@ def test_answers_equal_generation_from_scratch(name: str, longest: int) -> None:
     both(case(name), QueryOptions(max_tokens=longest))
 
 
+@pytest.mark.slow
 def test_the_ways_an_answer_can_go() -> None:
     """Over some prompts: equal to the reference, other from the first token on, and other from a later one on."""
     own, options = case("llama"), QueryOptions(max_tokens=12)
@@ -84,6 +85,7 @@ def test_the_ways_an_answer_can_go() -> None:
     assert agreed - {0, 12}
 
 
+@pytest.mark.slow
 def test_answers_that_end() -> None:
     """An end token that some answers meet, early or late, and others do not."""
     own, options = new_case("llama"), QueryOptions(max_tokens=12)

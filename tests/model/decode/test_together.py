@@ -70,6 +70,7 @@ def test_more_than_a_step_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case("qwen3").decoder, (9, 10))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_number_of_threads_changes_no_bit(count: int, threads: None) -> None:
     decoder, ids = case("qwen3").decoder, given(0, 6)

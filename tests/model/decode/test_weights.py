@@ -91,6 +91,7 @@ def wide_model() -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads)).eval().requires_grad_(False)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("kind", [name for name, layout in LAYOUTS.items() if not layout.dense])
 def test_packed_weights_are_multiplied_as_they_are(kind: str) -> None:
     """The MLP's way down has rows long enough for every kind."""

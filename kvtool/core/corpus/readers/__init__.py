@@ -82,7 +82,7 @@ _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS}
 
 
 def is_known(path: PurePath) -> bool:
-    """Whether a reader is registered for this name."""
+    """Return True if a reader is registered for this name."""
     return ending_of(gzipped.inner(path)) in READERS or plugin_of(path) is not None
 
 
@@ -103,24 +103,24 @@ def library_of(path: PurePath) -> str:
 
 
 def is_bounded(path: PurePath, size: int) -> bool:
-    """Whether a file is read in a process of its own, within bounds (`corpus/reading.py`): by its name, or its size in
-    bytes."""
+    """Return True if a file is read in a separate process, within bounds (`corpus/reading.py`): by its name, or its
+    size in bytes."""
     packed = path.suffix.lower() == gzipped.ENDING
     return packed or ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None or size > _MOST_HERE
 
 
 def is_foreign(path: PurePath) -> bool:
-    """Whether the name says that the file holds no text, and no reader is registered for it."""
+    """Return True if the name says that the file holds no text, and no reader is registered for it."""
     return gzipped.inner(path).suffix.lower() in FOREIGN_ENDINGS and not is_known(path)
 
 
 def is_image(path: PurePath) -> bool:
-    """Whether the name says that the file is a picture."""
+    """Return True if the name is that of a picture."""
     return path.suffix.lower() in IMAGE_ENDINGS
 
 
 def is_archive(path: PurePath) -> bool:
-    """Whether the name says that the file holds others."""
+    """Return True if the name is that of an archive."""
     return path.suffix.lower() in ARCHIVE_ENDINGS
 
 
@@ -156,7 +156,7 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
 
 
 def ending_of(path: PurePath) -> str:
-    """What picks a file's reader: its ending in lower case, or the whole name of one without."""
+    """Return the key that selects a file's reader: its ending in lower case, or the whole name if it has no ending."""
     return path.suffix.lower() or path.name.lower()
 
 
@@ -167,5 +167,5 @@ def file_of(source: str) -> str:
 
 
 def source_of(path: Path) -> str:
-    """What a file's document is called."""
+    """Return the source name of a file's document: its absolute path."""
     return Path(os.path.abspath(path)).as_posix()

@@ -1,4 +1,4 @@
-"""What a reader hands on, and the error for a file that none can read."""
+"""Document that a reader returns, and the errors for a file that cannot be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNWANTED = re.compile("[\0-\b\v\f\x0e-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One text of the corpus.
+    """A text of the corpus.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ class Document:
     text : the text itself: newlines and control characters as in the file, no BOM, no lone surrogate.
     kind : `text`, `markdown`, `html` or `code`.
     notes : warnings about how the text was read.
-    marks : where its parts stand in the file, where that is not the same line of the text.
+    marks : places of its parts in the file, if these are not the same lines as in the text.
     """
 
     source: str
@@ -56,19 +56,19 @@ class EmptyFile(UnreadableFile):
 
 
 class BinaryFile(UnreadableFile):
-    """It is no text."""
+    """The error for a file that is no text."""
 
 
 class SecretFile(UnreadableFile):
-    """It holds keys or passwords."""
+    """The error for a file that holds keys or passwords."""
 
 
 class PassingFailure(UnreadableFile):
-    """What reads the file did not work; it may when it is asked again, with the file as it is."""
+    """The error of a reader that may succeed when it is tried again with the unchanged file."""
 
 
 class MissingPackage(UnreadableFile):
-    """What reads it is not installed."""
+    """The error for a file whose reader needs a package that is not installed."""
 
 
 def hidden_note(kind: str, names: Sequence[object]) -> tuple[str, ...]:

@@ -173,7 +173,7 @@ def _refuse_controls(data: bytes, most: float) -> None:
 
 
 def _is_damaged_utf8(data: bytes) -> bool:
-    """Whether most non-ASCII characters are good UTF-8 and only a few bytes are not."""
+    """Return True if most non-ASCII characters are valid UTF-8 and only a few bytes are not."""
     sample = data[: _SAMPLE * 8]
     text = sample.decode("utf-8", "replace")
     bad = text.count("\ufffd") - sample.count(b"\xef\xbf\xbd")
@@ -208,10 +208,10 @@ def _legacy(data: bytes) -> Decoded:
 
 
 def _sample(data: bytes) -> bytes:
-    """What tells the encoding: the first non-ASCII bytes with what stands around them; all of a small file.
+    """Return the bytes to detect the encoding by: the first non-ASCII bytes with their context; all of a small file.
 
-    Every piece begins behind ASCII or a break and ends at a break, so that no character is torn; only the last one may
-    be cut anywhere, where a text has no breaks.
+    Every piece begins after ASCII or a break and ends at a break, so that no character is torn; only the last one may
+    be cut anywhere, if a text has no breaks.
     """
     if len(data) <= _SAMPLE:
         return data

@@ -19,7 +19,7 @@ _PAGES = ("application/xhtml+xml", "text/html")
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its chapters (the spine's pages) marked.
+    """Return one document, its chapters (the spine's pages) marked.
 
     Raises
     ------

@@ -68,7 +68,7 @@ def declared_encoding(data: bytes) -> str:
 
 @of_text(declared_encoding)
 def read(source: str, text: str) -> list[Document]:
-    """One document of kind `html`: visible text only, marked with the page's lines.
+    """Return one document of kind `html`: visible text only, marked with the page's lines.
 
     Raises
     ------

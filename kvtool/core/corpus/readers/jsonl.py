@@ -27,7 +27,7 @@ class _Row:
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """One document for each line with a text.
+    """Return one document for each line that holds a text.
 
     Raises
     ------

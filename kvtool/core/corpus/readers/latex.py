@@ -34,7 +34,7 @@ _RANKS = {"part": 1, "chapter": 1, "section": 2, "subsection": 3, "subsubsection
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """One document; its lines are those of the file."""
+    """Return one document; its lines are those of the file."""
     text = _LETTER.sub(_letter, _ACCENT.sub(_accented, text))
     text = _SECTION.sub(lambda found: f"{'#' * _RANKS[found[1]]} {found[2]}", text)
     return [Document(source, text, "markdown")]

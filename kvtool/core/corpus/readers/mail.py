@@ -22,7 +22,7 @@ _DEEPEST = 50  # levels of a message in a message
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document for each message, marked with lines of the file.
+    """Return one document for each message, marked with lines of the file.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def _document(source: str, data: bytes, line: int) -> Document:
 
 
 def _begin(data: bytes, part: Message, at: int) -> int:
-    """Where the body of a part stands in its message, behind `at` and an empty line; there, if that cannot be told."""
+    """Return the offset of a part's body in its message, after `at` and an empty line; `at` if it is not found."""
     body = part.get_payload(decode=True) if _keeps_lines(part) else str(part.get_payload()).encode("ascii", "replace")
     found = (
         (data.find(empty + body, at), len(empty)) for empty in (b"\n\n", b"\n\r\n") if isinstance(body, bytes) and body

@@ -10,5 +10,5 @@ ENDINGS = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd"
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """One document, the text as it is."""
+    """Return one document, the text as it is."""
     return [Document(source, text, "markdown")]

@@ -16,7 +16,7 @@ _LONGEST_OUTPUT = 2000  # characters of what one cell printed
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """One document, its cells marked.
+    """Return one document, its cells marked.
 
     Raises
     ------

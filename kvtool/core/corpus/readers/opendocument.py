@@ -18,7 +18,7 @@ _SPACES = {f"{_TEXT}tab": "\t", f"{_TEXT}line-break": "\n"}
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its paragraphs and the rows of its tables numbered. A note names sections that are hidden.
+    """Return one document, its paragraphs and the rows of its tables numbered. A note names hidden sections.
 
     Raises
     ------

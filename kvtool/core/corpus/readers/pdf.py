@@ -20,7 +20,7 @@ _PASSWORD = 4  # FPDF_ERR_PASSWORD
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its pages marked; pages that hold pictures and no text are noted.
+    """Return one document, its pages marked; pages that hold pictures and no text are noted.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def _text(file: PdfDocument, number: int) -> str:
 
 
 def _is_picture(file: PdfDocument, number: int) -> bool:
-    """Whether a page without text shows anything."""
+    """Return True if a page without text shows anything."""
     import pypdfium2
 
     try:

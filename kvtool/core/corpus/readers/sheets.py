@@ -14,8 +14,8 @@ LIBRARY = "openpyxl"
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document of all sheets, their rows marked; formulas by the values that were saved with them. A note names
-    sheets that are hidden.
+    """Return one document of all sheets, their rows marked; formulas by the values that were saved with them. A note
+    names hidden sheets.
 
     Raises
     ------

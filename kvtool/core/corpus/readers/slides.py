@@ -14,7 +14,7 @@ LIBRARY = "python-pptx"
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its slides marked. A note names slides that are hidden.
+    """Return one document, its slides marked. A note names hidden slides.
 
     Raises
     ------

@@ -19,7 +19,7 @@ _MARKUP = re.compile(r"</?[a-z][^<>]*+>|<[\d:.]++>|\{\\[^{}]*+\}", re.IGNORECASE
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """One document, a line for each line that is said, marked with those of the file.
+    """Return one document, a line for each spoken line, marked with the lines of the file.
 
     Raises
     ------

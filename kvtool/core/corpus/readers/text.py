@@ -15,5 +15,5 @@ ENDINGS = (
 
 @of_text()
 def read(source: str, text: str) -> list[Document]:
-    """One document, the text as it is."""
+    """Return one document, the text as it is."""
     return [Document(source, text, "text")]

@@ -21,7 +21,7 @@ _HEADING = re.compile(r"heading (\d)")
 
 
 def read(source: str, data: bytes) -> list[Document]:
-    """One document, its paragraphs and the rows of its tables numbered.
+    """Return one document, its paragraphs and the rows of its tables numbered.
 
     Raises
     ------

@@ -42,7 +42,7 @@ def checked(data: bytes) -> zipfile.ZipFile:
 
 
 def member(archive: zipfile.ZipFile, name: str) -> bytes:
-    """One member, unpacked. Raises UnreadableFile where it is not there, damaged, or larger than it says."""
+    """Unpack one member. Raises UnreadableFile if it is missing, damaged, or larger than allowed."""
     try:
         with archive.open(name) as file:
             data = file.read(_MOST_TEXT + 1)
@@ -56,12 +56,12 @@ def member(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
-    """One member as XML; expat itself bounds what entities expand to.
+    """Parse one member as XML; expat itself bounds the expansion of entities.
 
     Raises
     ------
     UnreadableFile
-        If it is not there, or no sound XML.
+        If it is missing, or not well-formed XML.
     """
     try:
         return ElementTree.fromstring(member(archive, name))
