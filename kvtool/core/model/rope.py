@@ -17,7 +17,6 @@ from kvtool.core.kernels.rope import (
     CosSin,
     RopeTables,
     copy_with_rope,
-    rotate_halves,
     rotate_halves_torch,
 )
 from kvtool.core.kernels.rope_triton import Piece, Side
@@ -170,7 +169,7 @@ class Rotary:
         """
         turned = [(out, keys, self.angles(table, layer)) for out, keys, table in jobs]
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
-            moves = [CopyWithRope(out[0], keys[0], *_of_one(angles)) for out, keys, angles in turned]
+            moves = [CopyWithRope(out[0], keys[0], angles) for out, keys, angles in turned]
             if copy_with_rope([*moves, *(CopyWithRope(out[0], numbers[0]) for out, numbers in copies)], self._isa):
                 return
         for out, keys, angles in turned:
@@ -268,17 +267,12 @@ class Rotary:
         keys = _drawn(key_dim)
         out = torch.empty_like(keys)
         alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
-        if not alike or not CopyWithRope(out[0], keys[0], *_of_one(angles)).fits:
-            return False
         try:
-            rotate_halves(out[0], keys[0], angles.cos[0], angles.sin[0], isa)
+            if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], isa):
+                return False
         except RuntimeError:  # llvmlite has no code for this machine
             return False
         return torch.equal(out, self._by_model(keys, angles))
-
-
-def _of_one(angles: CosSin | None) -> tuple[torch.Tensor, ...]:
-    return () if angles is None else (angles.cos[0], angles.sin[0])
 
 
 def _drawn(key_dim: int) -> torch.Tensor:
