@@ -220,6 +220,7 @@ def typed(keys: str) -> list[str | None]:
         return found
 
 
+@pytest.mark.slow
 def test_keys() -> None:
     assert typed("one\r  \r두 번째 질문\r\x04") == ["one", "두 번째 질문"]
     assert typed("two\x1b\rlines\r\x04") == ["two\nlines"]
