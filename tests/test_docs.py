@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.cli.app import COMMANDS, load_command
+from kvtool.cli.commands import LazyGroup
 from kvtool.cli.help import TOPICS
-from kvtool.cli.lazy import LazyGroup
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "kvtool" / "docs"

@@ -23,8 +23,7 @@ import typer
 import typer.main
 
 from kvtool.cli import completion
-from kvtool.cli.commands import new_app
-from kvtool.cli.lazy import LazyGroup
+from kvtool.cli.commands import LazyGroup, everywhere, new_app
 from kvtool.cli.out import Out
 from kvtool.core.common.collecting import kept_collection
 from kvtool.core.common.machine import is_busy, is_out_of_memory
@@ -40,23 +39,40 @@ from kvtool.core.errors import (
     UsageError,
 )
 
-COMMANDS = {
-    "ingest": "Read, split and prefill documents, and keep their KV.",
-    "watch": "Ingest what changes below files and folders, until it is ended.",
-    "compress": "Make the stored KV several times smaller, with a measured loss.",
-    "query": "Ask a question over the ingested documents.",
-    "chat": "Hold a conversation over the ingested documents.",
-    "search": "Show the passages that a question finds, without a model.",
-    "eval": "Measure retrieval and fusion modes on your own questions.",
-    "mcp": "Give agents the store as tools: search, read, answer.",
-    "serve": "Answer over HTTP, as the OpenAI API does.",
-    "inspect": "Look into the store: what it holds, and how its chunks fuse.",
-    "store": "Look after the store: listing, verification, upkeep, sharing.",
-    "bench": "Measure on this machine, beside plain transformers.",
-    "doctor": "Look whether all that is needed is there and works.",
-    "config": "Show the settings and where they come from.",
-    "help": "Show a page of the documentation, or what a command takes.",
+SHOWN = {  # what the overview lists, by heading
+    "Documents": {
+        "ingest": "Read documents, and store the KV cache of each passage.",
+        "watch": "Ingest files and folders again whenever they change.",
+        "compress": "Make the stored KV caches several times smaller.",
+    },
+    "Questions": {
+        "query": "Answer a question from the stored documents.",
+        "chat": "Hold a conversation about the stored documents.",
+        "search": "Show the passages that match a question; no model is needed.",
+        "eval": "Measure search and answers on your own questions.",
+        "serve": "Answer over HTTP, with the API of OpenAI.",
+        "mcp": "Offer the store to AI agents as tools (MCP).",
+    },
+    "The store (more: `kvtool store --help`)": {
+        "store ls": "List documents, or their chunks.",
+        "store verify": "Check stored data; with --repair, remove what is damaged.",
+        "store forget": "Remove documents, and their chunks that no other document has.",
+        "store prune": "Make the store smaller: remove the least used KV first.",
+        "store push": "Copy to a shared store what it lacks.",
+        "store pull": "Copy from a shared store what this store lacks.",
+        "store export": "Write documents, chunks and their KV to one file, a pack.",
+        "store import": "Add packs or other stores to this store.",
+    },
+    "This installation": {
+        "inspect": "Show what the store holds, or a report about it.",
+        "bench": "Measure speed on this machine, next to plain transformers.",
+        "doctor": "Check that libraries, model, store and disk work.",
+        "config": "Show the settings and where each value comes from.",
+        "help": "Show a page of the documentation.",
+    },
 }
+_STORE = {"store": "List, check, shrink, protect and share what is stored."}
+COMMANDS = {name: line for rows in SHOWN.values() for name, line in rows.items() if " " not in name} | _STORE
 _GROUPS = ("store", "inspect", "bench")  # whose commands are missed without the group's name
 _SHORT_SPIN = "1000"  # iterations, some microseconds
 RESUME = "what was committed stays; run the same command again to resume"
@@ -84,6 +100,20 @@ class Root(LazyGroup):
 
     def load(self, name: str) -> Any:
         return load_command(name)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands that most people need, by heading."""
+        width = max(len(name) for rows in SHOWN.values() for name in rows)
+        for heading, rows in SHOWN.items():
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:{width}}", line) for name, line in rows.items()])
+
+    def format_end(self, ctx: Any, formatter: Any) -> None:
+        """Describe the flags of every command once."""
+        with formatter.section("Options of every command"):
+            formatter.write_dl(everywhere())
+        formatter.write_paragraph()
+        formatter.write_text("`kvtool COMMAND --help` shows the options of a command, `kvtool help` the documentation.")
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Take the flags; those of completion need not name a shell."""
@@ -113,7 +143,10 @@ def load_command(name: str) -> Any:
     return command
 
 
-app = new_app(help="Answer questions over documents whose KV caches are computed once and fused at query time.")
+app = new_app(
+    help="Answer questions from documents. A language model reads each passage once; its state, the KV cache, is "
+    "stored and reused by every answer, so that answers start several times sooner."
+)
 
 
 def _show_version(wanted: bool) -> None:
@@ -128,7 +161,7 @@ def _show_version(wanted: bool) -> None:
 def _root(
     ctx: typer.Context,
     version: Annotated[
-        bool, typer.Option("--version", help="Show the version and leave.", callback=_show_version, is_eager=True)
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
     install_completion: completion.Install = None,
     show_completion: completion.Show = None,

@@ -3,19 +3,461 @@
 from __future__ import annotations
 
 import importlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtool.cli.chat_lines import Lines, lines_for
-from kvtool.cli.chat_turns import Chat
+from kvtool.cli import spinner
+from kvtool.cli.answers import cited, show_end, show_explained, show_sources
 from kvtool.cli.commands import new_app
+from kvtool.cli.json_out import error_json
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
+from kvtool.cli.out import Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL
+from kvtool.core.common.places import data_dir
+from kvtool.core.common.private import make_folder
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import (
+    EXIT_FAILED,
+    EXIT_PARTIAL,
+    ContextFullError,
+    GateError,
+    KvtoolError,
+    UsageError,
+    did_you_mean,
+)
+from kvtool.core.fusion.selectors import FUSIONS
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.remote.options import RemoteOptions
+
+if TYPE_CHECKING:
+    from prompt_toolkit import PromptSession
+
+    from kvtool.core.query.conversation import Conversation
+    from kvtool.core.query.reply import Reply
+    from kvtool.core.session.session import Session
+
+
+@contextmanager
+def typed_ahead() -> Iterator[None]:
+    """Show nothing of what is typed meanwhile: it would stand in the middle of an answer. The next prompt has it.
+
+    Keys that send signals go on doing so. Where stdin is no terminal that can be told so, nothing is changed.
+    """
+    try:
+        import termios
+
+        keyboard = sys.stdin.fileno()
+        before = termios.tcgetattr(keyboard)
+    except (ImportError, AttributeError, OSError, ValueError, termios.error):  # Windows; no stdin; a pipe
+        yield
+        return
+    flags = list(before)
+    flags[3] &= ~termios.ECHO  # local modes
+    termios.tcsetattr(keyboard, termios.TCSANOW, flags)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSANOW, before)
+
+
+HISTORY = "chat-history"
+_PROMPT = "> "
+_PRIVATE = 0o600
+
+
+class Lines(Protocol):
+    """Gives what is typed.
+
+    Attributes
+    ----------
+    is_terminal : a person types it.
+    """
+
+    is_terminal: bool
+
+    def next(self) -> str | None:
+        """The next line, or several that belong together; None: there is none. Raises UsageError."""
+
+
+def lines_for(out: Out) -> Lines:
+    """A terminal's lines where there is one, else those of stdin.
+
+    Raises
+    ------
+    UsageError : stdin is closed.
+    """
+    if out.is_interactive:
+        return TerminalLines(out)
+    if sys.stdin is None:
+        raise UsageError("there is no stdin to read questions from", "start it in a terminal, or give lines on stdin")
+    return PipedLines(sys.stdin.buffer)
+
+
+class PipedLines:
+    """One question a line; empty lines are passed over."""
+
+    is_terminal = False
+
+    def __init__(self, stream: Iterable[bytes]) -> None:
+        self._stream = iter(stream)
+
+    def next(self) -> str | None:
+        for line in self._stream:
+            try:
+                text = line.decode("utf-8-sig").strip()
+            except UnicodeDecodeError as error:
+                raise UsageError("a question on stdin is not UTF-8", "convert it, such as with iconv") from error
+            if text:
+                return text
+        return None
+
+
+class TerminalLines:
+    """What is typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
+
+    Parameters
+    ----------
+    console : `input` and `output` of `prompt_toolkit`; the process's own terminal without them.
+    """
+
+    is_terminal = True
+
+    def __init__(self, out: Out, **console: Any) -> None:
+        self._out = out
+        self._session = _prompt_session(out, **console)
+
+    def next(self) -> str | None:
+        with spinner.aside(until_new_words=True):
+            pass
+        while True:
+            try:
+                text: str = self._session.prompt(_PROMPT)
+            except KeyboardInterrupt:
+                self._out.status("Ctrl-D ends the chat")
+                continue
+            except EOFError:
+                return None
+            if text.strip():
+                return text.strip()
+
+
+def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.completion import Completer, Completion
+    from prompt_toolkit.key_binding import KeyBindings
+
+    class Commands(Completer):
+        def get_completions(self, document: Any, complete_event: Any) -> Iterator[Completion]:
+            typed = document.text_before_cursor
+            for word in completions(typed):
+                yield Completion(word, start_position=-len(typed.rpartition(" ")[2]))
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: Any) -> None:
+        event.current_buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")
+    def another_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    return PromptSession(
+        history=_history(out),
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=keys,
+        completer=Commands(),
+        complete_while_typing=False,
+        **console,
+    )
+
+
+def _history(out: Out) -> Any:
+    """What was typed in earlier chats, in a file that is the user's alone; for this chat only where there is none."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class PrivateHistory(FileHistory):
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):  # a full disk ends no conversation
+                super().store_string(string)
+
+    try:
+        return PrivateHistory(str(_private_file(data_dir() / HISTORY)))
+    except (OSError, KvtoolError) as error:
+        out.detail(f"no history is kept: {error}")
+        return InMemoryHistory()
+
+
+def _private_file(path: Path) -> Path:
+    make_folder(path.parent)
+    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, _PRIVATE)
+    os.close(file)
+    path.chmod(_PRIVATE)
+    return path
+
+
+COMMANDS = {
+    "/mode": "how cached passages are fused from now on: /mode epic; alone: say which it is",
+    "/top-k": "how many passages are found for a question: /top-k 3",
+    "/sources": "the passages of the last answer, with their text",
+    "/explain": "which tokens of them were computed again, and why",
+    "/reset": "forget the conversation, and begin a new one, as the word clear does",
+    "/save": "write the conversation into a file: /save talk.md",
+    "/help": "this list",
+    "/quit": "end the chat, as Ctrl-D and the words quit and exit do",
+}
+_WORDS = {"exit": "/quit", "quit": "/quit", "clear": "/reset"}  # asked as questions, they would steer later searches
+_KEYS = "Enter asks, Alt-Enter begins another line, Ctrl-C ends an answer, Ctrl-D the chat"
+
+
+def completions(typed: str) -> list[str]:
+    """Words that what is typed may become."""
+    command, space, rest = typed.partition(" ")
+    if not space:
+        return [name for name in COMMANDS if typed and name.startswith(typed)]
+    return [mode for mode in FUSIONS if mode.startswith(rest)] if command == "/mode" else []
+
+
+class Chat:
+    """A conversation with its commands; it writes to `out`.
+
+    Parameters
+    ----------
+    aloud : say how it is used, and confirm what was set: a person reads it.
+
+    Attributes
+    ----------
+    answered, failed : how many questions were.
+    """
+
+    def __init__(self, out: Out, session: Session, talk: Conversation, *, aloud: bool = False) -> None:
+        self._out, self._session, self._talk, self._aloud = out, session, talk, aloud
+        self._last: Reply | None = None
+        self.answered = self.failed = 0
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/mode": self._mode,
+            "/top-k": self._top_k,
+            "/sources": self._sources,
+            "/explain": self._explain,
+            "/reset": self._reset,
+            "/save": self._save,
+            "/help": self._help,
+        }
+
+    def greet(self, place: Path | str) -> None:
+        """Say on a terminal what is asked, the store at `place`, and how it goes."""
+        if self._aloud:
+            documents = counted(len(self._session.store.sources()), "document")
+            self._out.status(f"{documents} of the store {place}, answered by {self._session.identity.model}")
+            self._out.status(f"{_KEYS}; /help lists what else there is")
+
+    def take(self, line: str) -> bool:
+        """Do what a line says; False: it ends the chat.
+
+        Raises
+        ------
+        GateError : the gate refuses the model, as it would for every question.
+        """
+        line = _WORDS.get(line.removeprefix("/").casefold(), line)
+        name, _, rest = line.partition(" ")
+        if name == "/quit":
+            return False
+        try:
+            if not line.startswith("/"):
+                self._ask(line)
+            elif name in self._commands:
+                self._commands[name](rest.strip())
+            else:
+                raise UsageError(f"there is no command {name}", did_you_mean(name, COMMANDS) or "/help lists them")
+        except GateError:
+            raise
+        except KvtoolError as error:
+            self._fail(line, error)
+        return True
+
+    def _fail(self, line: str, error: KvtoolError) -> None:
+        self.failed += 1
+        if self._out.human:
+            self._out.error(error)
+        else:
+            self._out.json({"type": "error", "question": line, "error": error_json(error)})
+
+    # ---- questions ----
+
+    def _ask(self, question: str) -> None:
+        with typed_ahead() if self._aloud else nullcontext(), _Interrupts(self._aloud) as interrupts:
+            try:
+                reply = self._answered(question, interrupts)
+            except KeyboardInterrupt:
+                if not self._aloud:
+                    raise
+                self._out.status("interrupted before the answer began: the question is dropped")
+                return
+        self._last, self.answered = reply, self.answered + 1
+        self._tell(reply)
+        if interrupts.is_asked:
+            self._out.status("ended by Ctrl-C: what was said of the answer stands in the conversation")
+
+    def _answered(self, question: str, interrupts: _Interrupts) -> Reply:
+        try:
+            return self._answer(question, interrupts)
+        except ContextFullError as error:
+            if not self._talk.turns:
+                raise
+            self._out.warning(
+                f"{error.message}: it starts over",
+                "the model sees none of the turns before; they still steer the search",
+            )
+            self._talk.start_over()
+            return self._answer(question, interrupts)
+
+    def _answer(self, question: str, interrupts: _Interrupts) -> Reply:
+        self._out.doing("answering")
+
+        def show(piece: str) -> None:
+            interrupts.ends_answer = True
+            self._out.print(piece, end="")
+
+        return self._talk.ask(question, on_text=show, going=lambda: not interrupts.is_asked)
+
+    def _tell(self, reply: Reply) -> None:
+        """The answer's end, what it cost, and where it is from."""
+        if not self._out.human:
+            self._out.json(reply.to_json())
+            return
+        if reply.answer:
+            self._out.end_line()
+        else:
+            self._out.print()
+        show_end(self._out, {"finish": reply.finish, "tokens": reply.tokens})
+        counts, kept = reply.tokens, f"{reply.tokens['standing']:,} tokens kept, " if reply.tokens["standing"] else ""
+        computed = counts["recomputed"] + counts["fresh"]
+        self._out.status(
+            f"{reply.fusion}: first token after {reply.timing_ms['ttft']:.0f} ms; {kept}{counts['reused']:,} reused, "
+            f"{computed:,} computed ({counts['recomputed']:,} of passages, {counts['fresh']:,} new)"
+        )
+        show_sources(self._out, reply.sources)
+
+    # ---- commands ----
+
+    def _set(self, **changes: object) -> None:
+        options = QueryOptions.of(vars(self._talk.options) | changes)
+        options.check_of(self._session.identity)
+        self._talk.options = options
+
+    def _mode(self, name: str) -> None:
+        if name:
+            self._set(fusion=name)
+        mode = self._talk.options.mode(self._session.identity.keeps_states)
+        self._confirm(
+            f"mode: {mode}", "what stands of earlier turns stays as it is" if name and self._talk.turns else ""
+        )
+
+    def _top_k(self, count: str) -> None:
+        if count:
+            self._set(top_k=int(count) if count.isdecimal() else count)
+        self._confirm(f"passages for a question: {self._talk.options.top_k}")
+
+    def _confirm(self, text: str, more: str = "") -> None:
+        if self._aloud:
+            self._out.status(f"{text} ({more})" if more else text)
+
+    def _answered_last(self) -> Reply:
+        if self._last is None:
+            raise UsageError("nothing was answered yet", "ask something first")
+        return self._last
+
+    def _sources(self, _: str) -> None:
+        reply = self._answered_last()
+        show_sources(self._out, reply.sources, passages=bool(reply.sources))
+
+    def _explain(self, _: str) -> None:
+        from kvtool.core.query.explain import explain, explain_attention
+
+        reply = self._answered_last()
+        reply.explained = explain(reply.fused, self._session.tokenizer)
+        reply.backends = explain_attention(self._session.decoder, reply.fused)
+        show_explained(self._out, reply)
+        if reply.turn["search"] != reply.question:
+            self._out.status(f"searched by: {reply.turn['search']}")
+        if reply.again:
+            places = ", ".join(dict.fromkeys(map(cited, reply.again)))
+            self._out.status(f"found, and kept from earlier turns: {places}")
+
+    def _reset(self, _: str) -> None:
+        self._talk.reset()
+        self._last = None
+        self._confirm("a new conversation begins")
+
+    def _save(self, name: str) -> None:
+        path = Path(name or time.strftime("chat-%Y%m%d-%H%M%S.md")).expanduser()
+        if not self._talk.said:
+            raise UsageError("nothing was said yet", "ask something first")
+        parts = [
+            f"**{turn.question}**\n\n{turn.answer}\n\n" + "".join(f"- {place}\n" for place in turn.places)
+            for turn in self._talk.said
+        ]
+        try:
+            with path.open("x", encoding="utf-8") as file:
+                file.write("\n".join(parts))
+        except FileExistsError:
+            raise UsageError(f"{path} exists", "name another file: /save NAME.md") from None
+        except OSError as error:
+            raise KvtoolError(
+                f"{path} cannot be written: {error.strerror}", "name another file: /save NAME.md"
+            ) from error
+        self._out.status(f"saved as {path}")
+
+    def _help(self, _: str) -> None:
+        for name, line in COMMANDS.items():
+            self._out.status(f"{name:9} {line}")
+        self._out.status(_KEYS)
+
+
+class _Interrupts:
+    """Ctrl-C while a question is answered: before the first word it drops the question, then it ends the answer.
+
+    A second one is raised in any case.
+
+    Parameters
+    ----------
+    wanted : a person may press it; else it is left to whoever handles it now.
+
+    Attributes
+    ----------
+    ends_answer : it ends the answer. `is_asked`: it did.
+    """
+
+    def __init__(self, wanted: bool) -> None:
+        self.ends_answer = self.is_asked = False
+        self._wanted = wanted and threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> _Interrupts:
+        if self._wanted:
+            self._before = signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wanted:
+            signal.signal(signal.SIGINT, self._before)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        if not self.ends_answer or self.is_asked:
+            raise KeyboardInterrupt
+        self.is_asked = True
+
 
 app = new_app()
 
@@ -32,9 +474,10 @@ app = new_app()
     ModelOptions,
     LockOptions,
     examples=("chat", "chat --fusion epic --top-k 3"),
+    common="fusion ratio top_k only level max_tokens system temperature store model device",
 )
 def chat(run: Run) -> int | None:
-    """Hold a conversation over the ingested documents."""
+    """Hold a conversation about the stored documents."""
     return hold(run)
 
 

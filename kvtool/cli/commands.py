@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 
 import typer
 import typer.core
@@ -17,7 +18,38 @@ if TYPE_CHECKING:
     from kvtool.core.options.option import Option
 
 F = TypeVar("F", bound=Callable[..., Any])
-OUTPUT = "Output"  # the heading of the flags that every command has
+ARGUMENTS, COMMON = "Arguments", "Options"  # headings
+_COLUMN = 22  # cells of an option's flags; a longer one has its text on the next line
+
+
+def _flag(kind: Any, *flags: str, help: str, **more: Any) -> Any:
+    return Annotated[kind, typer.Option(*flags, help=help, show_default=False, **more)]
+
+
+# The flags of every command, with their defaults. The overview describes them; the help of a command only names them.
+EVERYWHERE: dict[str, tuple[Any, Any]] = {
+    "json": (_flag(bool, "--json", help="Print one JSON object."), False),
+    "jsonl": (_flag(bool, "--jsonl", help="Print one JSON event per line, while the command runs."), False),
+    "quiet": (_flag(bool, "--quiet", "-q", help="Print errors only."), False),
+    "verbose": (_flag(int, "--verbose", "-v", help="Print more details.", count=True), 0),
+    "config": (
+        _flag(str | None, "--config", metavar="FILE", help="Read settings from this file.  [env: KVTOOL_CONFIG]"),
+        None,
+    ),
+}
+_EVERY_OPTION = "kvtool.every_option"  # in a context's `meta`, if the help lists all options
+
+
+def _show_every_option(context: typer.Context, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        context.meta[_EVERY_OPTION] = True
+        sys.stdout.write(context.get_help() + "\n")
+        raise typer.Exit
+
+
+HELP_ALL = _flag(
+    bool, "--help-all", help="Show all options.", is_eager=True, expose_value=False, callback=_show_every_option
+)
 
 
 class App(typer.Typer):
@@ -42,11 +74,12 @@ def new_app(help: str = "") -> App:
     )
 
 
-_RULE = "`kvtool config` lists what variables (KVTOOL_TOP_K) and kvtool.toml (top_k = 5) can set."
+_RULE = "`kvtool config` lists what variables (KVTOOL_TOP_K) and kvtool.toml can set."
+_ALSO = "Also: --json, --jsonl, -q, -v and --config FILE, described in `kvtool --help`."
 
 
 class _Described:
-    """Help with examples first and with the options under the headings of their groups."""
+    """Help with examples first, then the common options, or all under the headings of their groups."""
 
     callback: Any
 
@@ -78,7 +111,7 @@ class _Described:
         is_ready = type(value) is param.type_descriptor.annotation or (value is None and not param.required)
         if not is_ready:
             return convert(context, value)
-        return value if param.callback is None else param.callback(context, param, value)
+        return param.callback(context, param, value) if value and param.callback else value
 
     @property
     def options(self) -> Mapping[str, Option]:
@@ -89,6 +122,11 @@ class _Described:
     def examples(self) -> tuple[str, ...]:
         """Command lines for the help, without the word `kvtool`."""
         return getattr(self.callback, "examples", ())
+
+    @property
+    def common(self) -> Sequence[str]:
+        """The options that the help shows, by name; `--help-all` shows the others. Empty: all are shown."""
+        return getattr(self.callback, "common", ())
 
     def get_help(self, ctx: Any) -> str:
         """The help; it is what the terminal waited for."""
@@ -104,12 +142,25 @@ class _Described:
                     formatter.write(f"{'':{formatter.current_indent}}kvtool {line}\n")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        for heading, rows in described(self, ctx).items():
+        sections = described(self, ctx)
+        if self.common and not ctx.meta.get(_EVERY_OPTION):
+            sections = _of_common(sections, self.common)
+        for heading, rows in sections.items():
             with formatter.section(heading):
-                formatter.write_dl([row.record for row in rows])
-        if any(option.setting for option in self.options.values()):
+                formatter.write_dl([row.record for row in rows], col_max=_COLUMN)
+        self.format_end(ctx, formatter)
+
+    def format_end(self, ctx: Any, formatter: Any) -> None:
+        """Write what else can be given, and where that is described."""
+        lines = [_ALSO] if hasattr(self.callback, "options") else []
+        lines += [_RULE] if any(option.setting for option in self.options.values()) else []
+        if self.common and not ctx.meta.get(_EVERY_OPTION):
+            left = len(self.options) - len(self.common)
+            lines.insert(0, f"`{ctx.command_path} --help-all` shows {left} more options.")
+        if lines:
             formatter.write_paragraph()
-            formatter.write_text(_RULE)
+        for line in lines:
+            formatter.write_text(line)
 
 
 class Command(_Described, typer.core.TyperCommand):
@@ -122,6 +173,11 @@ class Group(_Described, typer.core.TyperGroup):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         self.format_commands(ctx, formatter)
         super().format_options(ctx, formatter)
+
+    def format_end(self, ctx: Any, formatter: Any) -> None:
+        super().format_end(ctx, formatter)
+        formatter.write_paragraph()
+        formatter.write_text(f"`{ctx.command_path} COMMAND --help` shows the options of a command.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +195,12 @@ class Described:
 
 
 def described(command: Any, context: Any) -> dict[str, list[Described]]:
-    """A command's parameters by the headings that they stand under, in the order of its help."""
+    """Return a command's own parameters by heading, in the order of its help, without the flags of every command."""
     sections: dict[str, list[Described]] = {}
-    for param in [each for each in command.get_params(context) if not getattr(each, "hidden", False)]:
+    everywhere = {*EVERYWHERE, "help", "help_all"} if hasattr(command.callback, "options") else {"help"}
+    for param in command.get_params(context):
+        if getattr(param, "hidden", False) or param.name in everywhere:
+            continue
         option = getattr(command, "options", {}).get(param.name)
         record = _record(param, context, option.synonyms if option else ())
         if record is not None:
@@ -149,10 +208,22 @@ def described(command: Any, context: Any) -> dict[str, list[Described]]:
     return sections
 
 
+def _of_common(sections: dict[str, list[Described]], names: Sequence[str]) -> dict[str, list[Described]]:
+    """Return the arguments, and the options of these names in this order under one heading."""
+    rows = {row.option.name: row for rows in sections.values() for row in rows if row.option}
+    arguments = {ARGUMENTS: sections[ARGUMENTS]} if ARGUMENTS in sections else {}
+    return arguments | {COMMON: [rows[name] for name in names]}
+
+
+def everywhere() -> list[tuple[str, str]]:
+    """Return the flags of every command with their help, and `--help`."""
+    declared = [get_args(annotation)[1] for annotation, _ in EVERYWHERE.values()]
+    rows = [(", ".join([*each.param_decls, each.default]) + f" {each.metavar or ''}", each.help) for each in declared]
+    return [(flags.rstrip(), help) for flags, help in rows] + [("-h, --help", "Show the help of a command.")]
+
+
 def _heading(param: Any) -> str:
-    if param.param_type_name == "argument":
-        return "Arguments"
-    return getattr(param, "rich_help_panel", None) or (OUTPUT if "--help" in param.opts else "Options")
+    return ARGUMENTS if param.param_type_name == "argument" else getattr(param, "rich_help_panel", None) or COMMON
 
 
 def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
@@ -164,3 +235,28 @@ def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, s
     finally:
         param.opts = every
     return record and (re.sub(r" <[^>]*>", "", record[0]), record[1])
+
+
+class LazyGroup(Group):
+    """Lists stand-ins with a name and a line of help, and loads the one command that is invoked or completed.
+
+    Attributes
+    ----------
+    lines : a line of help by name.
+    """
+
+    lines: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, **attributes: Any) -> None:
+        super().__init__(**attributes)
+        for name, line in self.lines.items():
+            self.add_command(typer.core.TyperCommand(name, help=line, rich_markup_mode=None))
+
+    def load(self, name: str) -> Any:
+        """Import a command and build it."""
+        raise NotImplementedError
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        """Find the named command as usual, then put the real one in its place."""
+        name, stand_in, rest = super().resolve_command(ctx, args)
+        return name, self.load(name) if name and stand_in else None, rest

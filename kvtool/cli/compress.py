@@ -6,11 +6,9 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 
-from kvtool.cli.chat_lines import is_on_terminal
 from kvtool.cli.commands import new_app
-from kvtool.cli.job_view import JobView
+from kvtool.cli.job_view import JobView, tell_budget
 from kvtool.cli.options import ManyValues, Run, takes
-from kvtool.cli.upkeep import tell_budget
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
 from kvtool.core.common.sizes import counted, shown_size
@@ -21,11 +19,16 @@ app = new_app()
 
 
 @app.command(cls=ManyValues)
-@takes(CompressOptions, StoreOptions, examples=("compress", "compress --level 3 --level 1 --drop-raw"))
+@takes(
+    CompressOptions,
+    StoreOptions,
+    examples=("compress", "compress --level 3 --level 1 --drop-raw"),
+    common="levels max_loss keep keep_raw chunks questions fit max_size ray store model device",
+)
 def compress(run: Run) -> None:
-    """Encode stored records: small, fast to read, with a loss that is measured and shown.
+    """Make the stored KV caches several times smaller, and measure what that loses.
 
-    The first time the codec's profile is learned from the store's own chunks.
+    The first run fits the compression to the store.
     """
     options = run.get(CompressOptions)
     if options.max_loss is None:
@@ -48,7 +51,7 @@ def _compress(run: Run, options: CompressOptions) -> CompressReport:
 
 def _agrees(run: Run, question: str) -> bool:
     """Ask for a yes; where no person can answer there is none."""
-    if run.out.verbosity < 0 or not is_on_terminal(run.out):
+    if run.out.verbosity < 0 or not run.out.is_interactive:
         return False
     run.out.print(f"{question} [y/N] ", end="")
     with suppress(KeyboardInterrupt):

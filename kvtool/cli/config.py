@@ -30,7 +30,7 @@ def config(
         ),
     ] = "show",
 ) -> None:
-    """List every setting, its value, and where it came from (a flag, a variable, a file, the default); or plugins."""
+    """Show every setting, its value and its source (flag, variable, file, default); or plugins."""
     if what not in _WHAT:
         raise UsageError(f"config: there is no {what!r}", did_you_mean(what, _WHAT) or f"known: {', '.join(_WHAT)}")
     if what == "plugins":

@@ -29,7 +29,7 @@ app = new_app()
     examples=("doctor", "doctor -v", "doctor --model smollm2 --store ./kv --json"),
 )
 def doctor(run: Run) -> int | None:
-    """Look whether libraries, device, model, store and disk are there and work; exit 1 where one does not."""
+    """Check that libraries, device, model, store and disk work. Exit 1 if one does not."""
     from kvtool.lab.doctor.checkup import checkup
 
     timeout = run.get(RemoteOptions).remote_timeout

@@ -33,7 +33,7 @@ TOPICS = {
     "evaluation": "Your own questions: what retrieval finds, and which mode to take.",
     "cron": "Keeping a store up to date from cron or systemd.",
     "upkeep": "Budget, prune, forget, pins, compact.",
-    "listing": "Which documents and chunks a store holds: filters and order.",
+    "listing": "Which documents and chunks a store holds, and in which order.",
     "packs": "A store, or a part of it, as one file.",
     "tiers": "Stores that several machines share.",
     "many-machines": "One corpus ingested on several machines or GPUs, and put together.",
@@ -61,7 +61,7 @@ def show_help(
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show a page of the documentation, or what a command takes."""
+    """Show a page of the documentation, or the options of a command."""
     out = Out("json" if json else "human")
     if not topic:
         rows = list(TOPICS.items())

@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.job_view import JobView
+from kvtool.cli.job_view import JobView, tell_budget
 from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import one_line
-from kvtool.cli.upkeep import tell_budget
+from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
@@ -33,12 +32,13 @@ app = new_app()
     IngestOptions,
     StoreOptions,
     examples=("ingest docs --sync", "ingest docs notes.md --chunk-tokens 128 --level lossless"),
+    common="include exclude sync dry_run split chunk_tokens level system embedder max_size ray store model device",
 )
 def ingest(
     run: Run,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
 ) -> int | None:
-    """Read, split, prefill and store documents; only what changed is computed."""
+    """Read documents, and store the KV cache of each passage. Only changes are computed."""
     options = replace(run.get(IngestOptions), paths=tuple(paths))
     tell_budget(run, options.max_size)
     report = _ingest(run, options)

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import typer
 import typer.main
 
-from kvtool.cli.commands import new_app
+from kvtool.cli.commands import LazyGroup, new_app
 from kvtool.cli.job_view import JobView
-from kvtool.cli.lazy import LazyGroup
 from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 from kvtool.cli.options import Run
 from kvtool.cli.progress import Bar, Reminder
-from kvtool.cli.text import one_line
+from kvtool.cli.terminal import one_line
 from kvtool.core.common.progress import Events
+from kvtool.core.common.sizes import shown_size
+from kvtool.core.errors import KvtoolError
 
 
 class JobView:
@@ -87,3 +90,17 @@ class JobView:
         self._out.status(text)
         if hint:
             self._out.status(hint)
+
+
+def tell_budget(run: Run, max_size: int | None) -> None:
+    """Where the store has a budget of its own, say that `--max-size` takes its place."""
+    from kvtool.core.cache.store import Store
+
+    if max_size is None:
+        return
+    with suppress(KvtoolError), Store.open(run.folder) as store:  # else the command itself tells
+        kept = store.budget()
+        if kept is not None and kept != max_size:
+            run.out.status(
+                f"--max-size {shown_size(max_size)} takes the place of the store's own budget of {shown_size(kept)}"
+            )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from kvtool.cli.text import degrade
+from kvtool.cli.terminal import degrade
 from kvtool.core.common.json_text import escaped
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import KvtoolError

@@ -33,7 +33,7 @@ app = new_app()
     examples=("mcp --store notes", "mcp --root ~/notes", "mcp --http --port 8722"),
 )
 def mcp(run: Run) -> None:
-    """Give agents the store: search, read, answer, status, ingest; over stdio, or HTTP with a key."""
+    """Offer the store to AI agents: search, read, answer, status, ingest; over stdio or HTTP."""
     options = run.get(AgentOptions)
     if not options.http and not run.out.human:
         raise UsageError("standard output is the protocol's own", "leave --json and --jsonl out")

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 import typer.core
 
-from kvtool.cli.commands import OUTPUT, Command
+from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
@@ -115,7 +115,7 @@ class Run:
 
 
 def takes(
-    *wanted: type[Options] | Part, examples: tuple[str, ...] = ()
+    *wanted: type[Options] | Part, examples: tuple[str, ...] = (), common: str = ""
 ) -> Callable[[Callable[..., R]], Callable[..., R]]:
     """Give a command the flags of these options, and those of every command.
 
@@ -123,6 +123,7 @@ def takes(
     ----------
     wanted : rooms' options, or some of them (`QueryOptions.some("top_k")`), in the order of the help.
     examples : command lines for the help, without the word `kvtool`.
+    common : names of the options that `--help` shows, in its order; `--help-all` shows all. Empty: `--help` does.
     """
     chosen = _chosen(wanted)
 
@@ -132,8 +133,8 @@ def takes(
 
         @functools.wraps(function)
         def command(**values: Any) -> R:
-            out = _out(**{name: values.pop(name) for name in _OUTPUT})
-            config = values.pop("config")
+            config, _ = values.pop("config"), values.pop("help_all", None)
+            out = _out(**{name: values.pop(name) for name in EVERYWHERE if name in values})
             flags = {option: values.pop(name) for name, option in (chosen | unused).items()}
             run = Run(resolve((*SETTINGS, *_sources(wanted)), flags, config=config), out)
             for trouble, hint in troubles():
@@ -147,8 +148,10 @@ def takes(
         mine = [p.replace(kind=p.KEYWORD_ONLY) for p in own.parameters.values() if p.name != "run"]
         options = [_parameter(name, option) for name, option in chosen.items()]
         options += [_parameter(name, option, hidden=True) for name, option in unused.items()]
-        command.examples, command.options = examples, chosen  # type: ignore[attr-defined]
-        return _with_parameters(command, [*mine, *options, *_SHARED])
+        command.examples, command.options, command.common = examples, chosen, common.split()  # type: ignore[attr-defined]
+        shared = EVERYWHERE | ({"help_all": (HELP_ALL, False)} if common else {})
+        keywords = [_keyword(name, *each) for name, each in shared.items()]
+        return _with_parameters(command, [*mine, *options, *keywords])
 
     return decorate
 
@@ -189,9 +192,11 @@ def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Param
         rich_help_panel=option.group or None,
         hidden=hidden,
     )
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, shown]
-    )
+    return _keyword(name, Annotated[kind | None, shown], None)
+
+
+def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 def _facts(option: Option) -> str:
@@ -206,28 +211,6 @@ def _facts(option: Option) -> str:
 def _completion(option: Option) -> Callable[[str], list[str]] | None:
     words = option.choices or option.suggest
     return (lambda incomplete: [word for word in words if word.startswith(incomplete)]) if words else None
-
-
-_CONFIG = Annotated[
-    str | None,
-    typer.Option("--config", metavar="FILE", help="User config file.  [env: KVTOOL_CONFIG]", rich_help_panel=OUTPUT),
-]
-
-
-def _flag(kind: Any, *flags: str, help: str, **more: Any) -> Any:
-    return Annotated[kind, typer.Option(*flags, help=help, rich_help_panel=OUTPUT, show_default=False, **more)]
-
-
-_OUTPUT: dict[str, tuple[Any, Any]] = {
-    "json": (_flag(bool, "--json", help="One JSON object on stdout."), False),
-    "jsonl": (_flag(bool, "--jsonl", help="One JSON event a line on stdout."), False),
-    "quiet": (_flag(bool, "--quiet", "-q", help="Errors only."), False),
-    "verbose": (_flag(int, "--verbose", "-v", help="Say more.", count=True), 0),
-}
-_SHARED = [
-    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-    for name, (annotation, default) in ({"config": (_CONFIG, None)} | _OUTPUT).items()
-]
 
 
 def _out(*, json: bool, jsonl: bool, quiet: bool, verbose: int) -> Out:

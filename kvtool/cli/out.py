@@ -26,10 +26,17 @@ from kvtool.cli.progress import (
     Reminder,
     rich_bars,
 )
-from kvtool.cli.rendering import render_markdown, render_quote, render_table
-from kvtool.cli.streams import SafeStream, silence
-from kvtool.cli.text import clean, one_line
-from kvtool.cli.wrapping import WordWrap, wrapped
+from kvtool.cli.terminal import (
+    SafeStream,
+    WordWrap,
+    clean,
+    one_line,
+    render_markdown,
+    render_quote,
+    render_table,
+    silence,
+    wrapped,
+)
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError
 
@@ -83,6 +90,11 @@ class Out:
     def on_terminal(self) -> bool:
         """Whether a person reads stdout on a terminal."""
         return self.human and self._stdout.isatty()
+
+    @property
+    def is_interactive(self) -> bool:
+        """Return True if a person can be asked: stdin and stdout are terminals."""
+        return self.human and all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stdout))
 
     # stdout
 

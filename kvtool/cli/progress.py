@@ -9,8 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
-from kvtool.cli.streams import SafeStream
-from kvtool.cli.text import one_line
+from kvtool.cli.terminal import SafeStream, one_line
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

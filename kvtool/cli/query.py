@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,28 +16,215 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.answered import show_decision, show_numbers, show_runs
-from kvtool.cli.chat_lines import is_on_terminal
+from kvtool.cli.answers import (
+    show_decision,
+    show_end,
+    show_explained,
+    show_numbers,
+    show_runs,
+    show_sources,
+    source_line,
+)
 from kvtool.cli.commands import new_app
-from kvtool.cli.explaining import show_explained
+from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
-from kvtool.cli.query_batch import Batch
-from kvtool.cli.sources import show_sources
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
-from kvtool.core.fusion.selectors import FUSIONS
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import EXIT_FAILED, EXIT_PARTIAL, GateError, KvtoolError, UsageError, did_you_mean
+from kvtool.core.evaluate.measures import MEASURES
+from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.options.option import Options, option
+from kvtool.core.options.option import Options, option, options_of
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
+from kvtool.core.query.reply import ReplyChunk, Request
+from kvtool.core.query.summary import numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
+from kvtool.serve.beside import connect, socket_path
+from kvtool.serve.client import Declined, ask, placed
 
 if TYPE_CHECKING:
+    from kvtool.cli.options import Run
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.evaluate.audits import Audit
+    from kvtool.core.evaluate.measures import Row
+    from kvtool.core.query.audit import Auditor
+    from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Reply, Request
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
+
+_MODEL = ("model", "device", "dtype")
+
+
+def answered_beside(run: Run, request: Request, passages: bool = False) -> bool:
+    """Have a question answered by a running `kvtool serve` of this store and user; False: none does.
+
+    Raises
+    ------
+    KvtoolError : as the question would have raised it here.
+    """
+    place, options = run.get(StoreOptions).place, run.get(QueryOptions)
+    looked_into = options.explain or options.token_ids or options.audit > 0  # what only the asking process shows
+    if not isinstance(place, Path) or looked_into:
+        return False
+    connected = connect(socket_path(place))
+    if connected is None:
+        return False
+    run.out.doing("answering")
+    try:
+        for event in ask(connected, _question(run, request, options)):
+            if isinstance(event, str):
+                run.out.print(event, end="")
+            else:
+                _show(run, event, passages)
+    except Declined as declined:
+        run.out.detail(f"the server of this store was not used: {declined.why}")
+        return False
+    return True
+
+
+def _question(run: Run, request: Request, options: QueryOptions) -> dict[str, Any]:
+    model = run.get(ModelOptions)
+    named = {name: getattr(options, name) for name in options_of(QueryOptions)}
+    return {
+        "question": request.question,
+        "chunks": request.chunks,
+        "documents": request.documents,
+        "folder": os.getcwd(),
+        "options": named | {"embedder": placed(options.embedder)},
+        "model": {name: getattr(model, name) for name in _MODEL} | {"model": placed(model.model)},
+    }
+
+
+def _show(run: Run, answer: Mapping[str, Any], passages: bool) -> None:
+    for text, hint in answer["warnings"]:
+        run.out.warning(text, hint)
+    facts = answer["facts"]
+    run.out.result(facts, human=run.out.end_line if answer["text"] else run.out.print)
+    show_numbers(run.out, facts, answer["steps"], answer["stepper"])
+    show_sources(run.out, [ReplyChunk(**chunk) for chunk in facts["chunks"]], passages)
+
+
+class Batch:
+    """Answers a file of questions and sums up at the end: one JSON object a line, or on a terminal to be read.
+
+    Parameters
+    ----------
+    modes : those to compare with full recompute; None: answer in the mode of `options`.
+    """
+
+    def __init__(self, run: Run, session: Session, options: QueryOptions, modes: list[str] | None) -> None:
+        self._run, self._session, self._options, self._modes = run, session, options, modes
+        self._numbers: dict[str, list[Row]] = {}  # by mode, one row a question
+        self._failed = 0
+        self._auditor: Auditor | None = None
+        self._audited = 0
+
+    def run(self, requests: list[Request]) -> int | None:
+        with self._run.out.progress("questions", total=len(requests), unit="questions") as bar:
+            for number, request in enumerate(requests, 1):
+                if self._reads:
+                    self._run.out.prose(f"{request.id or number}. {request.question}")
+                self._one(request)
+                bar.advance()
+        rows = [summarise(mode, of) for mode, of in self._numbers.items()]
+        head: dict[str, Any] = {"type": "summary", "count": len(requests) - self._failed, "failed": self._failed}
+        if self._audits:
+            head["audited"] = self._audited
+        if self._reads:
+            self._sum_up(len(requests), rows)
+        elif self._modes is not None:
+            self._run.out.json(head | {"reference": REFERENCE, "runs": rows})
+        else:
+            self._run.out.json((rows[0] if rows else {}) | head)
+        if self._failed == len(requests):
+            return EXIT_FAILED
+        return EXIT_PARTIAL if self._failed else None
+
+    def _one(self, request: Request) -> None:
+        known = {"id": request.id} if request.id is not None else {}
+        try:
+            replies = self._ask(request)
+        except GateError:  # the next question would meet it, too
+            raise
+        except KvtoolError as error:
+            self._failed += 1
+            if self._reads:
+                self._run.out.prose(f"no answer: {error_json(error)['message']}\n")
+            else:
+                self._run.out.json({"type": "error", **known, "question": request.question, "error": error_json(error)})
+            return
+        for reply in replies:
+            self._numbers.setdefault(reply.asked_mode, []).append(numbers(reply))
+        if self._reads:
+            self._tell(replies)
+        elif self._modes is not None:
+            runs = [reply.to_json() for reply in replies]
+            self._run.out.json({**known, "question": request.question, "reference": REFERENCE, "runs": runs})
+        else:
+            self._run.out.json(known | replies[0].to_json())
+        if self._modes is None:
+            self._audit(replies[0])
+
+    # ---- on a terminal ----
+
+    @property
+    def _reads(self) -> bool:
+        """Whether a person reads the answers as they come."""
+        return self._run.out.on_terminal
+
+    def _tell(self, replies: list[Reply]) -> None:
+        if self._modes is not None:
+            show_runs(self._run.out, replies, title="")
+        else:
+            self._run.out.prose(replies[0].answer)
+            show_end(self._run.out, replies[0].to_json())
+        self._run.out.prose(f"{source_line(replies[0].chunks)}\n")
+
+    def _sum_up(self, count: int, rows: list[dict[str, Any]]) -> None:
+        """Say how many questions were answered, and in each mode how well and how fast."""
+        failed = f", {self._failed} without an answer" if self._failed else ""
+        audited = f", {self._audited} audited" if self._audits else ""
+        self._run.out.print(f"{counted(count, 'question')}{failed}{audited}")
+        names = [name for name in MEASURES if any(name in row for row in rows)]
+        head = ("mode", *(name.replace("_", " ") for name in names), "TTFT ms", "answer ms")
+        if rows:
+            self._run.out.table(
+                head, [(row["fusion"], *(row.get(name) for name in names), *_times(row)) for row in rows]
+            )
+
+    # ---- audits ----
+
+    @property
+    def _audits(self) -> bool:
+        """Whether a share of the answers is audited; modes that are compared are held against full prefill anyway."""
+        return self._modes is None and self._options.audit > 0
+
+    def _audit(self, reply: Reply) -> None:
+        """Answer in full, too, where this question is drawn: its line is printed, and stands."""
+        if not self._audits:
+            return
+        from kvtool.core.query.audit import Auditor
+
+        self._auditor = self._auditor or Auditor(self._session)
+        if self._auditor.is_due(reply, self._options.audit):
+            self._audited += self._auditor.audit(reply, self._options) is not None
+
+    def _ask(self, request: Request) -> list[Reply]:
+        if self._modes is None:
+            from kvtool.core.query.answer import answer
+
+            return [answer(self._session, request, self._options)]
+        from kvtool.core.query.audit import compare
+
+        return compare(self._session, request, self._options, self._modes)
+
+
+def _times(row: dict[str, Any]) -> tuple[int, int]:
+    """Medians of the milliseconds to the first token and of those after it."""
+    return round(row["ttft_ms_median"]), round(row["generate_ms_median"])
+
 
 app = new_app()
 
@@ -48,10 +236,10 @@ class QueryFlags(Options, settings=False):
     batch: Path | None = option(
         None, "Answer every question of a file.", group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
-    show_sources: bool = option(False, "Show the passages that the answer was given from.", group=ANSWER)
+    show_sources: bool = option(False, "Show the text of the passages used.", group=ANSWER)
     hot_memory: int = option(
         10**9,
-        "What --batch may hold of loaded chunks.",
+        "Memory for the chunks that --batch has loaded.",
         group=ANSWER,
         unit="size",
         lowest=0,
@@ -59,14 +247,16 @@ class QueryFlags(Options, settings=False):
     )
     server: bool = option(
         True,
-        "Ask a running `kvtool serve` of this store, whose model is loaded already.",
+        "Use a running `kvtool serve` of this store, which has loaded the model.",
         group=ANSWER,
         flag="--server/--no-server",
     )
-    compare: str | None = option(None, "Answer in several modes, beside full recompute.", group=INSIDE, metavar="a,b,c")
+    compare: str | None = option(
+        None, "Answer in several fusion modes, and compare them with full recompute.", group=INSIDE, metavar="a,b,c"
+    )
     timeline: Path | None = option(
         None,
-        "Write a timeline (Chrome's trace format).",
+        "Write the duration of each step (Chrome's trace format).",
         group=INSIDE,
         synonyms=("--profile",),
         metavar="FILE",
@@ -84,16 +274,19 @@ class QueryFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
+    common="fusion ratio top_k only documents chunks level max_tokens system batch "
+    "compare explain show_sources store model",
 )
 def query(
     run: Run,
     question: Annotated[
-        str | None, typer.Argument(help="What to ask; `-`, or a pipe alone, gives it on stdin.", show_default=False)
+        str | None,
+        typer.Argument(help="`-` or a pipe: read it from stdin; none: hold a conversation.", show_default=False),
     ] = None,
 ) -> int | None:
-    """Answer a question from the store's documents; in a terminal without one, hold a conversation."""
+    """Answer a question from the stored documents, or hold a conversation."""
     flags, options = run.get(QueryFlags), run.get(QueryOptions)
-    if question is None and flags == QueryFlags() and run.get(ChunkChoice) == ChunkChoice() and is_on_terminal(run.out):
+    if question is None and flags == QueryFlags() and run.get(ChunkChoice) == ChunkChoice() and run.out.is_interactive:
         from kvtool.cli.chat import hold
 
         return hold(run)
@@ -105,11 +298,9 @@ def query(
         _check_writable(flags.timeline)
     if options.defer and modes is not None:
         raise UsageError("--compare answers from whole prompts", "leave --defer out, or give --no-defer")
-    if flags.server and flags.batch is None and modes is None and flags.timeline is None:
-        from kvtool.cli.resident import answered_beside
-
-        if answered_beside(run, requests[0], passages=flags.show_sources):
-            return None
+    is_plain = flags.batch is None and modes is None and flags.timeline is None
+    if flags.server and is_plain and answered_beside(run, requests[0], passages=flags.show_sources):
+        return None
     if flags.batch is None and modes is None:
         # One answer leaves too little to be worth a look at all that is imported and loaded for it, 0.1 s each time.
         gc.disable()  # until the end of the process, which comes then; see cli/app.py

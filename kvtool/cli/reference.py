@@ -7,24 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.cli.app import COMMANDS, load_command
-from kvtool.cli.commands import Described, described
-from kvtool.cli.lazy import LazyGroup
+from kvtool.cli.commands import Described, LazyGroup, described, everywhere
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference.md"
 _HEAD = """\
 # Command reference
 
-Every command and every option, made from the program itself by `make docs`; `kvtool COMMAND --help` shows the same. A
-value comes from, in this order: the flag, the variable, `./kvtool.toml` and the user's configuration file (where a
-key is the variable in small letters without `KVTOOL_`, or in a command's own table the flag with underscores), the
-default. What the words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit codes:
-[troubleshooting](troubleshooting.md).
+Every command and every option, made from the program itself by `make docs`; `kvtool COMMAND --help-all` shows the
+same. A value comes from, in this order: the flag, the variable, `./kvtool.toml` and the user's configuration file
+(where a key is the variable in small letters without `KVTOOL_`, or in a command's own table the flag with
+underscores), the default. What the words mean: [concepts](concepts.md); what `--json` prints: [JSON](json.md); exit
+codes: [troubleshooting](troubleshooting.md).
 """
 
 
 def reference() -> str:
     """The whole page, in Markdown."""
-    pieces = [_HEAD]
+    pieces = [_HEAD, *_table("Options of every command", [Described(row) for row in everywhere()])]
     for path, command, context in each_command():
         pieces += [f"## {path}\n", *_body(command, path, context)]
     return "\n".join(pieces)
@@ -41,6 +40,8 @@ def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str,
     context = command.make_context(path, [], parent=group, resilient_parsing=True)
     yield path, command, context
     for name, child in getattr(command, "commands", {}).items():
+        if child.hidden:
+            continue
         known = command.load(name) if isinstance(command, LazyGroup) else child
         yield from _commands(known, f"{path} {name}", context)
 

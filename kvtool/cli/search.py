@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvtool.cli.answers import cited
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import ManyValues, Run, open_any_store, takes
-from kvtool.cli.sources import cited
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import UsageError
@@ -33,7 +33,7 @@ _SHOWN = 240  # characters of a passage in a terminal
 def search(
     run: Run, words: Annotated[list[str], typer.Argument(help="What to find.", metavar="WORDS...", show_default=False)]
 ) -> None:
-    """Show the passages that a question finds, the best first. No language model is loaded."""
+    """Show the passages that match a question, best first. No language model is needed."""
     from kvtool.core.query.reply import ReplyChunk
     from kvtool.core.query.since import with_changes
     from kvtool.core.retrieval.finder import Finder

@@ -42,7 +42,7 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 class ServeFlags(Options, settings=False):
     """What only the command line has."""
 
-    show_key: bool = option(False, "Print the API key and leave.", group=ACCESS)
+    show_key: bool = option(False, "Print the API key, and exit.", group=ACCESS)
 
 
 @app.command()
@@ -54,9 +54,11 @@ class ServeFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=("serve", "serve --port 8000 --cors-origin http://localhost:3000", "serve --show-key"),
+    common="host port tls_cert tls_key key_file show_key cors_origin root uploads parallel "
+    "fusion top_k max_tokens store model device",
 )
 def serve(run: Run) -> None:
-    """Answer over HTTP, as the OpenAI API does."""
+    """Answer over HTTP, with the API of OpenAI."""
     options = run.get(ServeOptions)
     file = key_file(options.key_file)
     if run.get(ServeFlags).show_key:

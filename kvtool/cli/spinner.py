@@ -13,8 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
-from kvtool.cli.streams import SafeStream
-from kvtool.cli.text import one_line
+from kvtool.cli.terminal import SafeStream, one_line
 
 PATIENCE_S = 0.2  # before the first word
 _EVERY_S = 0.1

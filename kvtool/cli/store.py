@@ -1,26 +1,118 @@
-"""`kvtool store`: look after the store."""
+"""`kvtool store`: list, check, shrink and protect what is stored. `transfer.py` has the commands that move it."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.listing import ls
 from kvtool.cli.options import ManyValues, Run, takes
-from kvtool.cli.pack import export, import_, merge
-from kvtool.cli.transfer import pull, push, sync
-from kvtool.cli.upkeep import budget, compact, forget, pin, prune, unpin
-from kvtool.cli.verify import repair, verify
-from kvtool.cli.warm import warm
-from kvtool.core.cache.options import StoreOptions
+from kvtool.cli.terminal import one_line
+from kvtool.cli.transfer import export, import_, pull, push
+from kvtool.core.cache.options import LockOptions, StoreOptions, VerifyOptions
+from kvtool.core.codec.levels import MAX_LOSS
 from kvtool.core.common.json_text import level_rows
+from kvtool.core.common.marks import as_named_here
+from kvtool.core.common.sizes import counted
+from kvtool.core.common.sizes import shown_size as sized
+from kvtool.core.errors import EXIT_DAMAGED, EXIT_NO_SPACE, KvtoolError, UsageError
+from kvtool.core.options.option import Options, option
+from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneOptions
 
-app = new_app("Look after the store: listing, verification, upkeep, sharing.")
+if TYPE_CHECKING:
+    from kvtool.core.cache.damage import Damage
+    from kvtool.core.cache.store import Store
+    from kvtool.core.upkeep.job import PruneReport
+    from kvtool.core.upkeep.listing import DocumentRow, Row
+
+Targets = Annotated[
+    list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
+]
+Optional = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="PATH|GLOB|ID...", help="Documents or chunks.", show_default=False),
+]
+app = new_app("List, check, shrink, protect and share what is stored.")
 
 
+_CHUNKS = ("chunk", "tokens", "levels", "bytes", "used", "where")
+_DOCUMENTS = ("chunks", "tokens", "levels", "bytes", "used", "modified", "document")
+_DAY = "%Y-%m-%d"
+_DIGITS = 12  # of an id, as elsewhere; `--json` has all of them
+
+
+@app.command()
+@takes(
+    ListOptions,
+    StoreOptions,
+    examples=("store ls --sort used", 'store ls "reports/*.md" --chunks'),
+)
+def ls(run: Run, targets: Optional = None) -> None:
+    """List documents, or their chunks."""
+    from kvtool.core.cache.store import Store
+    from kvtool.core.upkeep import listing
+    from kvtool.core.upkeep.naming import named_documents
+
+    options = run.get(ListOptions)
+    in_order = listing.parse_sort(options.sort or "source")
+    with Store.open(run.folder) as store, store.view():
+        wanted = {*named_documents(store, targets)} if targets else None
+        rows = [row for row in listing.rows_of(store) if wanted is None or row.document.source in wanted]
+        rows = in_order(rows) if options.chunks else rows
+        documents = listing.documents_of(rows)
+        unfinished = len(store.unfinished_chunks())
+        empty = listing.without_chunks(store)
+        documents += [row for row in empty if wanted is None or row.document.source in wanted]
+    documents = documents if options.chunks else in_order(documents)
+
+    def show() -> None:
+        if options.chunks:
+            run.out.table(_CHUNKS, map(_chunk, rows))
+        else:
+            run.out.table(_DOCUMENTS, map(_document, documents))
+
+    run.out.result({} if run.out.human else listing.listed(documents, rows), human=show)
+    if not rows:
+        run.out.status("the store holds no whole document")
+    if unfinished:
+        run.out.status(f"{counted(unfinished, 'chunk')} of files that an ingest did not finish; the next goes on there")
+
+
+def _chunk(row: Row) -> tuple[object, ...]:
+    where = f"{row.document.source}[{row.ref.start}:{row.ref.end}]"
+    return row.ref.chunk_id.hex()[:_DIGITS], row.tokens, _levels(row), row.bytes, _used(row), where + _more(row)
+
+
+def _document(row: DocumentRow) -> tuple[object, ...]:
+    where = as_named_here(row.document.source) + _more(row)
+    return row.chunks, row.tokens, _levels(row), row.bytes, _used(row), _time(row.document.modified, "", _DAY), where
+
+
+def _levels(row: Row | DocumentRow) -> str:
+    return " ".join(row.levels) or "none"
+
+
+def _used(row: Row | DocumentRow) -> str:
+    return _time(row.last_used, "never", f"{_DAY} %H:%M")
+
+
+def _more(row: Row | DocumentRow) -> str:
+    made_by = f" (from {row.document.origin})" if row.document.origin else ""
+    return f"{' (pinned)' if row.pinned else ''}{made_by}"
+
+
+def _time(seconds: int | None, otherwise: str, form: str) -> str:
+    return otherwise if seconds is None else time.strftime(form, time.localtime(seconds))
+
+
+@app.command()
 @takes(StoreOptions, examples=("store stats", "store stats --json"))
 def stats(run: Run) -> None:
-    """Counts and sizes."""
+    """Show counts, sizes and the size budget."""
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.inventory import sizes_of
 
@@ -43,7 +135,219 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
     return rows
 
 
-for _command in (stats, ls, verify, repair, forget, pin, unpin, budget, prune, compact, push, pull, sync, warm, merge):
-    app.command()(_command)
+@app.command()
+@takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
+def verify(run: Run) -> int | None:
+    """Check stored data; with --repair, remove what is damaged."""
+    from kvtool.core.cache.store import Store
+    from kvtool.core.cache.verify import verify as check
+
+    options = run.get(VerifyOptions)
+    sample = Fraction(options.sample) if options.sample is not None else None
+    with Store.open(run.folder) as store:
+        texts, others = _texts(run, store, sample)
+        damaged = check(store, sample) + others
+        left, repaired = damaged, 0
+        if damaged and options.repair:
+            with store.writer(run.lock_wait) as writer:
+                repaired = writer.repair(damaged)
+            left = check(store, sample)
+        sizes, concerns = store.stats(), store.concerns()
+    for concern in concerns:
+        run.out.warning(concern)
+    rows = [{"kind": d.kind, "chunk": d.chunk, "level": d.level, "layer": d.layer, "reason": d.reason} for d in damaged]
+    value = {"records": sizes["records"], "bytes": sizes["bytes"], "damaged": rows, "repaired": repaired}
+    value["texts"] = texts
+    if sample is not None:  # the counts above are the store's; of its KV only this part was read
+        value["sample"] = str(sample)
+
+    def show() -> None:
+        for row in rows:
+            where = f"{row['chunk']} {row['level']} layer {row['layer']}: " if row["chunk"] else ""
+            run.out.print(one_line(f"damaged: {where}{row['reason']}"))
+        if rows or run.out.verbosity >= 0:
+            part = "" if sample is None else f", the KV of {sample} of them checked"
+            dropped = f", {counted(repaired, 'entry', 'entries')} dropped" if repaired else ""
+            run.out.print(f"{counted(sizes['records'], 'record')}{part}; {len(rows)} damaged{dropped}")
+
+    run.out.result(value, human=show)
+    return EXIT_DAMAGED if left else None
+
+
+def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None, list[Damage]]:
+    """Compare documents with what was computed of them: how many, None where the model's tokenizer is not here."""
+    from kvtool.core.upkeep.texts import compare_texts, stored_tokenizer
+
+    try:
+        if not store.manifest():
+            return 0, []
+        return compare_texts(store, stored_tokenizer(store), sample or Fraction(1))
+    except KvtoolError as error:
+        run.out.warning(f"texts were not compared with their chunks: {error.message}", error.hint)
+        return None, []
+
+
+@app.command()
+@takes(ForgetOptions, StoreOptions, examples=("store forget notes.md --dry-run", 'store forget "drafts/*.md"'))
+def forget(run: Run, targets: Targets) -> None:
+    """Remove documents, and their chunks that no other document has."""
+    from kvtool.core.upkeep.forget import forget as run_forget
+
+    options = run.get(ForgetOptions)
+    dry_run = options.dry_run
+    plan = run_forget(run.folder, targets, dry_run=dry_run, yes=options.yes, lock_wait=options.lock_wait)
+    chunks = sum(step.chunks for step in plan.steps)
+    value: dict[str, Any] = {"dry_run": dry_run, "sources": list(plan.sources), "chunks": chunks, "bytes": plan.size}
+    value["refused"] = None if plan.refusal is None else plan.refusal.message
+    _warn_of(run, plan.refusal)
+
+    def show() -> None:
+        for source in plan.sources:
+            run.out.print(source.replace("\n", "\\n"))
+        what = "would be forgotten" if dry_run else "forgotten"
+        count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
+        run.out.print(f"{what}: {count}, {sized(plan.size)}")
+
+    run.out.report(value, human=show)
+
+
+def _warn_of(run: Run, refusal: KvtoolError | None) -> None:
+    if refusal is not None:
+        run.out.warning(f"without --dry-run this is refused: {refusal.message}", refusal.hint)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BudgetOptions(Options, settings=False, group=WHICH):
+    """The size that the store keeps to."""
+
+    budget: str | None = option(
+        None, "Keep the store within this size from now on, and prune to it; none lifts the limit.", metavar="SIZE|none"
+    )
+
+
+@app.command()
+@takes(
+    PruneOptions,
+    BudgetOptions,
+    StoreOptions,
+    examples=("store prune --budget 20GB", "store prune --max-size 20GB --unused 30d --dry-run"),
+)
+def prune(run: Run) -> int | None:
+    """Make the store smaller: remove the least used KV first.
+
+    Of a chunk exact records go before compressed ones, and KV before text.
+    """
+    from kvtool.core.upkeep.job import prune as run_prune
+
+    options, budget = run.get(PruneOptions), run.get(BudgetOptions).budget
+    if budget is not None and (size := _keep_budget(run, budget, options)) is None:
+        return None
+    report = run_prune(run.folder, options if budget is None else replace(options, max_size=size))
+    if report.shortfall is not None:
+        run.out.warning(report.shortfall.message, report.shortfall.hint, even_quiet=True)
+    _warn_of(run, report.refusal)
+    if report.spared:
+        run.out.warning(f"{report.spared} chunks keep their exact records: their coarser ones are damaged", "")
+    if report.lossy:
+        run.out.warning(*_what_is_lost(report))
+    run.out.report(report.to_json(), human=lambda: _show_prune(run, report))
+    return None if report.reached else EXIT_NO_SPACE
+
+
+def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
+    """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
+    from kvtool.core.upkeep.budget import budget_of, keep_budget
+
+    if options.max_size is not None:
+        raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")
+    size = budget_of(budget)
+    if not options.dry_run:
+        keep_budget(run.folder, size, lock_wait=options.lock_wait)
+    if size is None:
+        run.out.report({"budget": None}, human=lambda: run.out.print("the store has no size budget"))
+    return size
+
+
+def _what_is_lost(report: PruneReport) -> tuple[str, str]:
+    left = "would be left" if report.dry_run else "are left"
+    allowed = f"more than the {MAX_LOSS:g} that questions allow"
+    return (
+        f"{counted(report.lossy, 'chunk')} {left} at levels that lose up to {report.worst:.2g} nats a token, {allowed}",
+        "`kvtool compress --level 2` beforehand gives what loses less"
+        if report.dry_run
+        else "exact records and finer levels come of ingest into a new store",
+    )
+
+
+def _show_prune(run: Run, report: PruneReport) -> None:
+    steps = report.to_json()["steps"]
+    rows = [(row["step"], row["chunks"], row["documents"], f"{row['bytes'] / 1e6:,.1f}") for row in steps]
+    if rows:
+        run.out.table(("step", "chunks", "documents", "MB"), rows)
+    would = "would be " if report.dry_run else ""
+    run.out.print(f"{sized(report.before)} before, {would}{sized(report.after)} after")
+
+
+@app.command()
+@takes(StoreOptions, LockOptions, examples=("store compact", "store compact --lock-wait 10m"))
+def compact(run: Run) -> None:
+    """Give unused space of the store back to the disk.
+
+    Chunks that no document refers to are removed. The store can be read meanwhile.
+    """
+    from kvtool.core.upkeep.compact import compact as run_compact
+
+    done = run_compact(run.folder, lock_wait=run.lock_wait)
+
+    def show() -> None:
+        run.out.print(
+            f"{sized(done.before)} before, {sized(done.after)} after; {counted(done.chunks, 'chunk')} that nothing "
+            f"referred to and {counted(done.profiles, 'old profile')} dropped"
+        )
+
+    run.out.report(done.to_json(), human=show)
+
+
+@app.command()
+@takes(StoreOptions, LockOptions, examples=("store pin handbook.md", "store pin"))
+def pin(run: Run, targets: Optional = None) -> None:
+    """Protect documents from `store prune`, or list the protected ones.
+
+    Chunks can be protected, too.
+    """
+    from kvtool.core.cache.store import Store
+    from kvtool.core.upkeep.pins import pin as run_pin
+
+    path = run.folder
+    if targets:
+        pins = run_pin(path, targets, lock_wait=run.lock_wait)
+    else:
+        with Store.open(path) as store:
+            pins = store.pins()
+    _show_pins(run, pins)
+
+
+@app.command()
+@takes(StoreOptions, LockOptions, examples=("store unpin handbook.md", 'store unpin "drafts/*.md"'))
+def unpin(run: Run, targets: Targets) -> None:
+    """Let `store prune` remove documents again."""
+    from kvtool.core.upkeep.pins import unpin as run_unpin
+
+    _show_pins(run, run_unpin(run.folder, targets, lock_wait=run.lock_wait))
+
+
+def _show_pins(run: Run, pins: dict[str, Any]) -> None:
+    def show() -> None:
+        for name in (*pins["sources"], *pins["chunks"]) if run.out.verbosity >= 0 else ():
+            run.out.print(name.replace("\n", "\\n"))
+        if not pins["sources"] and not pins["chunks"]:
+            run.out.status("nothing is pinned")
+
+    run.out.result(pins, human=show)
+
+
+app.command()(push)
+app.command()(pull)
 app.command(cls=ManyValues)(export)
 app.command("import")(import_)
+app.command("merge", hidden=True)(import_)

@@ -1,20 +1,20 @@
-"""`kvtool store push|pull|sync`: a store that several machines share."""
+"""`kvtool store push|pull|export|import`: send a store to others and take from them."""
 
 from __future__ import annotations
 
-from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.job_view import JobView
+from kvtool.cli.job_view import JobView, tell_budget
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import one_line
-from kvtool.cli.upkeep import tell_budget
-from kvtool.core.cache.options import LockOptions, StoreOptions
+from kvtool.cli.terminal import one_line
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
-from kvtool.core.remote.options import PullOptions, PushOptions, RemoteOptions, SignOptions, TrustOptions
+from kvtool.core.pack.options import ExportOptions, ImportOptions
+from kvtool.core.remote.options import PullOptions, PushOptions
 
 if TYPE_CHECKING:
     from kvtool.core.remote.transfer_report import TransferReport
@@ -35,10 +35,7 @@ _REPLACE = "`kvtool store forget PATH` makes way for one; --mine or --trust FILE
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
 def push(run: Run, url: Url) -> int | None:
-    """Send what a shared store lacks.
-
-    It is incremental, and resumed by running it again.
-    """
+    """Copy to a shared store what it lacks. Run it again to resume."""
     from kvtool.core.remote.by_url import push_to
 
     with JobView(run) as view:
@@ -48,10 +45,7 @@ def push(run: Run, url: Url) -> int | None:
 
 @takes(PullOptions, StoreOptions, examples=(f"store pull {_SHARED}", f"store pull {_SHARED} --level 2,3 --delete"))
 def pull(run: Run, url: Url) -> int | None:
-    """Fetch what this store lacks.
-
-    The store is made where there is none.
-    """
+    """Copy from a shared store what this store lacks. A missing store is created."""
     from kvtool.core.remote.by_url import pull_from
 
     options = run.get(PullOptions)
@@ -60,29 +54,6 @@ def pull(run: Run, url: Url) -> int | None:
     with JobView(run) as view:
         report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
     return told(run, [report], report.to_json())
-
-
-@takes(
-    StoreOptions,
-    LockOptions,
-    RemoteOptions,
-    TrustOptions,
-    SignOptions,
-    examples=(f"store sync {_SHARED}", "store sync file:///mnt/shared/kv --mine"),
-)
-def sync(run: Run, url: Url) -> int | None:
-    """Pull, then push.
-
-    Of a file that both have in two versions the one changed last stays.
-    """
-    from kvtool.core.remote.pull import sync as run_sync
-    from kvtool.core.remote.urls import open_blobs
-
-    timeout, trust = run.get(RemoteOptions).remote_timeout, run.get(TrustOptions).trusted(run.get(StoreOptions))
-    key = run.get(SignOptions).key
-    with closing(open_blobs(url, timeout)) as blobs, JobView(run) as view:
-        reports = run_sync(run.folder, blobs, trust=trust, key=key, lock_wait=run.lock_wait, events=view.events)
-    return told(run, reports, {report.direction: report.to_json() for report in reports})
 
 
 def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
@@ -137,3 +108,79 @@ def _in_words(report: TransferReport) -> str:
         f"({report.bytes / 1e6:,.1f} MB), {report.files.unchanged} and {report.chunks.unchanged} there already, "
         f"{removed}{forgotten}, {report.seconds:.1f} s"
     )
+
+
+Sources = Annotated[list[Path], typer.Argument(metavar="STORE|FILE.kvpack...", help="Stores' folders, or packs.")]
+Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
+
+
+@takes(
+    ExportOptions,
+    StoreOptions,
+    examples=(
+        "store export all.kvpack",
+        "store export all.kvpack --sign key",
+        'store export part.kvpack --only "notes/*.md" --level 2',
+    ),
+)
+def export(run: Run, pack: Pack) -> int | None:
+    """Write documents, chunks and their KV to one file, a pack."""
+    from kvtool.core.pack.give import export as run_export
+
+    options = run.get(ExportOptions)
+    levels = options.levels or None
+    with JobView(run) as view:
+        report = run_export(
+            run.folder,
+            pack,
+            only=options.only,
+            levels=levels,
+            force=options.force,
+            key=options.key,
+            events=view.events,
+        )
+    for row in report.damaged:
+        run.out.warning(f"left out: {row['what']}: {row['reason']}")
+
+    def show() -> None:
+        what = f"{counted(report.documents, 'document')} and {counted(report.chunks, 'chunk')} at a level"
+        text = f"written: {report.path}: {what}, {report.bytes / 1e6:,.1f} MB, {report.seconds:.1f} s"
+        run.out.print(one_line(text))
+
+    run.out.report(report.to_json(), human=show)
+    return EXIT_DAMAGED if report.damaged else None
+
+
+@takes(
+    ImportOptions,
+    StoreOptions,
+    examples=("store import all.kvpack --trust key.pub", "store import ./kv-1 ./kv-2 --mine --store ./kv"),
+)
+def import_(run: Run, sources: Sources) -> int | None:
+    """Add packs or other stores to this store.
+
+    Packs are the files of `store export`. The model and the settings must be the same. Import the stores of
+    `ingest --shard` with --mine. A missing store is created; the sources do not change.
+    """
+    from kvtool.core.cache.store import Store
+    from kvtool.core.pack.merge import merge
+    from kvtool.core.session.identity import store_identity
+    from kvtool.lab.reports.glance import computed_by, makers
+
+    options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
+    tell_budget(run, options.max_size)
+    with JobView(run) as view:
+        reports = merge(
+            run.folder,
+            sources,
+            trust=trust,
+            lock_wait=options.lock_wait,
+            max_size=options.max_size,
+            events=view.events,
+        )
+    with Store.open(run.folder) as store:
+        made = computed_by(store, store_identity(store))
+    if len(several := makers(made)) > 1:
+        run.out.status(f"computed {', '.join(several)}: the first question measures what that loses")
+    rows = [report.to_json() for report in reports]
+    return told(run, reports, (rows[0] if len(rows) == 1 else {}) | {"merged": rows, "computed_by": made})

@@ -11,10 +11,9 @@ import typer
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.ingest import still_failing
-from kvtool.cli.job_view import JobView
+from kvtool.cli.job_view import JobView, tell_budget
 from kvtool.cli.options import Run, takes
-from kvtool.cli.text import one_line
-from kvtool.cli.upkeep import tell_budget
+from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
@@ -39,12 +38,13 @@ app = new_app()
     WatchOptions.some("debounce", *_TAKEN),
     StoreOptions,
     examples=("watch docs notes.md", "watch docs --exclude drafts --debounce 5s"),
+    common="include exclude debounce split chunk_tokens level system embedder max_size store model device",
 )
 def watch(
     run: Run,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
 ) -> None:
-    """Ingest what changes below files and folders, until Ctrl-C or SIGTERM; deleted files are forgotten."""
+    """Ingest files and folders again whenever they change, until Ctrl-C; remove deleted files."""
     options = replace(run.get(WatchOptions), paths=tuple(paths))
     if run.out.mode == "json":
         raise UsageError("a watch has no end, and so no one JSON object", "--jsonl prints an event a line")

@@ -17,17 +17,19 @@ ANY_ORIGIN = "*"
 class ServeOptions(Options, sections=("serve",)):
     """Options of a server: its address, its clients, and its limits."""
 
-    host: str = option("127.0.0.1", "Address to listen at.", group=ADDRESS, setting="serve_host", metavar="ADDRESS")
+    host: str = option("127.0.0.1", "Address to listen on.", group=ADDRESS, setting="serve_host", metavar="ADDRESS")
     port: int = option(
-        8321, "Port to listen at; 0 takes a free one.", group=ADDRESS, setting="serve_port", lowest=0, highest=65535
+        8321, "Port to listen on; 0 takes a free one.", group=ADDRESS, setting="serve_port", lowest=0, highest=65535
     )
     tls_cert: Path | None = option(
-        None, "Certificate chain in PEM, for https.", group=ADDRESS, metavar="FILE", unit="path"
+        None, "Certificate chain (PEM), for https.", group=ADDRESS, metavar="FILE", unit="path"
     )
-    tls_key: Path | None = option(None, "Its private key in PEM.", group=ADDRESS, metavar="FILE", unit="path")
+    tls_key: Path | None = option(
+        None, "Private key of the certificate (PEM).", group=ADDRESS, metavar="FILE", unit="path"
+    )
     socket: bool = option(
         True,
-        "Let `kvtool query` of this user use the model that is loaded here, by a socket beside the store.",
+        "Let `kvtool query` of this user use the loaded model, through a local socket.",
         group=ADDRESS,
         flag="--socket/--no-socket",
         setting="serve_socket",
@@ -35,7 +37,7 @@ class ServeOptions(Options, sections=("serve",)):
 
     key_file: Path | None = option(
         None,
-        "File that holds the API key; it is made where it is missing.",
+        "File of the API key; created if missing.",
         group=ACCESS,
         metavar="FILE",
         unit="path",
@@ -43,30 +45,32 @@ class ServeOptions(Options, sections=("serve",)):
     )
     key: bool = option(
         True,
-        "Ask for the API key; without it only this machine may be listened to.",
+        "Require the API key; --no-key only for clients on this machine.",
         group=ACCESS,
         flag="--key/--no-key",
         setting="serve_key",
     )
     cors_origin: tuple[str, ...] = option(
-        (), "Let pages of this origin ask, such as http://localhost:3000; * is any.", group=ACCESS, metavar="URL"
+        (), "Allow web pages of this origin; * allows all.", group=ACCESS, metavar="URL"
     )
 
-    parallel: int = option(8, "How many answers are written at a time.", group=LIMITS, lowest=1)
-    queue: int = option(64, "How many questions may wait; more are turned away with 429.", group=LIMITS, lowest=1)
+    parallel: int = option(8, "Number of answers written at the same time.", group=LIMITS, lowest=1)
+    queue: int = option(64, "Number of questions that may wait; more get status 429.", group=LIMITS, lowest=1)
     request_timeout: float = option(
-        300.0, "How long an answer may take, waiting included.", group=LIMITS, unit="duration", lowest=0.001
+        300.0, "Maximum time for an answer, with its wait.", group=LIMITS, unit="duration", lowest=0.001
     )
     client_timeout: float = option(
-        30.0, "How long a client may neither send nor read.", group=LIMITS, unit="duration", lowest=0.001
+        30.0, "Maximum time that a client may be idle.", group=LIMITS, unit="duration", lowest=0.001
     )
     drain_timeout: float = option(
-        30.0, "How long begun answers may take at the end.", group=LIMITS, unit="duration", lowest=0
+        30.0, "Maximum time to finish answers at shutdown.", group=LIMITS, unit="duration", lowest=0
     )
-    max_body: int = option(16 * 10**6, "Longest request.", group=LIMITS, unit="size", lowest=1, instead="16MB")
+    max_body: int = option(
+        16 * 10**6, "Maximum size of a request.", group=LIMITS, unit="size", lowest=1, instead="16MB"
+    )
     hot_memory: int = option(
         10**9,
-        "What may be held of loaded chunks.",
+        "Memory for loaded chunks.",
         group=LIMITS,
         setting="serve_hot_memory",
         unit="size",
@@ -76,7 +80,7 @@ class ServeOptions(Options, sections=("serve",)):
 
     keep_conversations: int = option(
         5 * 10**8,
-        "What may be held of conversations until they go on; 0 holds none.",
+        "Memory for conversations that may continue; 0 keeps none.",
         group=LIMITS,
         unit="size",
         lowest=0,
@@ -85,20 +89,20 @@ class ServeOptions(Options, sections=("serve",)):
 
     root: tuple[Path, ...] = option(
         (),
-        "Folder whose files clients may have ingested by their paths.",
+        "Let clients ingest files below this folder.",
         group=DOCUMENTS,
         metavar="FOLDER",
         unit="path",
     )
     uploads: Path | None = option(
         None,
-        "Folder for documents that clients send; without it they cannot send any.",
+        "Folder for documents that clients upload; without it they cannot.",
         group=DOCUMENTS,
         metavar="FOLDER",
         unit="path",
     )
     request_log: Path | None = option(
-        None, "Write the line of each request there.", group=LIMITS, metavar="FILE", unit="path", instead="stdout"
+        None, "Write one line per request to this file.", group=LIMITS, metavar="FILE", unit="path", instead="stdout"
     )
 
     @property

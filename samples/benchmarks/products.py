@@ -24,7 +24,7 @@ from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack, pack_weights
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dense, dequantize, none
 from kvtool.core.kernels.linear.quantized import dequantize_rows, gemv
-from kvtool.core.native.isa import best_isa, runnable
+from kvtool.core.native.isa import ISAS, Isa, best_isa, runnable
 
 HIDDEN, INNER = 1024, 2816  # of a model of half a billion parameters
 SHAPES = [(HIDDEN, HIDDEN), (HIDDEN // 4, HIDDEN), (HIDDEN // 4, HIDDEN), (HIDDEN, HIDDEN)]
@@ -47,13 +47,13 @@ def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
     return QuantizedTensor(kind, rows, columns, data, scales, group_mins if layout.group_mins else none())
 
 
-def multiplied(matrices: list[QuantizedTensor], isa: str) -> None:
+def multiplied(matrices: list[QuantizedTensor], isa: Isa) -> None:
     """One row through all weights."""
     for matrix in matrices:
         gemv(matrix, INPUTS[matrix.columns], isa)
 
 
-def unpacked(matrices: list[QuantizedTensor], isa: str) -> None:
+def unpacked(matrices: list[QuantizedTensor], isa: Isa) -> None:
     """All weights unpacked, each over the one before."""
     for matrix in matrices:
         dequantize_rows(matrix, 0, matrix.rows, SCRATCH, isa)
@@ -66,15 +66,16 @@ def kinds(layers: int, rounds: int, clock: Callable[[], float]) -> None:
         matrices = [random_matrix(kind, *shape) for _ in range(layers) for shape in SHAPES]
         size, count = sum(m.nbytes for m in matrices), sum(m.rows * m.columns for m in matrices)
         calls: dict[str, Callable[[], object]] = {"sum": torch.zeros(size // 8, dtype=torch.int64).sum}
-        for isa in runnable():
+        for isa in (ISAS[name] for name in runnable()):
             calls[f"{isa} row"] = partial(multiplied, matrices, isa)
             if not layout.dense:
                 calls[f"{isa} unpack"] = partial(unpacked, matrices, isa)
         took = least(calls, rounds, clock)
-        for isa in runnable():
+        for isa in (ISAS[name] for name in runnable()):
             row, unpack = took[f"{isa} row"], took.get(f"{isa} unpack")
             line = (
-                f"{kind:9} {isa:7} {size / 1e6:6.0f} {row * 1e3:7.2f} {size / row / 1e9:6.1f} {took['sum'] / row:6.2f}"
+                f"{kind:9} {isa.name:7} {size / 1e6:6.0f} {row * 1e3:7.2f} {size / row / 1e9:6.1f} "
+                f"{took['sum'] / row:6.2f}"
             )
             print(line + (f" {unpack * 1e3:9.1f} {count / unpack / 1e9:5.1f}" if unpack else ""), flush=True)
 

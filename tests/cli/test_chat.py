@@ -16,10 +16,8 @@ import pytest
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
-from kvtool.cli import chat_lines
-from kvtool.cli.chat_lines import HISTORY, PipedLines, TerminalLines
-from kvtool.cli.chat_turns import COMMANDS, Chat, completions
-from kvtool.cli.keyboard import typed_ahead
+from kvtool.cli import chat as module
+from kvtool.cli.chat import COMMANDS, HISTORY, Chat, PipedLines, TerminalLines, completions, typed_ahead
 from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
 from kvtool.core.common.places import data_dir
@@ -237,7 +235,7 @@ def test_the_history_is_the_users_alone() -> None:
 
 def test_without_a_place_for_history_it_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", "utf-8")
-    monkeypatch.setattr(chat_lines, "data_dir", lambda: tmp_path / "file" / "below")
+    monkeypatch.setattr(module, "data_dir", lambda: tmp_path / "file" / "below")
     assert typed("one\r\x04") == ["one"]
 
 
@@ -264,7 +262,7 @@ def test_what_is_typed_while_it_answers_is_not_shown(monkeypatch: pytest.MonkeyP
 
 def test_a_query_without_a_question_chats_in_a_terminal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtool("query", "--store", store).failed(2, "no question was given")
-    monkeypatch.setattr("kvtool.cli.query.is_on_terminal", lambda out: True)
+    monkeypatch.setattr("kvtool.cli.out.Out.is_interactive", True)
     done = kvtool("query", "--store", store, *SHORT, "--json", stdin=QUESTION.encode()).fine()
     assert json.loads(done.out)["turn"]["number"] == 1
     kvtool("query", "--store", store, "--compare", "reuse").failed(2, "no question was given")

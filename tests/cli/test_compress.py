@@ -479,6 +479,6 @@ def test_repair_drops_what_a_damaged_profile_leaves_unreadable(plain: Path) -> N
     data.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     told = kvtool("store", "verify", "--store", plain, "--json").json
     assert told["damaged"]
-    kvtool("store", "repair", "--store", plain)
+    kvtool("store", "verify", "--repair", "--store", plain)
     assert {level for levels in levels_in(plain).values() for level in levels} == {"raw"}
     kvtool("store", "verify", "--store", plain).fine()

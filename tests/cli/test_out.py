@@ -21,7 +21,7 @@ from kvtool.cli import progress as module
 from kvtool.cli.job_view import JobView
 from kvtool.cli.json_out import to_json
 from kvtool.cli.out import Out, OutputClosed
-from kvtool.cli.text import clean, degrade, one_line
+from kvtool.cli.terminal import clean, degrade, one_line
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.errors import DamagedError, KvtoolError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 
-from kvtool.cli.text import clean
+from kvtool.cli.terminal import clean
 from samples.tools.office.portable import pdf
 from tests.cli.working import PREFIX, QUESTION, SHORT, kvtool, on_terminal, process
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.cli.sources import cited
+from kvtool.cli.answers import cited
 from kvtool.core.query.reply import ReplyChunk
 from tests.cli.working import PREFIX, SHORT, kvtool
 

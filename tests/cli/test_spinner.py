@@ -17,7 +17,7 @@ import pytest
 from kvtool.cli import spinner
 from kvtool.cli.app import load_command
 from kvtool.cli.out import Out
-from kvtool.cli.streams import SafeStream
+from kvtool.cli.terminal import SafeStream
 from tests.cli.working import QUESTION, SHORT, command, environment
 
 

@@ -9,8 +9,7 @@ from itertools import pairwise
 import pytest
 from rich.cells import cell_len
 
-from kvtool.cli.rendering import render_quote
-from kvtool.cli.wrapping import WordWrap, wrapped
+from kvtool.cli.terminal import WordWrap, render_quote, wrapped
 
 ENGLISH = "The observatory at Kellhaven was founded by Ilse Varnholt, who owned the hill outright."
 KOREAN = "별머리 천문대는 여울진시 북쪽 한밝고개 꼭대기에 있다. 이 천문대를 세운 사람은 송라윤으로, 그는 쌀을 팔았다."

@@ -23,7 +23,6 @@ from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.reading import _documents
 from kvtool.core.corpus.split import METHODS, SplitSettings, split
 from kvtool.core.errors import UsageError
-from kvtool.core.query.asked import _named, _rows
 from kvtool.core.query.reply import read_batch
 from kvtool.core.retrieval.passages import title_of
 from kvtool.core.retrieval.terms import asked_terms, language_of, terms
@@ -166,15 +165,13 @@ def _ignore(data: bytes) -> None:
 
 
 def _questions(data: bytes) -> None:
-    """A file of questions, and the same file as a journal of what was asked."""
+    """A file of questions."""
     with tempfile.TemporaryDirectory() as made:
         path = Path(made) / "questions.jsonl"
         path.write_bytes(data)
         with contextlib.suppress(UsageError):
             for request in read_batch(path):
                 assert len(repr(asdict(request))) <= 20 * len(data) + 1000
-        for row in _rows(path):
-            _named(row)
 
 
 def _grown(data: bytes) -> None:

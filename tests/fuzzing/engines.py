@@ -313,7 +313,7 @@ class EngineLife:
         self._command("store", "compact")
 
     def _budget(self, dice: random.Random) -> None:
-        self._command("store", "budget", dice.choice(("none", "1GB")))
+        self._command("store", "prune", "--budget", dice.choice(("none", "1GB")))
 
     def _forget(self, dice: random.Random) -> None:
         self._command("store", "forget", self.corpus.any_path(dice), fine=False)

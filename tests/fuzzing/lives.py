@@ -369,7 +369,7 @@ class StoreLife:
         if kind == "meta":  # what the store was made with is lost, and may be no more than told
             self.near, self.far = self._anew()
             return
-        done = children.command("store", "repair", "--json", "--store", self.store)
+        done = children.command("store", "verify", "--repair", "--json", "--store", self.store)
         require(done.code in (0, 13), f"{kind} flipped, repair: exit {done.code}: {done.err[-300:]}")
         done = children.command(*self._words("ingest", dice), "--store", self.store)
         require(done.code == 0, f"{kind} flipped, ingest: exit {done.code}: {done.err[-300:]}")

@@ -124,7 +124,7 @@ def test_each_share_is_done_once(
     if not found:
         monkeypatch.setattr(threads, "openmp", lambda: None)
     job = new_job()
-    way(counting(), ctypes.addressof(job), number)
+    way(counting(), job, number)
     assert list(job[2:]) == [1] * TASKS
     assert current() is None
 
@@ -150,7 +150,7 @@ def test_threads_meet_at_a_barrier_and_wake_from_any_sleep(number: int) -> None:
     function, meet = meeting(50), Barrier()
     for pause in (*[0.0] * 20, *[0.001] * 20, 0.003, 0.03, 0.2, 0.0, 0.05, *[0.0015] * 50):
         job = (ctypes.c_int64 * 4)(number, meet.address)
-        launch_in_pool(function, ctypes.addressof(job), number)
+        launch_in_pool(function, job, number)
         assert list(job)[2:] == [50 * number, 0]
         time.sleep(pause)
 
@@ -231,7 +231,7 @@ def test_nobody_waits_for_helpers_that_the_system_does_not_let_run(monkeypatch: 
     late = threading.Event()
     monkeypatch.setattr(ThreadPool, "_worker", lambda self: late.wait(60))
     job = new_job()
-    launch_in_pool(counting(), ctypes.addressof(job), 3)
+    launch_in_pool(counting(), job, 3)
     assert list(job[2:]) == [1] * TASKS
     assert not late.is_set()
     late.set()
@@ -258,7 +258,7 @@ def test_no_thread_to_be_had_is_no_error(helping: list[int], monkeypatch: pytest
 def test_a_system_without_semaphores_works_alone(helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "_system", lambda: {})
     job = new_job()
-    launch_in_pool(counting(), ctypes.addressof(job), 3)
+    launch_in_pool(counting(), job, 3)
     assert list(job[2:]) == [1] * TASKS
     assert not helping
 

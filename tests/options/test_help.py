@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from kvtool.cli.app import COMMANDS, load_command
+from kvtool.cli.app import COMMANDS, SHOWN, load_command, main
 from kvtool.cli.commands import described
 
 
 def commands(command: Any, path: str) -> Iterator[tuple[str, Any]]:
-    below = list(getattr(command, "commands", {}))
+    below = [name for name, each in getattr(command, "commands", {}).items() if not each.hidden]
     if not below:
         yield path, command
     context = command.make_context(path, [], resilient_parsing=True)
@@ -29,12 +30,51 @@ def test_options_stand_under_headings_behind_two_examples(path: str) -> None:
     context = command.make_context(path, [], resilient_parsing=True)
     sections = described(command, context)
     assert "Options" not in sections
-    assert list(sections)[-1] == "Output"
+    assert all(row.option for heading, rows in sections.items() if heading != "Arguments" for row in rows)
     assert len(command.examples) >= 2
     assert all(line == path or line.startswith(f"{path} ") for line in command.examples)
     shown = command.get_help(context)
     for line in command.examples:
         assert f"kvtool {line}" in " ".join(shown.split())
+
+
+LARGE = [path for path, command in EVERY.items() if command.common]
+
+
+def test_the_overview_lists_22_commands_in_their_own_words() -> None:
+    shown = {name: line for rows in SHOWN.values() for name, line in rows.items()}
+    assert len(shown) == 22
+    for name, line in shown.items():
+        if name.startswith("store "):
+            assert EVERY[name].get_short_help_str(limit=200).rstrip(".") == line.rstrip(".")
+
+
+@pytest.mark.parametrize("path", LARGE)
+def test_the_help_of_a_large_command_fits_a_screen(
+    path: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([path, "--help"]) == 0
+    short = capsys.readouterr().out
+    assert short.count("\n") <= 45
+    assert max(map(len, short.splitlines())) <= 80
+    assert main([path, "--help-all"]) == 0
+    every = capsys.readouterr().out
+    for option in EVERY[path].options.values():
+        flag = option.flag.partition("/")[0]
+        assert re.search(rf"^  {flag}(?![\w-])", every, re.MULTILINE)
+        assert bool(re.search(rf"^  {flag}(?![\w-])", short, re.MULTILINE)) == (option.name in EVERY[path].common)
+
+
+def test_the_flags_of_every_command_are_described_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"query", "ingest", "compress", "serve"} <= {*LARGE}
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    for flag in ("--json", "--jsonl", "-q, --quiet", "-v, --verbose", "--config FILE"):
+        assert f"\n  {flag} " in overview
+        assert f"\n  {flag} " not in EVERY["doctor"].get_help(
+            EVERY["doctor"].make_context("doctor", [], resilient_parsing=True)
+        )
 
 
 @pytest.mark.parametrize("path", EVERY)
@@ -64,9 +104,7 @@ def test_one_flag_has_one_meaning() -> None:
 def test_what_a_command_does_not_use_is_taken_and_not_shown(path: str) -> None:
     command = EVERY[path]
     shown = command.get_help(command.make_context(path, [], resilient_parsing=True))
-    unused = ["--device", "--model", "--dtype"]
-    if path != "store warm":  # which finds chunks for questions, by vectors of a model that may have to be fetched
-        unused.append("--offline")
+    unused = ["--device", "--model", "--dtype", "--offline"]
     assert not [flag for flag in unused if flag in shown]
     given = command.make_context(path, ["--device", "cpu", "--offline"], resilient_parsing=True)
     assert given.params["device"] == "cpu"

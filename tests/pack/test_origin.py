@@ -25,7 +25,7 @@ from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
 
-WAYS = ("import", "merge", "pull", "sync")
+WAYS = ("import", "merge", "pull")
 
 
 @pytest.fixture
@@ -42,8 +42,7 @@ def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> d
         return kvtool("store", "merge", scene.theirs, *into).fine().json["merged"][0]
     url = f"file://{scene.theirs.parent / 'shared'}"
     kvtool("store", "push", url, "--store", scene.theirs).fine()
-    said = kvtool("store", way, url, *into).fine().json
-    return said["pull"] if way == "sync" else said
+    return kvtool("store", way, url, *into).fine().json
 
 
 def own_state(scene: Scene) -> tuple[object, ...]:

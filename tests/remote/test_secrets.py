@@ -78,7 +78,6 @@ def every_command(corpus: Path, url: str) -> Iterator[tuple[object, ...]]:
         yield *words.split(), "--store", url
     yield "ingest", corpus, "--store", url
     yield "store", "pull", url, "--store", corpus / "store"
-    yield "store", "sync", url, "--store", url
 
 
 def some_commands(url: str) -> Iterator[tuple[object, ...]]:
@@ -150,7 +149,7 @@ def test_a_store_behind_a_password_does_not_hold_it(
                 kvtool("query", QUESTION, "--store", place, "--profile", tmp_path / "trace.json", *SHORT).fine(),
                 kvtool("query", QUESTION, "--store", place, "--json", "--explain", *SHORT).fine(),
                 kvtool("inspect", "--store", place, "--json"),
-                kvtool("store", "sync", place, "--store", store, "--jsonl", "-v").fine(),
+                kvtool("store", "pull", place, "--store", store, "--jsonl", "-v").fine(),
                 kvtool("store", "push", place, "--store", store, "--verify", "--delete", "-v").fine(),
             ]
             assert local_place(place).exists()

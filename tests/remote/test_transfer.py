@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, Stor
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.head import HEAD
-from kvtool.core.remote.pull import preview, pull, sync
+from kvtool.core.remote.pull import preview, pull
 from kvtool.core.remote.push import join, push
 from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
@@ -167,7 +167,9 @@ def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_pa
         change(other, "f3", "own", 1)
     path = store.path
     for where in (tmp_path / "other", path, tmp_path / "other"):
-        sync(where, blobs, trust=OWN)
+        pull(where, blobs, newer=True, trust=OWN)
+        with Store.open(where) as one:
+            push(one, blobs, newer=True)
     for where in (path, tmp_path / "other"):
         with Store.open(where) as one:
             texts = {entry.source: entry.text for entry in one.documents()}

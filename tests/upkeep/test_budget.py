@@ -12,6 +12,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import NoSpaceError
+from kvtool.core.upkeep.budget import keep_budget
 from tests.cache.making import add_file, check_file, make_store
 from tests.cli.working import kvtool
 from tests.upkeep.watching import Watcher, bytes_in
@@ -151,7 +152,7 @@ def test_threads_that_read_go_on_while_the_budget_is_met(tmp_path: Path) -> None
 def test_a_store_at_its_budget_loads_no_model(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtool.core.session.session import Session
 
-    kvtool("store", "budget", "10kB", "--store", store).fine()
+    keep_budget(store, "10kB")
     (tmp_path / "new.md").write_text("A mill that nobody has read of.", encoding="utf-8")
     monkeypatch.setattr(Session, "__init__", lambda *_, **__: pytest.fail("a model is loaded"))
     kvtool("ingest", tmp_path / "new.md", "--store", store).failed(14, "over its budget", "kvtool store")

@@ -83,7 +83,7 @@ def test_down_to_the_budgets_low_watermark_by_use(tmp_path: Path) -> None:
     now = int(time.time())
     noted(path, *(f"f{number}.{chunk}" for number in (3, 7, 11) for chunk in range(2)), when=now + 100)
     budget = bytes_in(path) // 2
-    kvtool("store", "budget", str(budget), "--store", path).fine()
+    keep_budget(path, budget)
     with Store.open(path) as store, store.writer() as pen, pytest.raises(NoSpaceError, match="budget"):
         add_file(pen, "more", ["more.0"], DIM)
     said = kvtool("store", "prune", "--store", path, "--dry-run", "--json").fine().json
@@ -189,10 +189,28 @@ def test_the_smallest_size_is_one_that_is_reached(pinned: tuple[str, ...], tmp_p
         assert verify(store) == []
 
 
+def test_the_command_keeps_a_budget_and_prunes_to_it(tmp_path: Path) -> None:
+    path = make_store(tmp_path / "store", files=20, dim=DIM)
+    before = bytes_in(path)
+    words = ("store", "prune", "--store", path, "--json", "--budget")
+    assert kvtool(*words, str(2 * before)).fine().json["steps"] == []
+    rehearsed = kvtool(*words, str(before // 2), "--dry-run").fine().json
+    with Store.open(path) as store:
+        assert store.budget() == 2 * before
+    done = kvtool(*words, str(before // 2), "--yes").fine().json
+    assert done["steps"] == rehearsed["steps"] != []
+    assert bytes_in(path) <= before // 2
+    assert kvtool(*words, "none").fine().json["budget"] is None
+    with Store.open(path) as store:
+        assert store.budget() is None
+    kvtool(*words, "20XB").failed(2, "is not a size")
+    kvtool(*words, "1GB", "--max-size", "1GB").failed(2, "exclude each other")
+
+
 def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) -> None:
     """As from cron, for a budget that the texts alone are above."""
     path = measured(fitted)
-    kvtool("store", "budget", "10kB", "--store", path).fine()
+    keep_budget(path, "10kB")
     done = kvtool("store", "prune", "--cold", "0s", "--quiet", "--store", path)
     assert done.code == 14
     assert "so nothing went for the size" in done.err
@@ -412,8 +430,7 @@ def test_the_same_from_python(tmp_path: Path) -> None:
         assert cache.budget("none").budget is None
 
 
-@pytest.mark.parametrize("words", [("verify", "--repair"), ("repair",)])
-def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[str, ...]) -> None:
+def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path) -> None:
     """Through the command: 13 as long as damage is left, 0 once it is gone."""
     from kvtool.core.cache import tables
     from kvtool.core.cache.entries import ChunkInfo
@@ -431,7 +448,7 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[
             value[-1] ^= 1
             store.environment.write(lambda write, at=table + key, new=bytes(value): write.put(at, new), 0)
     assert kvtool("store", "verify", "--store", fitted, "--json").fine(13).json["repaired"] == 0
-    done = kvtool("store", *words, "--store", fitted, "--json").fine().json
+    done = kvtool("store", "verify", "--repair", "--store", fitted, "--json").fine().json
     assert done["repaired"] >= len(rows)
     assert len(done["damaged"]) >= len(rows)
     assert damages(fitted) == []
@@ -440,7 +457,7 @@ def test_verify_repairs_what_is_damaged_in_any_table(fitted: Path, words: tuple[
 
 def test_lines_of_a_crontab_are_silent_on_success(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=3, dim=DIM)
-    kvtool("store", "budget", str(2 * bytes_in(path)), "--store", path).fine()
+    kvtool("store", "prune", "--budget", str(2 * bytes_in(path)), "--store", path).fine()
     for words in (("prune", "--cold", "30d"), ("prune",), ("compact",), ("verify", "--sample", "1/7", "--repair")):
         done = kvtool("store", *words, "--store", path, "--quiet").fine()
         assert (done.out, done.err) == ("", "")

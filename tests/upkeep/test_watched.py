@@ -30,9 +30,9 @@ def test_ingest(fresh: Any, tmp_path: Path) -> None:
     assert 0.7 * budget < watcher.most <= budget
     there = len(listing(path))
     assert 2 < there < 12
-    kvtool("store", "budget", str(budget), "--store", path).fine()
+    kvtool("store", "prune", "--budget", str(budget), "--store", path).fine()
     with Watcher(path) as watcher:
-        fresh(folder).failed(14, "the budget with `kvtool store budget SIZE`")
+        fresh(folder).failed(14, "the budget with `kvtool store prune --budget SIZE`")
         kvtool("query", QUESTION, "--store", path, *SHORT).fine()
     assert watcher.most <= budget
     assert len(listing(path)) >= there  # what was committed stays
@@ -60,7 +60,7 @@ def test_pull(plain: Path, tmp_path: Path) -> None:
     with Watcher(target) as watcher, pytest.raises(NoSpaceError):
         pull(target, blobs, max_size=budget)
     assert watcher.most <= budget
-    kvtool("store", "budget", str(3 * budget), "--store", target).fine()
+    kvtool("store", "prune", "--budget", str(3 * budget), "--store", target).fine()
     pull(target, blobs)
     assert damages(target) == []
     assert len(listing(target)) == len(listing(plain))

@@ -15,18 +15,16 @@ class AgentOptions(Options, settings=False, group=SERVER):
     """Options of what agents may do, and how they connect."""
 
     root: tuple[Path, ...] = option(
-        (), "Let agents ingest what lies below this folder.", metavar="FOLDER", unit="path", instead="nothing"
+        (), "Let agents ingest files below this folder.", metavar="FOLDER", unit="path", instead="nothing"
     )
-    http: bool = option(False, "Listen to streamable HTTP, not to standard input.")
-    host: str = option("127.0.0.1", "Where to listen.", metavar="ADDRESS")
-    port: int = option(8722, "Where to listen; 0 takes a free one.", lowest=0, highest=65535)
+    http: bool = option(False, "Serve HTTP instead of standard input and output.")
+    host: str = option("127.0.0.1", "Address to listen on.", metavar="ADDRESS")
+    port: int = option(8722, "Port to listen on; 0 takes a free one.", lowest=0, highest=65535)
     key_file: Path | None = option(
         None,
-        "The key that clients send; made where it is missing.",
+        "File of the key that clients send; created if missing.",
         metavar="FILE",
         unit="path",
         instead="the user's own",
     )
-    allow_host: tuple[str, ...] = option(
-        (), "A further name under which clients reach the server.", metavar="NAME[:PORT]"
-    )
+    allow_host: tuple[str, ...] = option((), "Another host name of this server.", metavar="NAME[:PORT]")

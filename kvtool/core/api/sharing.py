@@ -75,7 +75,7 @@ class Sharing(Held):
         events: Events | None = None,
         **options: Unpack[arguments.ImportArguments],
     ) -> list[TransferReport]:
-        """Take other stores and packs into the store, as `store merge` does; `options` are of `ImportOptions`."""
+        """Take other stores and packs into the store, as `store import` does; `options` are of `ImportOptions`."""
         from kvtool.core.pack.merge import merge
 
         wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]

@@ -20,11 +20,11 @@ class StoreOptions(Options):
 
     store: str = option(
         "",
-        "Where the cache lives: a folder or a URL.",
+        "The store: a folder, or the URL of a shared store.",
         group=STORE,
         metavar="PATH|URL",
         unit="path",
-        instead="the user's own",
+        instead="a folder of the user",
     )
 
     require_signature: bool = option(
@@ -76,12 +76,14 @@ class LockOptions(Options):
     """The option of how long to wait while another process writes to the store."""
 
     lock_wait: float = option(
-        10.0, "How long to wait for another kvtool's lock.", group=STORE, unit="duration", lowest=0
+        10.0, "Maximum wait for another kvtool that writes to the store.", group=STORE, unit="duration", lowest=0
     )
 
 
 def max_size_option(
-    help: str = "Size budget for this command.", instead: str = "the store's own", group: str = STORE
+    help: str = "Maximum size of the store during this command.",
+    instead: str = "the store's budget",
+    group: str = STORE,
 ) -> int | None:
     """The size that a store's folder may have, in bytes: an option of whatever writes to it."""
     return option(None, help, group=group, setting=False, unit="size", lowest=1, instead=instead)
@@ -99,7 +101,7 @@ def _check_part(text: str) -> str:
 class VerifyOptions(LockOptions, settings=False, group=CHECKED):
     """Options of a check of the store."""
 
-    repair: bool = option(False, "Drop what is damaged; it is computed again.")
+    repair: bool = option(False, "Remove what is damaged; a later question recomputes it.")
     sample: str | None = option(
-        None, "Check the KV of only this part of the chunks; always the same part.", metavar="1/7", check=_check_part
+        None, "Check the KV of only this share of the chunks.", metavar="1/7", check=_check_part
     )

@@ -110,7 +110,7 @@ class Budget:
             how = f"`kvtool store compact` gives {megabytes(free)} of free pages back"
         else:
             how = "make room with `kvtool store prune`"
-        more = "raise --max-size" if self.given else "raise the budget with `kvtool store budget SIZE`"
+        more = "raise --max-size" if self.given else "raise the budget with `kvtool store prune --budget SIZE`"
         return NoSpaceError(
             f"the store would grow to {megabytes(over)}, over its budget of {megabytes(self.size)}", f"{how}, or {more}"
         )

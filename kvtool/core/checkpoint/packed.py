@@ -22,7 +22,15 @@ from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
 from kvtool.core.checkpoint.text_submodel import TextSubmodel
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.linear.modules import PackedEmbedding, PackedLinear
-from kvtool.core.kernels.linear.qtensor import READERS, QuantizedTensor, dense, dequantize, take_rows, tensor_of_blocks
+from kvtool.core.kernels.linear.qtensor import (
+    LAYOUTS,
+    READERS,
+    QuantizedTensor,
+    dense,
+    dequantize,
+    take_rows,
+    tensor_of_blocks,
+)
 from kvtool.core.kernels.linear.quantized import dequantize_rows
 from kvtool.core.native.isa import best_isa
 
@@ -71,7 +79,7 @@ def read_packed(folder: Path) -> dict[str, QuantizedTensor]:
 
 def _read(file: Any, name: str, kind: str) -> QuantizedTensor:
     data, scales, mins = (file.get_tensor(f"{name}.{part}") for part in _PARTS)
-    columns = data.shape[1] * 8 // READERS[kind][1]
+    columns = data.shape[1] * 8 // LAYOUTS[kind].bits
     return QuantizedTensor(kind, data.shape[0], columns, data, scales, mins)
 
 

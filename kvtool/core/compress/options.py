@@ -32,7 +32,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
 
     levels: tuple[str, ...] = option(
         (),
-        "What to store; 1 is the finest.",
+        "Compression level to store; 1 loses least.",
         group=LEVEL,
         flag="--level",
         choices=(AUTO, *WHOLE),
@@ -41,7 +41,7 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
     )
     keep: float | None = option(
         None,
-        "Store only this share of each chunk's rows, those that are looked at most: .75, .5 or .25.",
+        "Store only this share of each chunk's tokens, those with most attention: .75, .5 or .25.",
         group=LEVEL,
         metavar="SHARE",
         unit="percentage",
@@ -49,29 +49,29 @@ class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
     )
     max_loss: float | None = option(
         None,
-        "What `auto` may lose, and --drop-raw allow (nats a token).",
+        "Maximum loss for `auto` and --drop-raw, in nats per token.",
         group=LEVEL,
         lowest=0,
-        instead="what questions allow",
+        instead="the limit of questions",
     )
-    questions: int = option(8, "How many prompts the loss is measured on; 0: it is not.", group=LEVEL, lowest=0)
-    chunks: tuple[str, ...] = option((), "Only these chunks.", group=LEVEL, metavar="ID")
+    questions: int = option(8, "Number of prompts to measure the loss on; 0 measures nothing.", group=LEVEL, lowest=0)
+    chunks: tuple[str, ...] = option((), "Compress only these chunks.", group=LEVEL, metavar="ID")
     keep_raw: bool | None = option(
         None,
-        "Whether exact records stay once the others were read back.",
+        "Keep or remove the exact KV after compression.",
         group=LEVEL,
         flag="--keep-raw/--drop-raw",
-        instead="they stay; a terminal is asked",
+        instead="keep; a terminal is asked",
     )
-    yes: bool = option(False, "Drop exact records even where more is lost than --max-loss.", group=LEVEL)
-    fit: bool = option(False, "Learn the codec's profile anew; the first time it is anyway.", group=PROFILE)
+    yes: bool = option(False, "Remove exact KV even if the loss exceeds --max-loss.", group=LEVEL)
+    fit: bool = option(False, "Fit the compression to this store again; the first run always does.", group=PROFILE)
     fit_prompts: int = option(
         FIT_PROMPTS,
-        "How many prompts it is learned on; fewer are sooner and lose more.",
+        "Number of prompts to fit on; fewer are faster and lose more.",
         group=PROFILE,
         lowest=1,
     )
-    profile: Path | None = option(None, "Take another store's profile.", group=PROFILE, metavar="STORE", unit="path")
+    profile: Path | None = option(None, "Use the fit of another store.", group=PROFILE, metavar="STORE", unit="path")
     max_size: int | None = max_size_option()
 
     def check(self) -> None:

@@ -17,7 +17,7 @@ class CrewOptions(Options):
 
     ray: str | None = option(
         None,
-        "Compute in the workers of a Ray cluster, or of one on this machine.",
+        "Compute with workers of Ray, on this machine or a cluster.",
         group=WORKERS,
         setting=False,
         metavar="local|auto|ADDRESS",
@@ -25,11 +25,11 @@ class CrewOptions(Options):
     )
     ray_workers: int = option(
         0,
-        "How many workers of Ray.",
+        "Number of Ray workers.",
         group=WORKERS,
         setting=False,
         lowest=0,
-        instead="one a GPU if a model computes, else one for 8 cores",
+        instead="one per GPU for a model, else one per 8 cores",
     )
 
     def check(self) -> None:

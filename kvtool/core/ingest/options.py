@@ -54,19 +54,19 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     roots: tuple[Path, ...] = option(
         (), "Read only what these folders show to others than the user.", flag=None, setting=False
     )
-    include: tuple[str, ...] = option((), "Take only these files.", group=FILES, setting=False, metavar="GLOB")
-    exclude: tuple[str, ...] = option((), "Leave these files out.", group=FILES, setting=False, metavar="GLOB")
+    include: tuple[str, ...] = option((), "Read only these files.", group=FILES, setting=False, metavar="GLOB")
+    exclude: tuple[str, ...] = option((), "Skip these files.", group=FILES, setting=False, metavar="GLOB")
     ignore: bool = option(
         True,
-        "Leave out what .gitignore and .kvtoolignore name, and lock files.",
+        "Skip lock files, and files named in .gitignore or .kvtoolignore.",
         group=FILES,
         flag="--ignore/--no-ignore",
         setting=False,
     )
-    sync: bool = option(False, "Forget documents below PATH that are gone.", group=FILES, setting=False)
+    sync: bool = option(False, "Remove documents below PATH whose files are gone.", group=FILES, setting=False)
     shard: str | None = option(
         None,
-        "Take the I-th of N parts of the files, told by their paths; `kvtool store merge` puts the stores together.",
+        "Read only part I of N of the files; `kvtool store import` joins the stores.",
         group=FILES,
         setting=False,
         metavar="I/N",
@@ -75,7 +75,7 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     )
     readers: tuple[str, ...] = option(
         (),
-        "Read files of an ending by a command; `{}` stands for the file, and its text goes to stdout.",
+        "Read files with this ending by a command that prints their text; `{}` is the file.",
         group=FILES,
         flag="--reader",
         metavar="ENDING=COMMAND",
@@ -85,33 +85,33 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     )
     read_timeout: float = option(
         60.0,
-        "How long reading one file may take.",
+        "Maximum time to read one file.",
         group=FILES,
         metavar="SECONDS",
         unit="duration",
         lowest=1,
     )
     read_memory: int = option(
-        2 * 10**9, "What reading one file may take of memory.", group=FILES, unit="size", lowest=10**8, instead="2GB"
+        2 * 10**9, "Maximum memory to read one file.", group=FILES, unit="size", lowest=10**8, instead="2GB"
     )
-    retry: bool = option(False, "Read files again that could not be read before.", group=FILES, setting=False)
+    retry: bool = option(False, "Try files again that could not be read before.", group=FILES, setting=False)
     strict: bool = option(
         False,
-        "Count files as failed that failed so before and have not changed.",
+        "Also report unchanged files that failed before as failures.",
         group=FILES,
         setting=False,
     )
-    dry_run: bool = option(False, "Say what would be done, and do nothing.", group=FILES, setting=False)
+    dry_run: bool = option(False, "Show what would be done, and do nothing.", group=FILES, setting=False)
     continue_on_error: bool = option(
         True,
-        "After a file that fails: go on (exit code 3), or stop.",
+        "After a file that fails, continue (exit code 3) or stop.",
         group=FILES,
         flag="--continue-on-error/--fail-fast",
         setting=False,
     )
     log: Path | None = option(
         None,
-        "Append what happens, one JSON event a line.",
+        "Append one JSON event per line to this file.",
         group=FILES,
         setting=False,
         metavar="FILE.jsonl",
@@ -119,14 +119,18 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     )
 
     split: str | None = option(
-        None, "How documents are cut.", group=SPLITTING, choices=METHODS, instead="the store's own, else semantic"
+        None,
+        "How documents are split into chunks (passages).",
+        group=SPLITTING,
+        choices=METHODS,
+        instead="the store's own, else semantic",
     )
     chunk_tokens: int | None = option(
-        None, "Wanted length of a chunk in tokens.", group=SPLITTING, lowest=1, instead="the store's own, else 256"
+        None, "Target length of a chunk, in tokens.", group=SPLITTING, lowest=1, instead="the store's own, else 256"
     )
     min_chunk_tokens: int | None = option(
         None,
-        "Shortest chunk; 0 takes what suits the split.",
+        "Minimum length of a chunk, in tokens; 0 suits the split.",
         group=SPLITTING,
         synonyms=("--min-tokens",),
         lowest=0,
@@ -134,16 +138,16 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     )
     max_chunk_tokens: int | None = option(
         None,
-        "Longest chunk.",
+        "Maximum length of a chunk, in tokens.",
         group=SPLITTING,
         synonyms=("--max-tokens",),
         lowest=1,
-        instead="the wanted length",
+        instead="the target length",
     )
 
     level: str = option(
         "raw",
-        "Codec level to store at.",
+        "Compression level; raw stores exact KV.",
         group=STORING,
         setting="ingest_level",
         choices=WHOLE,
@@ -151,14 +155,14 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
     )
     store_dtype: str | None = option(
         None,
-        "Number format that KV is kept in, whatever computes it.",
+        "Number format of the stored KV.",
         group=STORING,
         choices=("bfloat16", "float16", "float32"),
         instead="the store's own, else 16 bits",
     )
     lead_in: str | None = option(
         None,
-        "What a chunk is prefilled after.",
+        "Tokens that the model reads before each chunk; see `kvtool help concepts`.",
         group=STORING,
         metavar=_LEAD_INS_SHOWN,
         suggest=LEAD_INS,

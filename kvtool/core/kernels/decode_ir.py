@@ -1,18 +1,108 @@
-"""LLVM IR of decoding: operations on heads and rows, attention over a cache, and the interpreter of programs."""
+"""Decoding as a program: a list of operations over buffers, which one compiled function runs from end to end.
+
+All threads run the same program. An operation divides its rows among them by their number; a barrier follows it where a
+later one reads what other threads wrote. What every thread computes for itself (a norm, whose sum is shorter than a
+barrier) is in memory of its own, `stride` bytes after that of the thread before. A step takes one token, or one of each
+of several sequences: a product takes those together and reads its weights once, other operations take them one by one.
+
+An operation is 16 words of 8 bytes: the address of its code, whether a barrier follows, then its fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvtool.core.kernels.decode_program import BLOCK, CONTEXT, FIELDS, HEADROOM, UNIT, WORDS
+import numpy as np
+
 from kvtool.core.kernels.linear.gemm_ir import product
 from kvtool.core.native import simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.builder import module as text_of
 from kvtool.core.native.isa import Isa
+from kvtool.core.native.jit import Function
+from kvtool.core.native.job import Job
 from kvtool.core.native.simd import each, exp, fma, inverse_rms, lanes_for, larger, largest, total
 from kvtool.core.native.threads import barrier
+
+WORDS = 16
+BLOCK = 128  # keys that one thread attends to at a time, for all heads that share them
+UNIT = 16  # rows that are not dealt out to different threads: their results share a cache line
+HEADROOM = 16  # floats before the sums of one block: its largest score, and the sum of its weights
+
+# What an operation is told, in the order of its words. Strides are bytes from one thread's memory to the next one's.
+FIELDS = {
+    # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on, and each of so many inputs, `pitch` numbers apart
+    "product": Job(
+        **dict.fromkeys(("data", "scales", "group_mins"), "ptr"),
+        **{"x": "float32*", "x_stride": "i64", "y": "float32*", "first": "i64", "rows": "i64", "columns": "i64"},
+        **dict.fromkeys(("inputs", "x_pitch", "y_pitch"), "i64"),
+    ),
+    # y = x / √(mean(x²) + ε) · weight, by every thread
+    "norm": Job(
+        **{"x": "float32*", "x_stride": "i64", "weight": "float*", "y": "float32*", "y_stride": "i64"},
+        **{"count": "i64", "epsilon": "float"},
+    ),
+    # y = a · y + b · x
+    "axpby": Job(x="float32*", x_stride="i64", y="float32*", count="i64", a="float", b="float"),
+    # y = act(y) · x
+    "gate": Job(x="float32*", y="float32*", count="i64"),
+    # y = scaled, rotated, normed x for each head
+    "queries": Job(
+        **{"x": "float32*", "x_stride": "i64", "weight": "float*", "epsilon": "float", "y": "float32*"},
+        **{"heads": "i64", "scale": "float", "cos": "float*", "sin": "float*"},
+    ),
+    # the same of the keys, and the values, into one row of the cache
+    "keys": Job(
+        **{"x": "float32*", "x_stride": "i64", "weight": "float*", "epsilon": "float", "values": "float32*"},
+        **{"heads": "i64", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "row": "i64"},
+        **{"cos": "float*", "sin": "float*"},
+    ),
+    # the sums of each block of keys, and of each head
+    "attend": Job(
+        **{"x": "float*", "key_cache": "ptr", "value_cache": "ptr", "capacity": "i64", "heads": "i64"},
+        **{"parts": "float*", "blocks": "i64", "seen": "i64"},
+    ),
+    # y = those of all blocks together
+    "combine": Job(parts="float*", blocks="i64", seen="i64", y="float*", heads="i64"),
+}
+# What the program is run with.
+CONTEXT = Job(operations="i64*", count="i64", threads="i64", taken="i64*", barrier="i64*")
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Operation of a program.
+
+    Attributes
+    ----------
+    code : name of the compiled function. `kind`: whose fields it takes, one of FIELDS.
+    barrier : whether the threads wait for each other behind it.
+    values : by field; pointers as addresses.
+    """
+
+    code: str
+    kind: str
+    values: Mapping[str, int | float]
+    barrier: bool = False
+
+
+def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.ndarray:
+    """Write a program as int64 `[operations, WORDS]`; `codes`: each compiled function by its name."""
+    program = np.zeros((len(operations), WORDS), np.int64)
+    for row, operation in zip(program, operations, strict=True):
+        row[0], row[1] = codes[operation.code].address, operation.barrier
+        fields = FIELDS[operation.kind].row(operation.values)
+        row[2 : 2 + len(fields)] = fields
+    return program
+
+
+def word(kind: str, field: str) -> int:
+    """The place of a field among its operation's words."""
+    return 2 + FIELDS[kind].places[field]
+
+
+# ---- LLVM IR of the operations --------------------------------------------------------------------------------------
 
 ARGUMENTS = "i64* op, i64* context, i64 thread, i64 threads"
 
@@ -38,11 +128,6 @@ def share(k: FunctionBuilder, count: Value, unit: int = 1) -> tuple[Value, Value
     return bounds[0], bounds[1] - bounds[0]
 
 
-def rows(k: FunctionBuilder, count: Value) -> tuple[Value, Value]:
-    """This thread's part of the rows of a product and of what follows it row by row."""
-    return share(k, count, UNIT)
-
-
 def tiles(count: int, most: int) -> Sequence[range]:
     """`count` things, at most so many at a time."""
     return [range(start, min(start + most, count)) for start in range(0, count, most)]
@@ -53,7 +138,7 @@ Write = Callable[[Value, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What the code of heads is made for.
+    """Sizes and formats that the code of heads is made for.
 
     Attributes
     ----------
@@ -74,64 +159,58 @@ def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
     rotary : how many numbers of a head, from the first, are rotated, in halves; even.
     """
     k, have = operation(isa, "queries", f"queries_{rotary}")
-    row = _Row(k, have, heads, rotary)
+    normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
     with k.loop(count, may_be_empty=True) as index:
         at = (first + index) * heads.dim
         out = have.y.at(at)
-        row.emit(have.x.at(at), lambda value, start: out.store(value * have.scale.splat(value.lanes), start))
+
+        def write(value: Value, start: int) -> None:
+            out.store(value * have.scale.splat(value.lanes), start)
+
+        _place_head(have, heads, rotary, normed, have.x.at(at), write)
     return k
 
 
 def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
     """The operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
     k, have = operation(isa, "keys", f"keys_{rotary}")
-    row = _Row(k, have, heads, rotary)
+    normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
     with k.loop(count, may_be_empty=True) as index:
         head = first + index
         place = (head * have.capacity + have.row) * heads.dim
         at = head * heads.dim
         key, value = (side.of(heads.cache).at(place) for side in (have.key_cache, have.value_cache))
-        row.emit(have.x.at(at), key.store)
+        _place_head(have, heads, rotary, normed, have.x.at(at), key.store)
         source, lanes = have["values"].at(at), lanes_for(k.width, heads.dim)
         for start in range(0, heads.dim, lanes):
             value.store(source.load(start, lanes), start)
     return k
 
 
-class _Row:
-    """One head's numbers on their way: normed, then rotated."""
+def _place_head(have: Fields, heads: Heads, rotary: int, normed: Value | None, source: Value, write: Write) -> None:
+    """Norm the head at `source`, if there is memory for that, and rotate it; `write(value, index)` gets the result."""
+    k = source.k
+    if normed:
+        lanes = lanes_for(k.width, heads.dim)
+        factor = inverse_rms(source, heads.dim, have.epsilon).splat(lanes)
+        for start in range(0, heads.dim, lanes):
+            normed.store(source.load(start, lanes) * factor * have.weight.load(start, lanes), start)
+        source = normed
+    lanes = lanes_for(k.width, rotary // 2)
+    for start in range(0, rotary, lanes):
+        write(_rotated(have, rotary // 2, lanes, source, start), start)
+    lanes = lanes_for(k.width, heads.dim - rotary, rotary)
+    for start in range(rotary, heads.dim, lanes):
+        write(source.load(start, lanes), start)
 
-    def __init__(self, k: FunctionBuilder, have: Fields, heads: Heads, rotary: int) -> None:
-        self._k, self._have, self._heads, self._rotary = k, have, heads, rotary
-        self._normed = k.alloca("float", heads.dim) if heads.normed else None
 
-    def emit(self, source: Value, write: Write) -> None:
-        """Emit all of it for the head at `source`; `write(value, index)` is handed the result."""
-        if self._normed:
-            self._norm(source, self._normed)
-            source = self._normed
-        rest = self._heads.dim - self._rotary
-        lanes = lanes_for(self._k.width, self._rotary // 2)
-        for start in range(0, self._rotary, lanes):
-            write(self._rotated(lanes, source, start), start)
-        lanes = lanes_for(self._k.width, rest, self._rotary)
-        for start in range(self._rotary, self._heads.dim, lanes):
-            write(source.load(start, lanes), start)
-
-    def _norm(self, source: Value, normed: Value) -> None:
-        lanes = lanes_for(self._k.width, self._heads.dim)
-        factor = inverse_rms(source, self._heads.dim, self._have.epsilon).splat(lanes)
-        for start in range(0, self._heads.dim, lanes):
-            normed.store(source.load(start, lanes) * factor * self._have.weight.load(start, lanes), start)
-
-    def _rotated(self, lanes: int, source: Value, start: int) -> Value:
-        """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
-        half = self._rotary // 2
-        other = source.load(start + half if start < half else start - half, lanes)
-        turned = (-other if start < half else other) * self._have.sin.load(start, lanes)
-        return fma(source.load(start, lanes), self._have.cos.load(start, lanes), turned)
+def _rotated(have: Fields, half: int, lanes: int, source: Value, start: int) -> Value:
+    """x · cos + y · sin, y being the number half a rotation further: negative in the first half."""
+    other = source.load(start + half if start < half else start - half, lanes)
+    turned = (-other if start < half else other) * have.sin.load(start, lanes)
+    return fma(source.load(start, lanes), have.cos.load(start, lanes), turned)
 
 
 def multiply_name(kind: str, height: int) -> str:
@@ -143,7 +222,7 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
     """The operation `multiply_KIND`, this thread's rows of a product, and what it calls; of `height` inputs."""
     function = product(isa, kind, height)
     k, have = operation(isa, "product", multiply_name(kind, height))
-    first, count = rows(k, have.rows)
+    first, count = share(k, have.rows, UNIT)
     first = have.first + first
     given = {"first": first, "last": first + count, "out": have.y}
     k.call_void(function.name, *(given[name] if name in given else have[name] for name in function.args.names))
@@ -165,7 +244,7 @@ def axpby(isa: Isa) -> FunctionBuilder:
         y = have.y.load(index, lanes) * have.a.splat(lanes)
         have.y.store(fma(have.x.load(index, lanes), have.b.splat(lanes), y), index)
 
-    first, count = rows(k, have.count)
+    first, count = share(k, have.count, UNIT)
     each(k, count, mix, first)
     return k
 
@@ -173,7 +252,7 @@ def axpby(isa: Isa) -> FunctionBuilder:
 def gate(isa: Isa, activation: str) -> FunctionBuilder:
     """The operation `gate`: y = act(y) · x, of this thread's rows."""
     k, have = operation(isa, "gate")
-    first, count = rows(k, have.count)
+    first, count = share(k, have.count, UNIT)
     simd.gate(have.y, have.x, count, activation, first)
     return k
 
@@ -201,7 +280,7 @@ def attend(isa: Isa, heads: Heads) -> FunctionBuilder:
 
 
 class _Block:
-    """One block of keys of one head."""
+    """Block of keys of one head."""
 
     def __init__(
         self, k: FunctionBuilder, heads: Heads, have: Fields, scores: Value, head: Value, block: Value
@@ -319,7 +398,7 @@ def _join(k: FunctionBuilder, dim: int, blocks: Value, slot: Callable[[Value], V
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """What the code of one model is made for.
+    """Shapes and kinds that the code of one model is made for.
 
     Attributes
     ----------

@@ -44,8 +44,23 @@ class CosSin:
         norm = self.cos.square() + self.sin.square()
         return CosSin(self.cos / norm, -self.sin / norm)
 
+    def fits(self, rows: int) -> bool:
+        """Return True if machine code, which knows no bounds, may read so many rows."""
+        cos, sin = self.cos, self.sin
+        return (
+            cos.dtype == sin.dtype == torch.float32
+            and cos.is_cpu
+            and sin.is_cpu
+            and cos.shape == sin.shape
+            and cos.stride() == sin.stride()
+            and cos.dim() == 3
+            and len(cos) == 1
+            and cos.shape[1] >= rows
+            and cos.stride(2) == 1
+        )
+
     def transposed(self) -> CosSin:
-        """What a rotation's transpose turns by: of gradients."""
+        """Return the angles of the transposed rotation, which gradients take."""
         return CosSin(self.cos, -self.sin)
 
 
@@ -80,14 +95,12 @@ class CopyWithRope:
     Attributes
     ----------
     to, numbers : `[heads, rows, head_dim]`; of the same format, or `to` is the wider one.
-    cos, sin : float32 `[rows, rotary_dim]`, of which the second half is like the first; the rest of a head stays.
-        None: all of it does.
+    table : of the rows; the second half of a row is like the first. The rest of a head stays; None: all of it does.
     """
 
     to: torch.Tensor
     numbers: torch.Tensor
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
+    table: CosSin | None = None
 
     @property
     def formats(self) -> tuple[torch.dtype, torch.dtype]:
@@ -96,7 +109,7 @@ class CopyWithRope:
 
     @property
     def fits(self) -> bool:
-        """Whether there is machine code for it: it knows no bounds."""
+        """Return True if there is machine code for it, which knows no bounds."""
         to, numbers = self.to, self.numbers
         return (
             to.shape == numbers.shape
@@ -106,34 +119,27 @@ class CopyWithRope:
             and to.is_cpu
             and numbers.is_cpu
             and not numbers.requires_grad
-            and (self._turns_fit() if self.cos is not None else numbers.shape[2] % _WIDTH == 0)
+            and self._rotary_dim_fits()
         )
 
-    def _turns_fit(self) -> bool:
-        cos, sin, (_, rows, head_dim) = self.cos, self.sin, self.numbers.shape
-        assert cos is not None
-        return (
-            sin is not None
-            and cos.dtype == sin.dtype == torch.float32
-            and cos.shape == sin.shape
-            and cos.stride() == sin.stride()
-            and cos.stride(1) == 1
-            and len(cos) == rows
-            and cos.shape[1] % (2 * _WIDTH) == 0 == (head_dim - cos.shape[1]) % _WIDTH
-            and cos.shape[1] <= head_dim
-            and cos.is_cpu
-            and sin.is_cpu
-        )
+    def _rotary_dim_fits(self) -> bool:
+        _, rows, head_dim = self.numbers.shape
+        if self.table is None:
+            return head_dim % _WIDTH == 0
+        width = self.table.cos.shape[-1]
+        whole = width % (2 * _WIDTH) == 0 == (head_dim - width) % _WIDTH
+        return whole and width <= head_dim and self.table.fits(rows) and self.table.cos.shape[1] == rows
 
     def job(self) -> list[int]:
-        """What machine code is told of it, in the order of its fields."""
+        """Return the words of its job, in the order of the fields."""
         to, numbers = self.to, self.numbers
         heads, rows, head_dim = numbers.shape
-        table, turned = [0, 0, 0], 0
-        if self.cos is not None and self.sin is not None:
-            table, turned = [self.cos.data_ptr(), self.sin.data_ptr(), self.cos.stride(0)], self.cos.shape[1]
+        table, width = [0, 0, 0], 0
+        if self.table is not None:
+            cos, sin = self.table.cos, self.table.sin
+            table, width = [cos.data_ptr(), sin.data_ptr(), cos.stride(1)], cos.shape[2]
         places = [numbers.data_ptr(), *numbers.stride()[:2], to.data_ptr(), *to.stride()[:2]]
-        return [*places, *table, heads, rows, turned // 2, head_dim - turned]
+        return [*places, *table, heads, rows, width // 2, head_dim - width]
 
 
 def rotate_halves_torch(heads: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
@@ -145,26 +151,11 @@ def rotate_halves_torch(heads: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
     return torch.cat([rotated.to(heads.dtype), heads[..., width:]], -1)
 
 
-def rotate_halves(to: torch.Tensor, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, isa: Isa) -> None:
-    """Write rotated keys to `to`, which may be `keys` itself: number i and its partner half a rotation further on.
-
-    In float32, each product and sum rounded as torch rounds them one by one, and the result once: the same bits as
-    x · cos + rotate_half(x) · sin.
-
-    Parameters
-    ----------
-    to, keys, cos, sin : as a `CopyWithRope` has them.
-
-    Raises
-    ------
-    ValueError : there is no machine code for these.
-    """
-    if not copy_with_rope([CopyWithRope(to, keys, cos, sin)], isa):
-        raise ValueError(f"no machine code rotates {tuple(keys.shape)} by {tuple(cos.shape)} into {tuple(to.shape)}")
-
-
 def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
     """Make all moves in one call, by the calling thread alone and without Python's lock.
+
+    In float32, each product and sum rounded as torch rounds them one by one, and the result once: the same bits as
+    x · cos + rotate_half(x) · sin. A move may be in place.
 
     Returns
     -------

@@ -1,4 +1,4 @@
-"""One layer's keys and values put into a prompt's buffers on a GPU, the keys rotated on their way, in one launch.
+"""Placing of a layer's keys and values in a prompt's buffers on a GPU, the keys rotated, in one launch.
 
 Where the numbers lie is told by a table of addresses, so that a layer of many segments takes no more launches than one.
 What stands in the table is checked here, on the host, before the kernel follows it.
@@ -44,7 +44,7 @@ class Side:
 
     @classmethod
     def of(cls, numbers: torch.Tensor, address: int | None = None) -> Side:
-        """Of a tensor, or of its bytes at another address."""
+        """Describe a tensor, or its bytes at another address."""
         return cls(numbers.data_ptr() if address is None else address, numbers.stride(0), numbers.stride(1))
 
 
@@ -59,7 +59,7 @@ class Piece:
 
 
 def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
-    """Whether a side `[kv_heads, tokens, head_dim]` can be told by a `Side`, for this buffer."""
+    """Return True if a `Side` can describe `[kv_heads, tokens, head_dim]` for this buffer."""
     return (
         numbers.ndim == 3
         and numbers.dtype == buffer.dtype
@@ -153,14 +153,14 @@ def _check_turns(cos: torch.Tensor, sin: torch.Tensor, stop: int, head_dim: int)
 
 
 def _aligned(table: npt.NDArray[np.int64], keys: torch.Tensor) -> bool:
-    """Whether rows of all segments may be read 16 bytes at a time."""
+    """Return True if rows of all segments may be read 16 bytes at a time."""
     size = keys.element_size()
     strides = table[:, (1, 2, 4, 5)] * size
     return not (table[:, (0, 3)] % _VECTOR).any() and not (strides % _VECTOR).any()
 
 
 def constants(heads: int, head_dim: int, half: int, aligned: bool) -> dict[str, Any]:
-    """What a kernel is compiled for."""
+    """Return the constants that a kernel is compiled for."""
     return {
         "HEADS": heads,
         "DIM": head_dim,

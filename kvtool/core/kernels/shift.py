@@ -1,7 +1,7 @@
-"""Shift: spans of rows moved as the probes among them have moved, in machine code; a row is read and written once.
+"""Shift of reused KV by the mean change of the recomputed rows (probes) of its chunk, in machine code.
 
-What probes hold is kept before they are written anew. Afterwards one call a layer takes their positions off what they
-have changed by, and adds the mean of it to the other rows of their run, rotated to these rows' positions.
+`keep` saves the probes before they are recomputed. Then `add` takes the positions off their changes and adds the mean
+to the other rows of the span, rotated to the positions of those; a row is read and written once.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from kvtool.core.kernels import FORMATS
-from kvtool.core.kernels.rope import CosSin, RopeTables
+from kvtool.core.kernels.rope import RopeTables
 from kvtool.core.native.builder import BYTES, STORED, Fields, FunctionBuilder, Value, module
 from kvtool.core.native.isa import Isa, isa_here
 from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import Job, WorkQueue
+from kvtool.core.native.job import Job, Jobs, WorkQueue, address
 from kvtool.core.native.simd import lanes_for, rotate, total
 from kvtool.core.native.threads import current
 
@@ -33,17 +33,16 @@ _ALONE = 2**16  # numbers; fewer are moved before a helper is there
 
 @dataclass(frozen=True, slots=True)
 class ShiftSpans:
-    """ShiftSpans of rows that do not overlap, each with probes among its rows.
+    """Spans of rows that do not overlap, each with probes among its rows.
 
     Attributes
     ----------
-    spans : int64 `[runs, 2]`, the first row of each and the one behind its last.
-    counts : int64 `[runs]`, how many probes each has, at least 1.
-    places : int64 `[probes]`, their rows, run by run.
-    factors : float32 `[rows]`, of all rows: how much of its run's offset each takes; one whose factor is 0 is not
-        touched.
-    table : of the positions of all rows up to the last one of a run.
-    back : takes their positions off the probes.
+    spans : int64 `[spans, 2]`, the first row of each and the one after its last.
+    counts : int64 `[spans]`, probes of each, at least 1.
+    places : int64 `[probes]`, their rows, span by span.
+    factors : float32 `[rows]`, the share of its span's offset that each row takes; rows of 0 are not touched.
+    table : of the positions of all rows up to the last one of a span.
+    back : takes the positions off the probes.
     """
 
     spans: Whole
@@ -55,13 +54,13 @@ class ShiftSpans:
 
     @property
     def widths(self) -> set[int]:
-        """How many numbers of a key its RoPEs rotate."""
+        """Return how many numbers of a key its RoPEs rotate."""
         tables = self.table.by_name, self.back.by_name
         return {angles.cos.shape[2] for table in tables for angles in table.values()}
 
     @property
     def fits(self) -> bool:
-        """Whether there is machine code for them: it knows no bounds."""
+        """Return True if there is machine code for them, which knows no bounds."""
         rows, probes = len(self.factors), len(self.places)
         return (
             self.places.dtype == torch.int64
@@ -69,9 +68,10 @@ class ShiftSpans:
             and self.places.is_contiguous()
             and _are_factors(self.factors, rows)
             and _are_spans(self.spans, rows)
-            and all(_is_table(angles, int(self.spans.max())) for angles in self.table.by_name.values())
-            and all(_is_table(angles, probes) for angles in self.back.by_name.values())
+            and all(angles.fits(int(self.spans.max())) for angles in self.table.by_name.values())
+            and all(angles.fits(probes) for angles in self.back.by_name.values())
             and len(self.widths) == 1
+            and max(self.widths) % 2 == 0
             and self.counts.shape == (len(self.spans),)
             and int(self.counts.min()) > 0
             and int(self.counts.sum()) == probes
@@ -83,34 +83,11 @@ def _are_factors(factors: torch.Tensor, rows: int) -> bool:
     return factors.dtype == torch.float32 and factors.shape == (rows,) and factors.is_contiguous() and factors.is_cpu
 
 
-def _is_table(angles: CosSin, least: int) -> bool:
-    cos, sin = angles.cos, angles.sin
-    return (
-        cos.dtype == sin.dtype == torch.float32
-        and cos.is_cpu
-        and sin.is_cpu
-        and cos.shape == sin.shape
-        and len(cos) == 1
-        and cos.shape[1] >= least
-        and cos.stride() == sin.stride()
-        and cos.stride(2) == 1
-        and cos.shape[2] % 2 == 0
-    )
-
-
 def _are_spans(spans: Whole, rows: int) -> bool:
     if spans.shape[1:] != (2,) or not len(spans):
         return False
     first, behind = spans[:, 0], spans[:, 1]
     return bool((first >= 0).all() and (first <= behind).all() and (behind <= rows).all())
-
-
-@dataclass(frozen=True, slots=True)
-class _Code:
-    """Of one shape: `keep` as the thread calls it that has Python's lock, `add` without the lock."""
-
-    keep: Callable[[int], None]
-    add: Function
 
 
 def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence[str | None]) -> ShiftKernel | None:
@@ -123,11 +100,11 @@ def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence
 
 
 class ShiftKernel:
-    """Moves the runs of one pass, layer after layer: `keep`, then `add` once the layer's rows are written.
+    """Moves the spans of one pass, layer by layer: `keep`, then `add` once the layer's rows are written.
 
     Parameters
     ----------
-    runs : ones that fit.
+    runs : spans that fit.
     layers : keys and values of each layer, `[heads, rows, head_dim]`, all laid out alike; changed in place.
     rotations : by which RoPE each layer's keys are rotated to their positions; None: by none.
 
@@ -141,37 +118,32 @@ class ShiftKernel:
         alike = len({_layout(side) for layer in layers for side in layer}) == 1
         if not (runs.fits and alike and _is_known(like, runs) and _lanes(isa, like.shape[2], max(runs.widths))):
             raise ValueError(f"no machine code moves rows of {like.dtype} {tuple(like.shape)}")
-        self._runs, self._layers, self._rotations = runs, layers, rotations
+        self._runs, self._rotations = runs, rotations
+        self._layers = [*layers]  # whose memory the jobs point to
         heads, _, head_dim = like.shape
         self._kept = torch.empty((2, heads, len(runs.places), head_dim), dtype=like.dtype)
         self._sums = torch.empty((len(layers), len(runs.spans), heads, 2), dtype=torch.float32)
-        self._told = _told(runs)
-        self._job = np.zeros(len(JOB), np.int64)
-        for name, value in self._known(like).items():
-            self._job[JOB.places[name]] = value
-        self._address = self._job.ctypes.data
-        self._plain, self._turned = (
+        first, behind = runs.spans[:, 0], runs.spans[:, 1]
+        # First row, rows, first probe and probes of each span.
+        self._told = np.stack([first, behind - first, runs.counts.cumsum() - runs.counts, runs.counts], 1)
+        self._jobs = Jobs(JOB, len(layers))
+        self._jobs.set(
+            **{"units": len(self._told) * heads, "heads": heads, "runs": address(self._told)},
+            **{"places": runs.places.data_ptr(), "probes": len(runs.places), "kept": self._kept.data_ptr()},
+            **{"head": like.stride(0), "row": like.stride(1), "sums": [sums.data_ptr() for sums in self._sums]},
+            **{side: [layer[at].data_ptr() for layer in layers] for at, side in enumerate(("keys", "values"))},
+        )
+        self._set_tables("", "table_row", runs.table)
+        self._set_tables("back_", "back_row", runs.back)
+        self._addresses = [address(row) for row in self._jobs.words]
+        (self._keep, self._plain), (_, self._turned) = (
             _compiled(isa, FORMATS[like.dtype], head_dim, half) for half in (0, max(runs.widths) // 2)
         )
         self._helped = like[:, : int(self._told[:, 1].sum())].numel() > _ALONE
 
-    def _known(self, like: torch.Tensor) -> dict[str, int]:
-        """What is the same in all layers."""
-        return {
-            "units": len(self._told) * len(like),
-            "heads": len(like),
-            "runs": self._told.ctypes.data,
-            "places": self._runs.places.data_ptr(),
-            "probes": len(self._runs.places),
-            "head": like.stride(0),
-            "row": like.stride(1),
-            "kept": self._kept.data_ptr(),
-        }
-
     def keep(self, layer: int) -> None:
         """Remember what a layer holds in the places of the probes."""
-        self._aim(layer)
-        self._plain.keep(self._address)
+        self._keep(self._addresses[layer])
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> torch.Tensor:
         """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
@@ -187,39 +159,27 @@ class ShiftKernel:
         factors = self._runs.factors if factors is None else factors
         if not _are_factors(factors, len(self._runs.factors)):
             raise ValueError(f"{factors.dtype} {tuple(factors.shape)} are no factors of these rows")
-        sums = self._sums[layer]
-        self._aim(layer)
-        self._job[JOB.places["next"]] = 0
-        self._job[JOB.places["factors"]] = factors.data_ptr()
-        self._job[JOB.places["sums"]] = sums.data_ptr()
+        job, where = self._jobs.words[layer], self._addresses[layer]
+        job[JOB.places["next"]], job[JOB.places["factors"]] = 0, factors.data_ptr()
         code, pool = self._plain if self._rotations[layer] is None else self._turned, current()
         # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
         if pool is not None and self._helped:
-            pool.run(code.add, self._address, torch.get_num_threads())
+            pool.run(code, where, torch.get_num_threads())
         else:
-            code.add(self._address)
-        return sums
+            code(where)
+        return self._sums[layer]
 
-    def _aim(self, layer: int) -> None:
-        keys, values = self._layers[layer]
-        self._job[JOB.places["keys"]] = keys.data_ptr()
-        self._job[JOB.places["values"]] = values.data_ptr()
-        if (name := self._rotations[layer]) is not None:
-            self._turn_by(self._runs.table.by_name[name], self._runs.back.by_name[name])
-
-    def _turn_by(self, angles: CosSin, back: CosSin) -> None:
-        for prefix, one in (("", angles), ("back_", back)):
-            self._job[JOB.places[f"{prefix}cos"]] = one.cos.data_ptr()
-            self._job[JOB.places[f"{prefix}sin"]] = one.sin.data_ptr()
-        self._job[JOB.places["table_row"]] = angles.cos.stride(1)
-        self._job[JOB.places["back_row"]] = back.cos.stride(1)
-
-
-def _told(runs: ShiftSpans) -> Whole:
-    """What machine code is told of each run: first row, rows, first probe, probes."""
-    first, behind = runs.spans[:, 0], runs.spans[:, 1]
-    told: Whole = np.stack([first, behind - first, runs.counts.cumsum() - runs.counts, runs.counts], 1)
-    return told
+    def _set_tables(self, prefix: str, row: str, tables: RopeTables) -> None:
+        """Set each layer's table; the code of a layer without rotation reads none."""
+        default = next(iter(tables.by_name))
+        own = [tables.by_name[default if name is None else name] for name in self._rotations]
+        self._jobs.set(
+            **{
+                f"{prefix}cos": [one.cos.data_ptr() for one in own],
+                f"{prefix}sin": [one.sin.data_ptr() for one in own],
+            },
+            **{row: [one.cos.stride(1) for one in own]},
+        )
 
 
 def _layout(rows: torch.Tensor) -> tuple[object, ...]:
@@ -237,18 +197,18 @@ def _is_known(rows: torch.Tensor, runs: ShiftSpans) -> bool:
 
 
 def _lanes(isa: Isa, head_dim: int, rotated: int) -> int:
-    """How many numbers are handled together; 0: the shape is not one for registers."""
+    """Return how many numbers are handled together; 0: the shape does not fit registers."""
     lanes = lanes_for(isa.width, rotated // 2, head_dim - rotated)
     return lanes if lanes >= _LEAST else 0
 
 
 @cache
-def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> _Code:
-    """The machine code of one shape, compiled at its first use."""
+def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> tuple[Callable[[int], None], Function]:
+    """`keep` as the thread calls it that has Python's lock, and `add` without the lock, of one shape."""
     text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
     keep, add = compiled(text, isa, "keep", "add")
     # What is copied is little: who gave up Python's lock for it might wait for it longer than that takes.
-    return _Code(ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep.address), add)
+    return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep.address), add
 
 
 # Strides in numbers. A unit is one head of one run.

@@ -13,18 +13,17 @@ from typing import Any
 
 import torch
 
+from kvtool.core.kernels import COMPUTED
 from kvtool.core.kernels.attention.params import AttentionParams
-from kvtool.core.kernels.layer.cpu import ELEMENTS, LayerKernels, Rounding, layer_kernels
-from kvtool.core.kernels.linear.modules import PackedLinear
-from kvtool.core.kernels.linear.onednn import ReorderedLinear
+from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
+from kvtool.core.kernels.linear.modules import SmallBatchLinear
 from kvtool.core.model.attention import IMPLEMENTATION, QueryRows
 from kvtool.core.model.kinds import angles_of
 from kvtool.core.model.modules import Swapped, cache_name, own_class, swap, swapped_by
 from kvtool.core.model.spec import LayerSpec, ModelSpec, NormSpec, Projection, UnsupportedArchitecture, check_trial
 from kvtool.core.model.stack import DecoderStack
-from kvtool.core.native.isa import ISAS, isa_here
+from kvtool.core.native.isa import isa_here
 
-_BY_ROWS = (PackedLinear, ReorderedLinear)  # whose products of few rows have a way of their own
 _TRIED = 3  # rows that both ways compute of a layer before the fused one is taken
 _installing = threading.Lock()
 
@@ -181,7 +180,7 @@ def _products(parts: Sequence[Projection], rows: torch.Tensor) -> Sequence[torch
 
 def _product(linear: Any, rows: torch.Tensor) -> torch.Tensor:
     """Multiply by a linear layer, in the way that is fast for few rows where its weight is kept for that."""
-    by_rows = isinstance(linear, _BY_ROWS) and not _is_touched(linear)
+    by_rows = isinstance(linear, SmallBatchLinear) and not _is_touched(linear)
     out: torch.Tensor = linear.rows_product(rows) if by_rows else linear(rows)
     return out
 
@@ -205,7 +204,7 @@ def in_team(layer: torch.nn.Module, count: int, rows: Any) -> bool:
 
 
 def _is_in_team(linear: Any, count: int, dtype: torch.dtype) -> bool:
-    return isinstance(linear, _BY_ROWS) and "forward" not in vars(linear) and linear.in_team(count, dtype)
+    return isinstance(linear, SmallBatchLinear) and "forward" not in vars(linear) and linear.in_team(count, dtype)
 
 
 def _weighed(norms: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -241,15 +240,14 @@ def _kernels_for(stack: DecoderStack, spec: ModelSpec) -> LayerKernels:
     isa = isa_here()
     if isa is None:
         raise UnsupportedArchitecture("there is no machine code for this CPU")
-    if stack.device != "cpu" or stack.dtype not in ELEMENTS:
+    if stack.device != "cpu" or stack.dtype not in COMPUTED:
         raise UnsupportedArchitecture(f"{stack.dtype} on {stack.device}")
     spec.check_halves()
     first = {norm.rounds_first for layer in spec.layers for norm in layer.norms if norm.is_rms} or {True}
     if len(first) > 1:
         raise UnsupportedArchitecture("norms that round at different places")
     rounding = Rounding(norm_first=first.pop(), rope_in_float32=spec.rope_in_float32)
-    name = next(name for name, one in ISAS.items() if one is isa)
-    return layer_kernels(name, stack.dtype, spec.activation, rounding)
+    return layer_kernels(isa, stack.dtype, spec.activation, rounding)
 
 
 def _try_each_kind(stack: DecoderStack, layers: Sequence[FusedDecoderLayer]) -> None:

@@ -27,7 +27,7 @@ _MOST_BYTES = 1 << 16  # of a file with an instruction
 class NetworkOptions(Options):
     """The option of staying offline."""
 
-    offline: bool = option(False, "Never touch the network.", group=MODEL)
+    offline: bool = option(False, "Never use the network.", group=MODEL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class ModelOptions(NetworkOptions):
     )
     device: str = option(
         "auto",
-        "Where to compute.",
+        "The device that computes.",
         group=MODEL,
         metavar="auto|cpu|cuda[:N]|mps",
         suggest=("auto", "cpu", "cuda", "mps"),
         pattern=r"auto|cpu|mps|cuda(:\d+)?",
     )
     dtype: str = option(
-        "auto", "Number format to compute in.", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
+        "auto", "The number format to compute in.", group=MODEL, choices=("auto", "float32", "bfloat16", "float16")
     )
 
 
@@ -54,13 +54,13 @@ def system_option(group: str) -> str | None:
     """Declare the instruction: in Python its text; elsewhere its text, or `@` and a file that holds it."""
     return option(
         None,
-        "The instruction that the prompt begins with.",
+        "The instruction at the start of the prompt.",
         group=group,
         metavar="TEXT|@FILE",
         unit="text",
         check=lambda text: "" if text.strip() else "is empty",
         read=system_text,
-        instead=f"the store's own; of a new one: {DEFAULT_SYSTEM}",
+        instead="the store's own",
     )
 
 

@@ -17,7 +17,6 @@ from kvtool.core.kernels.rope import (
     CosSin,
     RopeTables,
     copy_with_rope,
-    rotate_halves,
     rotate_halves_torch,
 )
 from kvtool.core.kernels.rope_triton import Piece, Side
@@ -200,10 +199,7 @@ class Rotary:
 
     def _turned(self, turn: RopeJob, layer: int) -> CopyWithRope:
         out, keys, table = turn
-        angles = self.angles(table, layer)
-        if angles is None:
-            return CopyWithRope(out[0], keys[0])
-        return CopyWithRope(out[0], keys[0], angles.cos[0], angles.sin[0])
+        return CopyWithRope(out[0], keys[0], self.angles(table, layer))
 
     def _place_one(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
         if keys.dtype != out.dtype:
@@ -279,10 +275,9 @@ class Rotary:
         keys = _drawn(key_dim)
         out = torch.empty_like(keys)
         alike = all(torch.equal(*side.chunk(2, -1)) for side in (angles.cos, angles.sin))
-        if not alike or not CopyWithRope(out[0], keys[0], angles.cos[0], angles.sin[0]).fits:
-            return False
         try:
-            rotate_halves(out[0], keys[0], angles.cos[0], angles.sin[0], isa)
+            if not alike or not copy_with_rope([CopyWithRope(out[0], keys[0], angles)], isa):
+                return False
         except RuntimeError:  # llvmlite has no code for this machine
             return False
         return torch.equal(out, self._by_model(keys, angles))

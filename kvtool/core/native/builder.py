@@ -478,7 +478,7 @@ class Loop(Scope):
 
 
 class When(Scope):
-    """What is only done where a condition holds; as a context it changes no values."""
+    """Instructions that run only where a condition holds; as a context they change no values."""
 
     def __init__(self, k: FunctionBuilder, condition: Value, otherwise: Sequence[Value]):
         self._k, self._otherwise = k, otherwise

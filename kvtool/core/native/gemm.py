@@ -24,7 +24,7 @@ F32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What stays in registers: rows, and vectors of so many columns each.
+    """Tile of sums that stays in registers: rows, and vectors of so many columns each.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Tile:
 
     @property
     def features(self) -> str:
-        """What the CPU must have beyond its instruction set."""
+        """Return the features that the CPU must have in addition to its instruction set."""
         return AVX512_BF16.extra if self.pairs else ""
 
 

@@ -13,18 +13,22 @@ from typing import Any
 from kvtool.core.common.arithmetic import ARM, FEATURES, cpu_features
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Isa:
-    """An instruction set: i32 lanes handled together, LLVM's name of the CPU, and the features it must have.
+    """An instruction set: its name, i32 lanes handled together, LLVM's name of the CPU, and features it must have.
 
     The CPU is a named level, not the host: the same code everywhere, and an old CPU's code can be tested on a new one.
     Without a name it is the least of its architecture.
     """
 
+    name: str
     width: int
     cpu: str
     features: frozenset[str] = frozenset()
     extra: str = ""
+
+    def __repr__(self) -> str:
+        return self.name
 
     @property
     def converts_float16(self) -> bool:
@@ -35,12 +39,12 @@ class Isa:
 _V3 = frozenset("avx avx2 bmi bmi2 f16c fma lzcnt movbe popcnt".split())
 _V4 = _V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl avx512vbmi2".split())
 
-AVX512 = Isa(16, "x86-64-v4", _V4, "+avx512vbmi2")
-AVX2 = Isa(8, "x86-64-v3", _V3)
-AVX512_BF16 = Isa(16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
-NEON = Isa(8, "generic", frozenset({"neon"}))  # two registers of four lanes: LLVM splits vectors
-SCALAR = Isa(8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
-ISAS = {"avx512": AVX512, "avx2": AVX2, "neon": NEON, "scalar": SCALAR}  # best first
+AVX512 = Isa("avx512", 16, "x86-64-v4", _V4, "+avx512vbmi2")
+AVX2 = Isa("avx2", 8, "x86-64-v3", _V3)
+AVX512_BF16 = Isa("avx512bf16", 16, "x86-64-v4", _V4 | {"avx512bf16"}, "+avx512vbmi2,+avx512bf16")
+NEON = Isa("neon", 8, "generic", frozenset({"neon"}))  # two registers of four lanes: LLVM splits vectors
+SCALAR = Isa("scalar", 8, "")  # lookups one by one; LLVM splits the arithmetic around them into what the CPU has
+ISAS = {isa.name: isa for isa in (AVX512, AVX2, NEON, SCALAR)}  # best first
 _FORBIDDEN = {"default": ("avx512", "avx2"), "avx2": ("avx512",)}  # by what torch's own kernels are held to
 
 
@@ -81,17 +85,17 @@ def runnable() -> tuple[str, ...]:
     return tuple(name for name, isa in ISAS.items() if isa.features <= host)
 
 
-def best_isa() -> str | None:
+def best_isa() -> Isa | None:
     """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`); None:
     there is no machine code here."""
     forbidden = _FORBIDDEN.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
-    return next((name for name in runnable() if name not in forbidden), None)
+    return next((ISAS[name] for name in runnable() if name not in forbidden), None)
 
 
 def isa_here() -> Isa | None:
     """Return the best instruction set with vectors, for kernels that without them would be slower than torch's; None:
     there is none."""
-    isa = ISAS.get(best_isa() or "")
+    isa = best_isa()
     return None if isa is SCALAR else isa
 
 

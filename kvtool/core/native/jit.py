@@ -100,7 +100,7 @@ def compile_once(make: Callable[..., R]) -> Callable[..., R]:
 
 
 def _compiler(binding: Any) -> tuple[str, ...]:
-    """What makes other code of the same text."""
+    """Return the versions and options that change the code of a text."""
     version = ".".join(map(str, binding.llvm_version_info))
     return importlib.metadata.version("llvmlite"), version, str(_OPTIMISATION)
 
@@ -150,7 +150,7 @@ def keep_code(key: str, code: bytes) -> None:
 
 
 def _folder(make: bool) -> Path | None:
-    """Where code is kept; None where there is no such folder that is the user's alone."""
+    """Return the folder of kept code; None if there is none that only the user may write to."""
     try:
         folder = cache_dir() / "native"
         if make:
@@ -162,7 +162,7 @@ def _folder(make: bool) -> Path | None:
 
 
 def _is_ours(found: os.stat_result) -> bool:
-    """Whether it belongs to this user, and no other can write to it. Windows keeps its folders by other means."""
+    """Return True if it belongs to this user and no other can write to it. Windows protects folders by other means."""
     if not hasattr(os, "geteuid"):
         return True
     return found.st_uid == os.geteuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -7,7 +7,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,10 +18,11 @@ LINE = 64  # bytes of a cache line
 _WORD = 8  # bytes of a field
 JOBS = "i64* jobs, i64 number"  # arguments of a function that does several
 _own = threading.local()
+Packed: TypeAlias = "ctypes.Array[ctypes.c_int64]"
 
 
 class Job:
-    """What machine code is told: fields of 8 bytes each.
+    """Arguments of machine code in memory: fields of 8 bytes each.
 
     Parameters
     ----------
@@ -58,8 +59,8 @@ class Job:
             raise ValueError(f"a job has {', '.join(self.fields)}")
         return [word(kind, values[name]) for name, kind in self.fields.items()]
 
-    def pack(self, **values: int | float) -> ctypes.Array[ctypes.c_int64]:
-        """One job in memory; raises as `row` does."""
+    def pack(self, **values: int | float) -> Packed:
+        """Write one job to memory; raises as `row` does."""
         return (ctypes.c_int64 * len(self))(*self.row(values))
 
 

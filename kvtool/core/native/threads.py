@@ -1,9 +1,8 @@
-"""A pool of threads for machine code, the same on every system; next to products of torch's, torch's own OpenMP.
+"""A pool of threads for machine code on every system, and torch's own OpenMP between products of torch.
 
-OpenMP's team ends when every thread of it has come by, also one that the system has not let run: where a loader, or
-another program, has that core, each of a pass's 200 jobs waits for the scheduler. In a pool the caller does all of a
-job that no helper takes. But torch's threads spin for a while after a product of torch's, on the cores that helpers
-would need: between such products OpenMP is the one to ask, where torch has it.
+An OpenMP team ends when its last thread does: where a loader or another program has that core, each of a pass's 200
+jobs waits for the scheduler. In a pool the caller does all of a job that no helper takes. But after a product of torch
+its threads spin for a while on the cores that helpers would need: between such products OpenMP is faster.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from ctypes import addressof
 from functools import cache
 from pathlib import Path
 
@@ -24,11 +24,11 @@ import numpy as np
 from kvtool.core.common.arithmetic import ARM, X86
 from kvtool.core.native.builder import FunctionBuilder, Value, module
 from kvtool.core.native.isa import ISAS, NEON, SCALAR, Isa, runnable
-from kvtool.core.native.jit import Function, compiled
-from kvtool.core.native.job import LINE, aligned
+from kvtool.core.native.jit import Function, compile_once, compiled
+from kvtool.core.native.job import LINE, Packed, aligned
 
-# What a pool's threads share, in words of 8 bytes: the caller writes the first line of the cache, helpers the second.
-# `turn` is odd while a job is open, which has so many `places` for helpers; `over` ends them.
+# Words of 8 bytes that a pool's threads share: the caller writes the first cache line, helpers the second. `turn` is
+# odd while a job is open, which takes `places` helpers; `over` ends them.
 _WORDS_OF = "turn function job places over yields waits posts inside entered asleep semaphore".split()
 _AT = {name: place for place, name in enumerate(_WORDS_OF)}
 _WORDS = LINE // 8
@@ -39,7 +39,7 @@ _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
 
 
 class ThreadPool:
-    """Threads that help a caller with one job after the other. They spin for a while after each, then they sleep.
+    """Threads that help a caller with its jobs. They spin for a while after each job, then they sleep.
 
     Parameters
     ----------
@@ -65,7 +65,7 @@ class ThreadPool:
             raise
 
     def _worker(self) -> None:
-        """Help until the pool ends. The thread holds the control block meanwhile: nobody waits for its end."""
+        """Help until the pool ends; the thread keeps the control block alive, since nobody waits for its end."""
         self._code["worker"](self._control_address)
 
     def run(self, function: Function, job: int, threads: int) -> None:
@@ -93,7 +93,7 @@ def current() -> ThreadPool | None:
 
 @contextlib.contextmanager
 def use_pool(threads: int) -> Iterator[ThreadPool | None]:
-    """Have a pool for the calling thread's jobs inside; where it has one already, or none can be had, all stays so."""
+    """Give the calling thread a pool inside, unless it has one already or none can be made."""
     pool = None if threads < 2 or current() is not None else _taken(threads - 1)
     if pool is None:
         yield current()
@@ -119,7 +119,7 @@ def _taken(helpers: int) -> ThreadPool | None:
     return None
 
 
-def launch(function: Function, job: int, threads: int = 1) -> None:
+def launch(function: Function, job: Packed, threads: int = 1) -> None:
     """Call `void function(ptr job)` in at most so many threads at once and return when all have ended.
 
     There may be fewer of them: a function takes its share of the work from a counter in its job. The GIL is free
@@ -127,24 +127,24 @@ def launch(function: Function, job: int, threads: int = 1) -> None:
 
     Parameters
     ----------
-    job : its address.
+    job : as `Job.pack` makes it.
     """
     pool, team = current(), openmp() if threads > 1 else None
     if threads < 2:
-        function(job)
+        function(addressof(job))
     elif pool is not None or team is None:
         launch_in_pool(function, job, threads)
     else:
-        team(function.address, job, threads, 0)
+        team(function.address, addressof(job), threads, 0)
 
 
-def launch_in_pool(function: Function, job: int, threads: int) -> None:
+def launch_in_pool(function: Function, job: Packed, threads: int) -> None:
     """Launch without OpenMP: for what no product of torch's is next to."""
     with use_pool(threads) as pool:
         if pool is None:
-            function(job)
+            function(addressof(job))
         else:
-            pool.run(function, job, threads)
+            pool.run(function, addressof(job), threads)
 
 
 @contextlib.contextmanager
@@ -199,20 +199,18 @@ def openmp() -> Callable[[int, int, int, int], None] | None:
 def _system() -> dict[str, int]:
     """Addresses of what lets other threads run, and of what waits for a semaphore and posts to it; none: unknown.
 
-    They are called alike, `yields()`, `waits(semaphore, -1)` and `posts(semaphore, 1, null)`: which of these a system's
-    function does not take, it does not look at.
+    All are called alike, `yields()`, `waits(semaphore, -1)` and `posts(semaphore, 1, null)`: a function ignores
+    arguments that it does not take.
     """
-    if sys.platform == "win32":
-        names = {"yields": "SwitchToThread", "waits": "WaitForSingleObject", "posts": "ReleaseSemaphore"}
-    elif sys.platform == "darwin":  # whose semaphores of POSIX have names
-        names = {"yields": "sched_yield", "waits": "dispatch_semaphore_wait", "posts": "dispatch_semaphore_signal"}
-    else:
-        names = {"yields": "sched_yield", "waits": "sem_wait", "posts": "sem_post"}
+    names = {
+        "win32": ("SwitchToThread", "WaitForSingleObject", "ReleaseSemaphore"),
+        "darwin": ("sched_yield", "dispatch_semaphore_wait", "dispatch_semaphore_signal"),  # POSIX's have names there
+    }.get(sys.platform, ("sched_yield", "sem_wait", "sem_post"))
     try:
-        found = {name: ctypes.cast(getattr(_library(), it), ctypes.c_void_p).value or 0 for name, it in names.items()}
+        found = [ctypes.cast(getattr(_library(), name), ctypes.c_void_p).value or 0 for name in names]
     except (OSError, AttributeError):
         return {}
-    return found
+    return dict(zip(("yields", "waits", "posts"), found, strict=True))
 
 
 def _library() -> ctypes.CDLL:
@@ -220,31 +218,22 @@ def _library() -> ctypes.CDLL:
 
 
 def _new_semaphore(memory: int) -> int:
-    """What the system knows a new semaphore by. It is never given back: pools last as long as their process."""
-    if sys.platform == "win32":
-        create = _library().CreateSemaphoreW
-        create.restype = ctypes.c_void_p
-        return int(create(None, 0, 2**31 - 1, None) or 0)
-    if sys.platform == "darwin":
-        create = _library().dispatch_semaphore_create
-        create.restype = ctypes.c_void_p
-        return int(create(ctypes.c_long(0)) or 0)
-    _library().sem_init(ctypes.c_void_p(memory), 0, 0)
-    return memory
+    """Make a semaphore, for as long as the process lives; on Linux in this memory."""
+    if sys.platform not in ("win32", "darwin"):
+        _library().sem_init(ctypes.c_void_p(memory), 0, 0)
+        return memory
+    library = _library()
+    create = library.CreateSemaphoreW if sys.platform == "win32" else library.dispatch_semaphore_create
+    create.restype = ctypes.c_void_p
+    arguments = (None, 0, 2**31 - 1, None) if sys.platform == "win32" else (ctypes.c_long(0),)
+    return int(create(*arguments) or 0)
 
 
 # ---- machine code ------------------------------------------------------------------------------------------------
 
-_compiling = threading.Lock()
 
-
+@compile_once
 def _code() -> dict[str, Function]:
-    with _compiling:
-        return _compiled()
-
-
-@cache
-def _compiled() -> dict[str, Function]:
     isa = ISAS[runnable()[-1]]
     names = ("submit", "worker", "nothing")
     return dict(zip(names, compiled(pool_module(isa), isa, *names), strict=True))
@@ -280,7 +269,7 @@ def _submit(isa: Isa) -> FunctionBuilder:
 def _worker(isa: Isa) -> FunctionBuilder:
     """Take part in each job once, until all is over.
 
-    Who is inside is waited for: a helper that finds the turn unchanged when it is inside may read what the job is.
+    `submit` waits for those inside: a helper that finds the turn unchanged once inside may read the job.
     """
     k = FunctionBuilder("worker", isa, "i64* control_block")
     at = _places(k.args.control_block)
@@ -369,7 +358,7 @@ def atomic_load(pointer: Value) -> Value:
 
 
 def _pause(k: FunctionBuilder) -> None:
-    """Leave the core's units to the thread that shares it: one that spins without takes a fifth of that one's speed."""
+    """Leave the core's units to the thread that shares it, which spinning without would slow by a fifth."""
     if k.isa is NEON or (k.isa is SCALAR and platform.machine() in ARM):
         k.call_void("llvm.aarch64.isb", k.constant("i32", 15))  # `yield` does nothing on most CPUs
     elif platform.machine() in X86:

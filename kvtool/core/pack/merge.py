@@ -56,7 +56,7 @@ def merge(
             reports.append(_take_store(path, source, trust or Trust(), lock_wait, max_size, events))
         else:
             reports.append(take(path, source, trust=trust, lock_wait=lock_wait, max_size=max_size, events=events))
-        reports[-1].direction = "merge"
+        reports[-1].direction = "import"
     return reports
 
 

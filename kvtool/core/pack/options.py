@@ -13,9 +13,9 @@ from kvtool.core.remote.options import MOVED, SignOptions, TrustOptions, levels_
 class ExportOptions(SignOptions, settings=False, group=MOVED):
     """Options of what a pack holds."""
 
-    only: tuple[str, ...] = option((), "Only the files of these documents.", metavar="PATH|GLOB|ID", instead="all")
+    only: tuple[str, ...] = option((), "Export only these documents.", metavar="PATH|GLOB|ID", instead="all")
     levels: tuple[str, ...] = levels_option()
-    force: bool = option(False, "Replace a file that is there.")
+    force: bool = option(False, "Replace an existing file.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,19 +38,21 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         the mode's own.
     """
 
-    max_tokens: int = option(256, "Longest answer in tokens.", group=ANSWER, lowest=1)
+    max_tokens: int = option(256, "Maximum length of the answer, in tokens.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
     stop_repeats: bool = option(
-        True, "End an answer where it repeats itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
+        True, "End an answer when it starts to repeat itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
     )
-    temperature: float = option(0.0, "Sampling temperature; 0 is greedy.", group=ANSWER, lowest=0, highest=2)
-    seed: int = option(0, "Seed of the sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
-    force: bool = option(False, "Answer although the gate refuses.", group=ANSWER, setting=False)
+    temperature: float = option(
+        0.0, "Sampling temperature; 0 always takes the most likely token.", group=ANSWER, lowest=0, highest=2
+    )
+    seed: int = option(0, "Seed of the random numbers for sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
+    force: bool = option(False, "Answer even if this model failed the self-check.", group=ANSWER, setting=False)
 
-    top_k: int = option(5, "How many chunks to find at most.", group=CHUNKS, lowest=1)
+    top_k: int = option(5, "Maximum number of chunks (passages) to retrieve.", group=CHUNKS, lowest=1)
     min_score: float = option(
         0.7,
-        "Share of the best match below which a chunk is cut, unless it adds words of the question; 0 cuts none.",
+        "Drop chunks that score below this share of the best one and add no word of the question; 0 drops none.",
         group=CHUNKS,
         lowest=0,
         highest=1,
@@ -60,45 +62,45 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
     retriever: str = option(
         "auto",
-        "How chunks are found; auto: by words and, where there are vectors, by meaning.",
+        "Search by words (bm25), by meaning (dense) or by both; auto uses what the store has.",
         group=CHUNKS,
         choices=("auto", "bm25", "dense", "hybrid"),
     )
     embedder: str | None = embedder_option(CHUNKS)
     order: str = option(
         "best-last",
-        "How found chunks stand in the prompt; with --defer, in each round.",
+        "Order of the retrieved chunks in the prompt; with --defer, of each round.",
         group=CHUNKS,
         choices=("relevance", "best-last", "document"),
     )
 
     fusion: str | None = option(
         None,
-        "How cached chunks become one prompt.",
+        "How the stored KV of several chunks is combined; see `kvtool help concepts`.",
         group=FUSION,
         choices=FUSIONS,
-        instead="union; of a model that keeps states prefix",
+        instead="union, or prefix for recurrent models",
         several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` holds several against each other",
     )
     ratio: float = option(
-        0.15, "Share of the cached tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
+        0.15, "Share of the stored tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
     )
-    link_tokens: int = option(16, "Tokens of every chunk that `epic` recomputes.", group=FUSION, lowest=0)
+    link_tokens: int = option(16, "Number of tokens that `epic` recomputes in every chunk.", group=FUSION, lowest=0)
     link: str = option(
-        "initial", "Where in a chunk they stand.", group=FUSION, choices=("initial", "final", "boundary")
+        "initial", "Where in a chunk these tokens are.", group=FUSION, choices=("initial", "final", "boundary")
     )
     shift: bool = option(
         True,
-        "Move reused rows as the recomputed ones of their chunk have moved.",
+        "Shift the reused KV of a chunk by the average change of its recomputed tokens.",
         group=FUSION,
         flag="--shift/--no-shift",
     )
     level: str = option(
-        "auto", "Codec level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
+        "auto", "Compression level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
     )
     keep_states: int = option(
         4 * 10**9,
-        "What the store may hold of answered prompts, of a model that keeps states; 0 keeps nothing.",
+        "Space in the store for the prompts of recurrent models; 0 stores none.",
         group=FUSION,
         unit="size",
         lowest=0,
@@ -106,14 +108,14 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
     max_loss: float = option(
         MAX_LOSS,
-        "What the level `auto` may lose, in nats a token of the answer.",
+        "Maximum loss of the level `auto`, in nats per token of the answer.",
         group=FUSION,
         lowest=0,
     )
 
     audit: float = option(
         0.0,
-        "Share of the questions that are answered once more in full, after the answer, to see how far it is from that.",
+        "Share of the questions to answer again by full recompute, as a check.",
         group=INSIDE,
         unit="percentage",
         lowest=0,
@@ -122,33 +124,33 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     explain: bool = option(False, "Show which tokens were recomputed, and why.", group=INSIDE, setting=False)
     token_ids: bool = option(False, "Add the prompt's token ids to the JSON.", group=INSIDE, setting=False)
 
-    defer: bool = option(False, "Load more chunks only when the answer is unsure.", group=DEFER)
-    defer_first: int = option(2, "How many chunks --defer loads first.", group=DEFER, lowest=1)
+    defer: bool = option(False, "Load more chunks only if the model is unsure of the answer.", group=DEFER)
+    defer_first: int = option(2, "Number of chunks that --defer loads first.", group=DEFER, lowest=1)
     defer_threshold: float = option(
-        0.6, "How sure --defer has to be.", group=DEFER, lowest=0
+        0.6, "Confidence at which --defer stops loading.", group=DEFER, lowest=0
     )  # samples/results/deferred-loading.md
 
     slo_ms: float | None = option(
         None,
-        "The time to the first token that is aimed at: what comes from a shared store, and how fine, follows from it.",
+        "Target time to the first token. Decides which chunks a shared store sends, and at which level.",
         group=LINK,
         metavar="MS",
         lowest=1,
     )
     load_timeout: float = option(  # seconds: what no disk takes for a megabyte unless something is wrong with it
         10.0,
-        "How long reading one record may take; its chunk is computed instead.",
+        "Maximum time to read one record; after it, the chunk is recomputed.",
         group=LINK,
         metavar="SECONDS",
         unit="duration",
         lowest=0.001,
     )
     stream_predictor: str = option(
-        DEFAULT_PREDICTOR, "How the link to a shared store is predicted.", group=LINK, choices=PREDICTORS
+        DEFAULT_PREDICTOR, "How the speed of the link to a shared store is predicted.", group=LINK, choices=PREDICTORS
     )
     stream_margin: float = option(
         DEFAULT_MARGIN,
-        "Share of the predicted bandwidth that is not counted on.",
+        "Share of the predicted bandwidth to keep in reserve.",
         group=LINK,
         unit="percentage",
         lowest=0,
@@ -235,8 +237,8 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 class ChunkChoice(Options, settings=False, group=CHUNKS):
     """Options that name the chunks of a question's prompt; without them, chunks are retrieved."""
 
-    chunks: tuple[str, ...] = option((), "Use these chunks, in this order.", metavar="ID|PATH:LINE")
-    documents: tuple[str, ...] = option((), "Use all chunks of these documents.", metavar="PATH")
+    chunks: tuple[str, ...] = option((), "Use these chunks in this order; search for none.", metavar="ID|PATH:LINE")
+    documents: tuple[str, ...] = option((), "Use all chunks of these documents; search for none.", metavar="PATH")
 
     def check(self) -> None:
         """Refuse both at once."""

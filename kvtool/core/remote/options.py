@@ -23,7 +23,7 @@ class RemoteOptions(Options, sections=("query",)):
 
     remote_timeout: float = option(
         TIMEOUT,
-        "How long a shared store may take for a value before it counts as gone.",
+        "Maximum wait for an answer of a shared store.",
         group=STORE,
         metavar="SECONDS",
         unit="duration",
@@ -35,7 +35,7 @@ def levels_option() -> tuple[str, ...]:
     """Levels of the KV that is moved; empty: all."""
     return option(
         (),
-        "Only KV of these levels.",
+        "Copy only KV of these levels.",
         group=MOVED,
         flag="--level",
         setting=False,
@@ -49,7 +49,7 @@ def levels_option() -> tuple[str, ...]:
 class SignOptions(Options, settings=False, group=TRUSTED):
     """Options that sign what is sent, so that others can verify who made it."""
 
-    sign: Path | None = option(None, "Sign it with this Ed25519 private key.", metavar="KEY")
+    sign: Path | None = option(None, "Sign with this Ed25519 private key.", metavar="KEY")
 
     @property
     def key(self) -> SigningKey | None:
@@ -64,9 +64,14 @@ class TrustOptions(Options, group=TRUSTED):
     """Whose documents and KV count as made here."""
 
     trust: tuple[str, ...] = option(
-        (), "Trust what a public key in this file has signed.", metavar="FILE", unit="path", own=True, instead="nobody"
+        (),
+        "Trust what is signed by a public key of this file.",
+        metavar="FILE",
+        unit="path",
+        own=True,
+        instead="nobody",
     )
-    mine: bool = option(False, "Treat what is taken as your own: you made it.", setting=False)
+    mine: bool = option(False, "Treat the data as your own, because you made it.", setting=False)
 
     def trusted(self, store: StoreOptions | None = None) -> Trust:
         """Return whom the user trusts. Raises UsageError."""
@@ -79,10 +84,10 @@ class TrustOptions(Options, group=TRUSTED):
 class PushOptions(RemoteOptions, SignOptions, settings=False, group=MOVED):
     """Options of a push to a shared store."""
 
-    delete: bool = option(False, "Forget there what the store does not have.")
-    verify: bool = option(False, "Read back what is there, and send again what is damaged.")
-    dry_run: bool = option(False, "Change nothing; count what would be sent and deleted.")
-    yes: bool = option(False, "Let --delete take more than half of what is there.")
+    delete: bool = option(False, "Remove from the shared store what this store lacks.")
+    verify: bool = option(False, "Check what is there, and send damaged data again.")
+    dry_run: bool = option(False, "Show what would be sent and removed, and do nothing.")
+    yes: bool = option(False, "Let --delete remove more than half.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +95,7 @@ class PullOptions(RemoteOptions, LockOptions, TrustOptions, settings=False, grou
     """Options of a pull from a shared store."""
 
     levels: tuple[str, ...] = levels_option()
-    delete: bool = option(False, "Forget files that are not there.")
-    dry_run: bool = option(False, "Change nothing; count what would be fetched and forgotten.")
-    yes: bool = option(False, "Let --delete take more than half of the files.")
+    delete: bool = option(False, "Remove files that the shared store lacks.")
+    dry_run: bool = option(False, "Show what would be copied and removed, and do nothing.")
+    yes: bool = option(False, "Let --delete remove more than half of the files.")
     max_size: int | None = max_size_option()

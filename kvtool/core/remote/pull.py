@@ -21,9 +21,8 @@ from kvtool.core.remote.catalogue import Catalogue
 from kvtool.core.remote.entries import Chunk, chunk_name, described_by, digest_of, file_name, records_wanted
 from kvtool.core.remote.groups import Group, Groups, single
 from kvtool.core.remote.limits import MOST_BYTES
-from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.signing import SigningKey, Trust
+from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.state import join_codec
 from kvtool.core.remote.transfer_report import TransferReport
 from kvtool.core.remote.wanted import (
@@ -173,21 +172,6 @@ def preview(
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
     report.seconds = time.perf_counter() - started
     return report
-
-
-def sync(
-    path: Path,
-    blobs: Blobs,
-    *,
-    trust: Trust | None = None,
-    key: SigningKey | None = None,
-    lock_wait: float = 0.0,
-    events: Events | None = None,
-) -> list[TransferReport]:
-    """Pull, then push; of a file that both have in two versions the one changed last stays. Raises as both do."""
-    pulled = pull(path, blobs, newer=True, trust=trust, lock_wait=lock_wait, events=events)
-    with Store.open(path) as store:
-        return [pulled, push(store, blobs, newer=True, key=key, events=events)]
 
 
 class _Pull:

@@ -71,6 +71,6 @@ class TransferReport:
     def to_json(self) -> dict[str, Any]:
         """A JSON object, as `--json` shows it."""
         facts = asdict(self)
-        if self.direction in ("import", "merge"):  # of what lies on the disk
+        if self.direction == "import":  # of what lies on the disk
             facts["path"] = facts.pop("url")
         return facts

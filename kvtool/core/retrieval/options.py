@@ -9,7 +9,7 @@ def embedder_option(group: str) -> str | None:
     """The embedding model: an option of an ingest, which computes vectors, and of a query, which looks among them."""
     return option(
         None,
-        "The embedding model of the chunks' vectors.",
+        "The embedding model for search by meaning.",
         group=group,
         metavar="NAME|FOLDER",
         instead="the store's own",

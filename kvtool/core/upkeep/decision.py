@@ -95,7 +95,7 @@ def _wanted(store: Store, options: PruneOptions, now: float) -> tuple[int | None
     if limit is None and not ages and options.cold is None:
         raise UsageError(
             "nothing says how small the store should be",
-            "give --max-size 20GB, keep a budget with `kvtool store budget 20GB`, or see --unused and --cold",
+            "give --max-size 20GB, keep a budget with --budget 20GB, or see --unused and --cold",
         )
 
     def before(age: float | None) -> float | None:

@@ -1,21 +1,15 @@
-"""A listing of documents or chunks, by conditions and in an order: kvtool/docs/listing.md has the grammar."""
+"""List documents or chunks in an order (kvtool/docs/listing.md)."""
 
 from __future__ import annotations
 
 import math
-import operator
-import re
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from kvtool.core.codec.levels import LEVELS, NAMES, known
-from kvtool.core.common.durations import seconds
+from kvtool.core.codec.levels import LEVELS, known
 from kvtool.core.common.json_text import level_rows
-from kvtool.core.common.sizes import size_in_bytes
 from kvtool.core.errors import UsageError, did_you_mean
 
 if TYPE_CHECKING:
@@ -23,11 +17,6 @@ if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
 
 NEVER = math.inf  # age of what was never used
-_HINT = 'such as --filter "tokens>200 used<30d level=2 source~*.md"'
-_TERM = re.compile(r"([a-z]*)\s*(!=|<=|>=|=|<|>|~)(.*)", re.DOTALL)
-_ORDER: dict[str, Callable[[Any, Any], bool]] = {
-    "=": operator.eq, "!=": operator.ne, "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +139,6 @@ class DocumentRow:
         return own | summed | {"chunks": [row.to_json() for row in chunks]}
 
 
-Test = Callable[[Row], bool]
 AnyRow = TypeVar("AnyRow", Row, DocumentRow)
 
 
@@ -167,101 +155,6 @@ def rows_of(store: Store) -> Iterator[Row]:
             sizes = store.level_sizes(ref.chunk_id)
             yield Row(listed, ref, len(document.chunks), sizes, last, age, pinned)
 
-
-# ---- conditions --------------------------------------------------------------------------------------------------
-
-
-def parse_filter(text: str) -> Test:
-    """Conditions with blanks between them, all of which a chunk has to meet: `FIELD OPERATOR VALUE`, without blanks.
-
-    Raises
-    ------
-    UsageError : no such field, an operator that it does not have, or no such value.
-    """
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UsageError(f"--filter: {text!r} has a quotation mark that nothing closes", _HINT) from error
-    tests = [_condition(word) for word in words]
-    return lambda row: all(test(row) for test in tests)
-
-
-def _condition(word: str) -> Test:
-    match = _TERM.fullmatch(word)
-    if not match:
-        raise UsageError(f"--filter: {word!r} is no condition", _HINT)
-    field, sign, value = match.groups()
-    if field not in _FIELDS:
-        fields = ", ".join(_FIELDS)
-        raise UsageError(f"--filter: there is no field {field!r}", did_you_mean(field, _FIELDS) or f"known: {fields}")
-    allowed, make = _FIELDS[field]
-    if sign not in allowed.split():
-        raise UsageError(f"--filter: {field} knows no {sign!r}", f"it knows {allowed}")
-    try:
-        return make(sign, value)
-    except (ValueError, UsageError) as error:
-        raise UsageError(f"--filter: {word!r}: {value!r} is no value of {field}", _VALUES[field]) from error
-
-
-def _text(read: Callable[[Row], str]) -> Callable[[str, str], Test]:
-    def make(sign: str, value: str) -> Test:
-        if sign == "~":
-            return lambda row: any(fnmatchcase(read(row), form) for form in (value, f"*/{value}"))
-        return lambda row: _ORDER[sign](read(row), value)
-
-    return make
-
-
-def _number(read: Callable[[Row], float], parse: Callable[[str], float]) -> Callable[[str, str], Test]:
-    def make(sign: str, value: str) -> Test:
-        wanted = parse(value)
-        return lambda row: _ORDER[sign](read(row), wanted)
-
-    return make
-
-
-def _level(sign: str, value: str) -> Test:
-    if value not in (*LEVELS, "none"):
-        raise ValueError(value)
-    is_stored: Test = lambda row: value in row.levels if value != "none" else not row.levels  # noqa: E731
-    return is_stored if sign == "=" else lambda row: not is_stored(row)
-
-
-def _age(text: str) -> float:
-    age = NEVER if text == "never" else seconds(text)
-    if not age >= 0:  # nan, too
-        raise ValueError(text)
-    return age
-
-
-def _yes_or_no(sign: str, value: str) -> Test:
-    wanted = {"yes": True, "no": False}.get(value)
-    if wanted is None:
-        raise ValueError(value)
-    return lambda row: _ORDER[sign](row.pinned, wanted)
-
-
-_NUMERIC = "= != < <= > >="
-_FIELDS: dict[str, tuple[str, Callable[[str, str], Test]]] = {
-    "source": ("= != ~", _text(lambda row: row.document.source)),
-    "kind": ("= != ~", _text(lambda row: row.document.kind)),
-    "tokens": (_NUMERIC, _number(lambda row: row.tokens, int)),
-    "chunks": (_NUMERIC, _number(lambda row: row.chunks, int)),
-    "used": (_NUMERIC, _number(lambda row: row.age, _age)),
-    "level": ("= !=", _level),
-    "bytes": (_NUMERIC, _number(lambda row: row.bytes, size_in_bytes)),
-    "pinned": ("= !=", _yes_or_no),
-}
-_VALUES = {
-    "source": "a path, or a glob behind ~",
-    "kind": "a kind of document, or a glob behind ~",
-    "tokens": "a whole number",
-    "chunks": "a whole number: how many its document has",
-    "used": "how long ago at most (<) or at least (>): 30d, 12h, 10m, or never",
-    "level": f"one of {NAMES.replace('|', ', ')}, or none",
-    "bytes": "a size such as 500kB or 2MB",
-    "pinned": "yes or no",
-}
 
 # ---- order -------------------------------------------------------------------------------------------------------
 

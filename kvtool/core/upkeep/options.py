@@ -14,22 +14,16 @@ WHICH, LISTED = "What goes", "What is listed"  # headings in the commands' help
 class ListOptions(Options, settings=False, group=LISTED):
     """Options of a listing and its order."""
 
-    chunks: bool = option(False, "List the chunks of the documents, a line each.")
-    filter: str = option(
-        "",
-        'Only what has chunks that meet all of these: "tokens>200 used<30d level=2 source~*.md". Fields: source, '
-        "kind, tokens, chunks, used, level, bytes, pinned.",
-        metavar="CONDITIONS",
-    )
-    sort: str = option("", "In this order, with a minus in the reverse.", metavar="[-]FIELD", instead="by path")
+    chunks: bool = option(False, "List chunks instead of documents.")
+    sort: str = option("", "Sort by this field; a minus reverses the order.", metavar="[-]FIELD", instead="by path")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ForgetOptions(LockOptions, settings=False, group=WHICH):
     """Options of how documents are forgotten."""
 
-    dry_run: bool = option(False, "Say what would go, and do nothing.")
-    yes: bool = option(False, "Do it even where more than half would go.")
+    dry_run: bool = option(False, "Show what would be removed, and do nothing.")
+    yes: bool = option(False, "Allow the removal of more than half.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +39,19 @@ class PruneOptions(ForgetOptions, settings=False, group=WHICH):
     compact : give free pages back to the disk where the size asks for it.
     """
 
-    max_size: int | None = max_size_option("Down to this size.", "the budget", WHICH)
+    max_size: int | None = max_size_option("Prune to this size.", "the budget", WHICH)
     max_age: float | None = option(
         None,
-        "Forget documents not changed since.",
+        "Remove documents not changed for this long.",
         synonyms=("--older-than",),
         metavar="30d",
         unit="duration",
         lowest=0,
     )
-    unused: float | None = option(None, "Forget documents not used since.", metavar="30d", unit="duration", lowest=0)
-    cold: float | None = option(
-        None, "Keep what was not used since at its coarsest level.", metavar="30d", unit="duration", lowest=0
+    unused: float | None = option(
+        None, "Remove documents not used for this long.", metavar="30d", unit="duration", lowest=0
     )
-    compact: bool = option(True, "Whether files shrink to meet the size.", flag="--compact/--no-compact")
+    cold: float | None = option(
+        None, "Keep only the smallest level of chunks not used for this long.", metavar="30d", unit="duration", lowest=0
+    )
+    compact: bool = option(True, "Shrink the store's files to meet the size.", flag="--compact/--no-compact")

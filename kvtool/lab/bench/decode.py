@@ -130,7 +130,7 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
         context=options.context,
         new_tokens=options.new_tokens,
         host=Host.here(),
-        isa=None if found is None else found.isa,
+        isa=None if found is None else str(found.isa),
         make_ms=None if found is None else make_ms,
         matrices=() if found is None else found.kinds,
         weights_bytes=None if found is None else found.weights_bytes,

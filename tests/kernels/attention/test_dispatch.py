@@ -33,7 +33,7 @@ def has(monkeypatch: pytest.MonkeyPatch, *, tiles: bool = False, able: str = "AV
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: tiles)
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", able.lower())
     monkeypatch.setattr("kvtool.core.native.isa.runnable", lambda: there)
-    monkeypatch.setattr(flash_cpu, "_compiled", lambda tiling: tiling)
+    monkeypatch.setattr(flash_cpu, "kernel", lambda tiling: tiling)
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", f"avx2 fma {features}")
 
 

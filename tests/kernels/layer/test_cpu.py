@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from kvtool.core.kernels.layer import cpu
 from kvtool.core.kernels.layer.cpu import LayerKernels, Rounding, layer_kernels
-from kvtool.core.native.isa import runnable
+from kvtool.core.native.isa import ISAS, Isa, runnable
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -23,13 +23,13 @@ def close(ours: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(ours, expected, rtol=2e-6 if ours.dtype == torch.float32 else 0, atol=1e-6)
 
 
-@pytest.fixture(params=[(isa, dtype) for isa in runnable() for dtype in DTYPES], ids=str)
+@pytest.fixture(params=[(ISAS[name], dtype) for name in runnable() for dtype in DTYPES], ids=str)
 def code(request: pytest.FixtureRequest) -> LayerKernels:
     return layer_kernels(*request.param, "silu")
 
 
-@pytest.mark.parametrize("isa", runnable())
-def test_a_norm_that_rounds_once_and_a_rotation_in_float32(isa: str) -> None:
+@pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
+def test_a_norm_that_rounds_once_and_a_rotation_in_float32(isa: Isa) -> None:
     """As OLMo 2 computes them in bfloat16."""
     code = layer_kernels(isa, torch.bfloat16, "silu", Rounding(norm_first=False, rope_in_float32=True))
     x, weight = random(13, 77, dtype=torch.bfloat16, seed=0), random(77, dtype=torch.float32, seed=1)
@@ -63,7 +63,7 @@ def test_a_norm_is_the_models(code: LayerKernels, count: int, adding: bool) -> N
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("count", [1, 33, 1536])
 def test_a_gate_is_the_models(code: LayerKernels, activation: str, count: int) -> None:
-    isa = next(name for name in runnable() if layer_kernels(name, code.dtype, "silu") is code)
+    isa = next(ISAS[name] for name in runnable() if layer_kernels(ISAS[name], code.dtype, "silu") is code)
     y, x = (4 * random(5, count, dtype=code.dtype, seed=seed) for seed in range(2))
     act = F.silu if activation == "silu" else lambda given: F.gelu(given, approximate="tanh")
     expected = act(y) * x

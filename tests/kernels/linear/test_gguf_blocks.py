@@ -14,9 +14,8 @@ from tests.kernels.linear.blocks import COLUMNS, HALVES, ROWS, random_blocks
 
 def test_every_packed_kind_is_read() -> None:
     assert set(READERS) == {kind for kind, layout in LAYOUTS.items() if not layout.dense}
-    for kind, (width, bits, _) in READERS.items():
+    for kind, (width, _) in READERS.items():
         assert GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]][1] == width
-        assert LAYOUTS[kind].bits == bits
 
 
 @pytest.mark.parametrize("kind", READERS)

@@ -9,7 +9,7 @@ from kvtool.core.kernels.linear import quantized as native
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor, dequantize
 from kvtool.core.kernels.linear.quantized import least_rows, small_batch_gemm
-from kvtool.core.native.isa import runnable
+from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.kernels.linear.matrices import random_matrix
 
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no compiler")
@@ -17,11 +17,11 @@ ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # of a result, by the s
 SIZES = [(4, 256, 4), (20, 768, 7), (36, 512, 33), (8, 288, 6), (12, 32, 5)]  # of W, and rows of X
 
 
-def cases() -> list[tuple[str, str, torch.dtype]]:
+def cases() -> list[tuple[Isa, str, torch.dtype]]:
     """What there is code for on this CPU."""
     return [
         (isa, kind, dtype)
-        for isa in runnable()
+        for isa in (ISAS[name] for name in runnable())
         for kind in LAYOUTS
         for dtype in ROUNDING
         if least_rows(random_matrix(kind, 4, 256), dtype, isa) is not None
@@ -45,8 +45,8 @@ def close(found: torch.Tensor, x: torch.Tensor, matrix: QuantizedTensor, bias: t
 
 
 @pytest.mark.some(5)
-@pytest.mark.parametrize(("isa", "kind", "dtype"), cases())
-def test_it_is_the_product_of_the_numbers(isa: str, kind: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("isa", "kind", "dtype"), cases(), ids=str)
+def test_it_is_the_product_of_the_numbers(isa: Isa, kind: str, dtype: torch.dtype) -> None:
     for outputs, columns, rows in SIZES:
         if columns % LAYOUTS[kind].multiple == 0:
             matrix, x = random_matrix(kind, outputs, columns), random(rows, columns, dtype=dtype)
@@ -55,9 +55,9 @@ def test_it_is_the_product_of_the_numbers(isa: str, kind: str, dtype: torch.dtyp
             close(small_batch_gemm(matrix, x, bias, isa), x, matrix, bias)
 
 
-@pytest.mark.parametrize(("isa", "dtype"), sorted({(isa, dtype) for isa, _, dtype in cases()}, key=str))
+@pytest.mark.parametrize(("isa", "dtype"), sorted({(isa, dtype) for isa, _, dtype in cases()}, key=str), ids=str)
 def test_a_row_is_the_same_whatever_stands_beside_it(
-    isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    isa: Isa, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And whatever the number of threads; more rows than fit the cache are multiplied a block at a time."""
     matrix, x = random_matrix("q4_1", 40, 576), random(23, 576, dtype=dtype)
@@ -102,7 +102,7 @@ def test_a_linear_layer_takes_it_for_as_many_rows_as_it_pays(
 
 
 def test_machine_code_sees_no_wrong_sizes() -> None:
-    isa, matrix, x = runnable()[0], random_matrix("q8_0", 8, 64), torch.randn(8, 64)
+    isa, matrix, x = ISAS[runnable()[0]], random_matrix("q8_0", 8, 64), torch.randn(8, 64)
     for wrong in (
         (matrix, x[:, :32].contiguous()),
         (matrix, x[None]),

@@ -11,7 +11,7 @@ from kvtool.core.model.decode.native import Engine, NativeBackend, engine_of
 from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
-from kvtool.core.native.isa import runnable
+from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.families import NATIVE, tiny_model
 from tests.fusion.making import case, decoder_of, new_case, rms, tokens
 
@@ -25,7 +25,7 @@ def steps(backend: DecodeBackend, ids: tuple[int, ...]) -> torch.Tensor:
     return torch.stack([backend.step(token) for token in ids])
 
 
-def both(decoder: Decoder, isa: str, prompt: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def both(decoder: Decoder, isa: Isa, prompt: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids, more = tokens(prompt, 3), tokens(count, 9)
     own, other = decoder.prefill(ids)[1], decoder.prefill(ids)[1]
     engine = Engine(decoder, isa)
@@ -33,17 +33,17 @@ def both(decoder: Decoder, isa: str, prompt: int, count: int) -> tuple[torch.Ten
     return steps(TorchBackend(decoder, own), more), steps(NativeBackend(decoder, engine, other), more)
 
 
-@pytest.mark.parametrize("isa", runnable())
+@pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("name", NATIVE)
-def test_every_family_on_every_instruction_set(name: str, dtype: str, isa: str) -> None:
+def test_every_family_on_every_instruction_set(name: str, dtype: str, isa: Isa) -> None:
     expected, found = both(case(name, dtype).decoder, isa, 140, 12)
     assert (expected - found).abs().max() <= NEAR[dtype]
 
 
 @pytest.mark.parametrize("prompt", [1, 2, 126, 127, 128, 250])
 def test_at_the_edges_of_a_block_of_keys(prompt: int) -> None:
-    expected, found = both(case("llama").decoder, runnable()[0], prompt, 5)
+    expected, found = both(case("llama").decoder, ISAS[runnable()[0]], prompt, 5)
     assert (expected - found).abs().max() <= NEAR["float32"]
 
 
@@ -51,7 +51,7 @@ def test_at_the_edges_of_a_block_of_keys(prompt: int) -> None:
 def test_a_hundred_tokens_stay_near() -> None:
     """What is written into the cache is what the model would have written."""
     decoder = case("qwen3").decoder
-    expected, found = both(decoder, runnable()[0], 40, 100)
+    expected, found = both(decoder, ISAS[runnable()[0]], 40, 100)
     p, q = expected.double().log_softmax(-1), found.double().log_softmax(-1)
     assert (p.exp() * (p - q)).sum(-1).max() < 1e-9
 
@@ -59,13 +59,13 @@ def test_a_hundred_tokens_stay_near() -> None:
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_number_of_threads_changes_no_bit(count: int, threads: None) -> None:
     decoder, ids, more = case("qwen3").decoder, tokens(300, 3), tokens(6, 9)
-    engine = Engine(decoder, runnable()[0])
+    engine = Engine(decoder, ISAS[runnable()[0]])
     engine.self_check_error = ""
     torch.set_num_threads(1)
     caches = [decoder.prefill(ids)[1] for _ in range(2)]
     alone = steps(NativeBackend(decoder, engine, caches[0]), more)
     torch.set_num_threads(count)
-    engine = Engine(decoder, runnable()[0])
+    engine = Engine(decoder, ISAS[runnable()[0]])
     engine.self_check_error = ""
     assert torch.equal(alone, steps(NativeBackend(decoder, engine, caches[1]), more))
     for one, other in zip(caches[0].buffers, caches[1].buffers, strict=True):
@@ -177,5 +177,5 @@ def test_a_token_that_there_is_not_is_refused() -> None:
 def test_bfloat16_is_nearer_to_the_exact_numbers_than_the_models_own() -> None:
     """Nothing is rounded between the operations of a step."""
     decoder = case("qwen2", "bfloat16").decoder
-    expected, found = both(decoder, runnable()[0], 60, 20)
+    expected, found = both(decoder, ISAS[runnable()[0]], 60, 20)
     assert rms(expected - found) < 0.1

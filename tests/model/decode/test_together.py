@@ -13,7 +13,7 @@ from kvtool.core.model.decode.backend import DecodeBackend
 from kvtool.core.model.decode.native import Engine, NativeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.native.isa import runnable
+from kvtool.core.native.isa import ISAS, Isa, runnable
 from tests.families import NATIVE
 from tests.fusion.making import case, new_case, tokens
 
@@ -27,8 +27,8 @@ def caches(decoder: Decoder, count: int) -> list[PromptCache]:
     return [decoder.prefill(tokens(length, 7), reserve=9 * (at != 1))[1] for at, length in enumerate(lengths)]
 
 
-def backends(decoder: Decoder, count: int, isa: str | None = None) -> list[NativeBackend]:
-    engine = Engine(decoder, isa or runnable()[0])
+def backends(decoder: Decoder, count: int, isa: Isa | None = None) -> list[NativeBackend]:
+    engine = Engine(decoder, isa or ISAS[runnable()[0]])
     engine.self_check_error = ""
     return [NativeBackend(decoder, engine, cache) for cache in caches(decoder, count)]
 
@@ -43,7 +43,7 @@ def same(one: Sequence[NativeBackend], other: Sequence[NativeBackend]) -> bool:
     return all(torch.equal(*pair) for pair in zip(*sides, strict=True))
 
 
-def check(decoder: Decoder, counts: Sequence[int], isa: str | None = None) -> None:
+def check(decoder: Decoder, counts: Sequence[int], isa: Isa | None = None) -> None:
     """Steps of so many of the sequences, first ones first, against each alone."""
     alone, together = (backends(decoder, max(counts), isa) for _ in range(2))
     for step, count in enumerate(counts):
@@ -60,9 +60,9 @@ def test_every_family(name: str, dtype: str) -> None:
     check(case(name, dtype).decoder, (5, 2, 5))
 
 
-@pytest.mark.parametrize("isa", runnable())
+@pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
 @pytest.mark.parametrize("name", ["llama", "olmo2", "gemma3"])
-def test_every_instruction_set_and_number(name: str, isa: str) -> None:
+def test_every_instruction_set_and_number(name: str, isa: Isa) -> None:
     check(case(name).decoder, (1, 2, 3, 4, 6, 7), isa)
 
 

@@ -71,7 +71,7 @@ def chosen() -> str:
     """
     name = asked(VARIABLE)
     if not name:
-        return best_isa() or NUMPY
+        return str(best_isa() or NUMPY)
     if name not in available():
         raise UsageError(f"{VARIABLE}={name}: no such entropy coder here", f"one of {', '.join(available())}, or unset")
     return name

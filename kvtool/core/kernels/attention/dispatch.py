@@ -18,7 +18,7 @@ from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionPar
 
 
 class AttentionBackend(Protocol):
-    """One way to compute attention.
+    """A way to compute attention.
 
     Attributes
     ----------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
 import threading
 import warnings
@@ -42,7 +40,7 @@ def declines(call: AttentionCall) -> str:
         return "torch's fused kernel multiplies bfloat16 with this CPU's AMX tiles"
     if call.batch != 1 or call.gradient or call.scale <= 0 or call.on_device:
         return "it takes one prompt, rows that the host knows, a positive scale and no gradient"
-    return shape_mismatch(call) or ("" if _compiled(tiling) is not None else "its machine code could not be made")
+    return shape_mismatch(call) or ("" if kernel(tiling) is not None else "its machine code could not be made")
 
 
 def attend(
@@ -62,7 +60,7 @@ def attend_packed(
 ) -> torch.Tensor:
     """Attend with runs of rows, each over keys of its own: all of them in one call, which no thread waits in."""
     tiling = tiling_here(query.dtype)
-    code = None if tiling is None else _compiled(tiling)
+    code = None if tiling is None else kernel(tiling)
     assert code is not None, "it was declined"
     lead = None if lead_in is None else (lead_in[0][0], lead_in[1][0])
     return code(query[0], key[0], value[0], params, spans, lead)[None]
@@ -77,7 +75,7 @@ def compile_ahead(dtype: torch.dtype) -> None:
     """Compile what attends to numbers of this format here, in a thread, before anybody waits for it."""
     tiling = tiling_here(dtype)
     if tiling is not None:
-        threading.Thread(target=_compiled, args=(tiling,), name="kvtool-attention").start()
+        threading.Thread(target=kernel, args=(tiling,), name="kvtool-attention").start()
 
 
 def tiling_here(dtype: torch.dtype) -> Tiling | None:
@@ -90,10 +88,11 @@ def tiling_here(dtype: torch.dtype) -> Tiling | None:
     return Tiling(isa, stored)
 
 
-@functools.cache
-def _compiled(tiling: Tiling) -> Kernel | None:
+@compile_once
+def kernel(tiling: Tiling) -> Kernel | None:
+    """Make the kernel of a tiling, compiled at its first use (0.15 s); None: it cannot be compiled here."""
     try:
-        return kernel(tiling)
+        return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
     except RuntimeError as error:
         warnings.warn(f"attention runs in torch's kernels: {error}", RuntimeWarning, stacklevel=2)
         return None
@@ -158,17 +157,20 @@ class Kernel:
             scratch=scratch("attention", size * threads, "uint8").ctypes.data,
             scratch_bytes=size,
         )
-        launch(self.function, ctypes.addressof(job), threads)
+        launch(self.function, job, threads)
         return out
 
     def _check(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Spans, leads: KV | None
     ) -> None:
+        """Refuse what the machine code, which knows no bounds, would read outside of."""
         given = 0 if leads is None else leads[0].shape[1]
-        if _refused(query, key, value) or key.shape[:2] != value.shape[:2]:
+        call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
+        if query.shape[2] != key.shape[2] or key.shape[:2] != value.shape[:2] or shape_mismatch(call):
             raise ValueError(f"no kernel for {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}")
-        if leads is not None and (_refused(query, *leads) or not (_alike(leads[0], key) and _alike(leads[1], value))):
-            raise ValueError(f"no kernel for a lead-in {tuple(leads[0].shape)}")
+        for lead, own in zip(leads or (), (key, value), strict=False):
+            if lead.dtype != own.dtype or lead.shape != (own.shape[0], given, own.shape[2]):
+                raise ValueError(f"no kernel for a lead-in {tuple(lead.shape)}")
         if self.tiling.stored != FORMATS.get(query.dtype):
             raise ValueError(f"this is no kernel for {query.dtype}")
         if query.shape[1] != len(rows.limits) or rows.furthest >= given + key.shape[1]:
@@ -195,7 +197,7 @@ class Kernel:
 def _laid_out(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, leads: KV | None
 ) -> dict[str, int]:
-    """Where the tensors are, and their shapes."""
+    """Return addresses, strides and shapes of the tensors."""
     lead_key, lead_value = leads or (key, value)
     return {
         **_where("query", query),
@@ -213,7 +215,7 @@ def _laid_out(
 
 
 def _scored(params: AttentionParams) -> dict[str, float]:
-    """What makes a weight of a product: factors for powers of two, and the cap."""
+    """Return what makes weights of products: factors for powers of two, and the cap."""
     cap = params.softcap
     return {
         "bend": 0 if cap is None else -2 * math.log2(math.e) * params.scale / cap,
@@ -254,29 +256,8 @@ def shape_mismatch(call: AttentionCall) -> str:
     return ""
 
 
-@compile_once
-def kernel(tiling: Tiling) -> Kernel:
-    """Make the kernel of a tiling, compiled at its first use (0.15 s).
-
-    Raises
-    ------
-    RuntimeError : it cannot be compiled here.
-    """
-    return Kernel(tiling, *compiled(attention_module(tiling), tiling.isa, "run"))
-
-
-def _refused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Return whether machine code, which knows no bounds, does not fit tensors `[heads, rows, head_dim]`."""
-    call = AttentionCall.of(query[None], key[None], value[None], AttentionParams(1.0))
-    return query.shape[2] != key.shape[2] or bool(shape_mismatch(call))
-
-
 def _in_rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.stride(2) == 1 else tensor.contiguous()
-
-
-def _alike(lead: torch.Tensor, own: torch.Tensor) -> bool:
-    return lead.shape[0] == own.shape[0] and lead.shape[2] == own.shape[2]
 
 
 def _where(name: str, tensor: torch.Tensor) -> dict[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 from kvtool.core.native.builder import FunctionBuilder, Value, module
 from kvtool.core.native.gemm import accumulate
@@ -63,16 +64,12 @@ class Tiling:
     isa: Isa
     stored: str
     pairs: bool = False
+    registers: ClassVar[int] = 3  # of lanes that a product holds next to each other
 
     @property
     def width(self) -> int:
         """Float32 lanes of a register."""
         return self.isa.width
-
-    @property
-    def registers(self) -> int:
-        """Registers of lanes that a product holds next to each other."""
-        return 3
 
     @property
     def key_unroll(self) -> int:

@@ -13,7 +13,7 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionParams:
-    """How the scores of a layer are made, and how far back a row sees.
+    """Parameters of the scores of a layer, and how far back a row sees.
 
     Attributes
     ----------
@@ -31,12 +31,12 @@ class AttentionParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether weights are the softmax of scaled products over all keys up to a row's own."""
+        """Return True if weights are the softmax of scaled products over all keys up to a row's own."""
         return self.window is None and self.is_unshaped
 
     @property
     def is_unshaped(self) -> bool:
-        """Whether scores are scaled products and nothing else."""
+        """Return True if scores are scaled products and nothing else."""
         return self.softcap is None and self.sinks is None
 
 
@@ -90,13 +90,16 @@ class KeyRanges:
         hidden = keys > self.at[rows, None]
         return hidden if self.begins is None else hidden | (keys < self.begins[rows, None])
 
+    def mask(self, rows: slice, first: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return what is added to scores, `[rows, stop - first]`: 0, or -inf where `hidden`."""
+        hidden = self.hidden(rows, first, stop)
+        return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+
     def device_mask(self, keys: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the mask `[rows, keys]` of positions that only the device knows, made once for all layers of a kind:
         numbers, of which a kernel would make some for every layer."""
         if dtype not in self._masks:
-            hidden = self.hidden(slice(None), 0, keys)
-            zeros = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[dtype] = zeros.masked_fill_(hidden, -torch.inf)
+            self._masks[dtype] = self.mask(slice(None), 0, keys, dtype)
         return self._masks[dtype]
 
 
@@ -142,7 +145,7 @@ def _are_whole(numbers: torch.Tensor) -> bool:
 
 
 class AttentionCall(NamedTuple):
-    """One call of attention without its numbers: a backend accepts or declines it by this.
+    """A call of attention without its numbers, by which a backend accepts or declines it.
 
     Attributes
     ----------
@@ -212,5 +215,5 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_shaped(self) -> bool:
-        """Whether scores are more than scaled products."""
+        """Return True if scores are more than scaled products."""
         return self.softcap or self.sinks

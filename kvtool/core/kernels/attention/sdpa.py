@@ -59,9 +59,11 @@ def attend(
     for begin in range(0, rows, BLOCK):
         some = slice(begin, min(begin + BLOCK, rows))
         own = slice(ranges.begin(begin), ranges.last[some.stop - 1] + 1)
-        mask = _mask(ranges.hidden(some, own.start, own.stop), query.dtype)
+        is_cpu = query.device.type == "cpu"  # where torch's kernel would make numbers of truths anew for every head
+        keys_of = some, own.start, own.stop
+        mask = ranges.mask(*keys_of, query.dtype) if is_cpu else ~ranges.hidden(*keys_of)
         part = query[:, :, some], key[:, :, own], value[:, :, own]
-        is_large = query.device.type == "cpu" and some.stop - begin > _GROUPED
+        is_large = is_cpu and some.stop - begin > _GROUPED
         out[:, :, some] = fused(*part, mask[None, None], scale) if is_large else _grouped(*part, mask, scale)
     return out
 
@@ -81,14 +83,6 @@ def _grouped(
         mask = mask.expand(groups, -1) if rows == 1 else mask.repeat(groups, 1)
     out = fused(part, key, value, mask, scale)
     return out.reshape(1, heads, rows, value.shape[3])
-
-
-def _mask(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a mask `[rows, keys]`: truths, or on the CPU numbers, of which its kernel would make some anew for every
-    head."""
-    if hidden.device.type != "cpu":
-        return ~hidden
-    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
 
 
 def fused(

@@ -7,26 +7,22 @@ model's own but for the order of a norm's sum and the last place of an exponenti
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
+from kvtool.core.kernels import FORMATS
 from kvtool.core.native import builder, simd
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value, rounded
-from kvtool.core.native.isa import ISAS, Isa
-from kvtool.core.native.jit import Function, compiled
+from kvtool.core.native.isa import Isa
+from kvtool.core.native.jit import Function, compile_once, compiled
 from kvtool.core.native.job import Job, WorkQueue
 from kvtool.core.native.simd import each, rotate
 from kvtool.core.native.threads import launch
 
-ELEMENTS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 _ONE_THREAD = 2**16  # numbers; fewer are done before a second thread has started
 _SHARES = 4  # of each thread: a thread that is kept waiting leaves its rest to the others
-_compiling = threading.Lock()
 
 # `next` is the first row that no thread has taken yet, `share` how many rows a thread takes at a time.
 _QUEUE = {"next": "i64", "share": "i64", "rows": "i64"}
@@ -146,23 +142,18 @@ class LayerKernels:
         threads = torch.get_num_threads() if rows * numbers > _ONE_THREAD else 1
         share = -(-rows // (_SHARES * threads)) if threads > 1 else rows
         job = JOBS[name].pack(next=0, share=share, rows=rows, **values)
-        launch(self.functions[name], ctypes.addressof(job), threads)
+        launch(self.functions[name], job, threads)
 
 
-def layer_kernels(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> LayerKernels:
+@compile_once
+def layer_kernels(isa: Isa, dtype: torch.dtype, activation: str, rounding: Rounding = AS_LLAMA) -> LayerKernels:
     """Return the kernels of a format and activation, compiled at their first use.
 
     Raises
     ------
     RuntimeError : they cannot be compiled here.
     """
-    with _compiling:
-        return _compiled(isa, dtype, activation, rounding if dtype == torch.bfloat16 else AS_LLAMA)
-
-
-@cache
-def _compiled(isa: str, dtype: torch.dtype, activation: str, rounding: Rounding) -> LayerKernels:
-    functions = compiled(layer_module(ISAS[isa], ELEMENTS[dtype], activation, rounding), ISAS[isa], *JOBS)
+    functions = compiled(layer_module(isa, FORMATS[dtype], activation, rounding), isa, *JOBS)
     angles = torch.float32 if rounding.rope_in_float32 else dtype
     return LayerKernels(dict(zip(JOBS, functions, strict=True)), dtype, angles)
 

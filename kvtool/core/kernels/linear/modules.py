@@ -1,4 +1,4 @@
-"""Layers of a model whose weights stay packed."""
+"""Linear layers that are only run forward, and layers of a model whose weights stay packed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,26 @@ _MOST_FEW = {torch.bfloat16: 256}
 _scratch = threading.local()
 
 
-class PackedLinear(torch.nn.Linear):
+class SmallBatchLinear(torch.nn.Linear):
+    """A linear layer that multiplies few rows by machine code of our own; sums may come in another order."""
+
+    def in_team(self, rows: int, dtype: torch.dtype) -> bool:
+        """Return True if `rows_product` multiplies so many rows so, and by none of torch's threads."""
+        raise NotImplementedError
+
+    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
+        """Multiply rows of a prompt, contiguous or not, in the way that is fast for so many."""
+        count = rows.numel() // self.in_features
+        if not self.in_team(count, rows.dtype):
+            return self(rows)  # type: ignore[no-any-return]
+        found = self._few(rows.reshape(count, self.in_features).contiguous())
+        return found.view(*rows.shape[:-1], self.out_features)
+
+    def _few(self, rows: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class PackedLinear(SmallBatchLinear):
     """A linear layer whose weight is a packed matrix, which is only run forward.
 
     One row, as decoding has it, is multiplied with the packed weights as they are in the file. For more rows they are
@@ -56,19 +75,10 @@ class PackedLinear(torch.nn.Linear):
         return y.to(x.dtype).view(*x.shape[:-1], -1)
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
         return self._least_few is not None and self._least_few <= rows <= _MOST_FEW.get(dtype, rows)
 
-    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows of a prompt in the way that is fast for so many, contiguous or not.
-
-        What `forward` gives of a row may differ in the order of its sum, and for few rows depend on how many they are.
-        """
-        count = rows.numel() // self.in_features
-        if not self.in_team(count, rows.dtype):
-            return self(rows)  # type: ignore[no-any-return]
-        few = rows.reshape(count, self.in_features).contiguous()
-        return small_batch_gemm(self.matrix, few, self.bias).view(*rows.shape[:-1], self.out_features)
+    def _few(self, rows: torch.Tensor) -> torch.Tensor:
+        return small_batch_gemm(self.matrix, rows, self.bias)
 
     def unpacked_product(self, rows: torch.Tensor) -> torch.Tensor:
         """Multiply rows with the weights unpacked, however few they are."""
@@ -91,7 +101,7 @@ class PackedLinear(torch.nn.Linear):
         return dequantize_rows(self.matrix, first, last, kept)
 
     def extra_repr(self) -> str:
-        """What the model's printed form says of the layer."""
+        """Return what the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 
@@ -121,7 +131,7 @@ class PackedEmbedding(torch.nn.Embedding):
         return dequantize_rows(rows, 0, rows.rows, out).view(*input.shape, -1)
 
     def extra_repr(self) -> str:
-        """What the model's printed form says of the layer."""
+        """Return what the model's printed form says of the layer."""
         return f"{super().extra_repr()}, {self.matrix.kind}"
 
 

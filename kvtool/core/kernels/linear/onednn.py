@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from kvtool.core.kernels.linear.modules import SmallBatchLinear
 from kvtool.core.native import builder
 from kvtool.core.native.builder import Fields, FunctionBuilder, Value
 from kvtool.core.native.gemm import accumulate
@@ -30,7 +31,7 @@ _KEPT = "128"
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether the CPU has a layout of its own for this weight (oneDNN, bfloat16)."""
+    """Return True if the CPU has a layout of its own for this weight (oneDNN, bfloat16)."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.bfloat16
@@ -66,7 +67,7 @@ def _pack(linear: torch.nn.Linear, keep: bool) -> None:
         changed.weight = torch.nn.Parameter(linear.weight.to("meta"), requires_grad=False)
 
 
-class ReorderedLinear(torch.nn.Linear):
+class ReorderedLinear(SmallBatchLinear):
     """A linear layer whose weight oneDNN has laid out, which is only run forward.
 
     Attributes
@@ -83,16 +84,11 @@ class ReorderedLinear(torch.nn.Linear):
         return out
 
     def in_team(self, rows: int, dtype: torch.dtype) -> bool:
-        """Whether `rows_product` multiplies so many rows by machine code of our own, and by none of torch's threads."""
-        return self.panels is not None and self.panels.serves(rows)
+        return self.panels is not None and ROWS <= rows <= MOST_ROWS  # beyond, oneDNN's own products are as fast
 
-    def rows_product(self, rows: torch.Tensor) -> torch.Tensor:
-        """Multiply rows of a prompt in the way that is fast for so many: sums may come in another order."""
-        panels = self.panels
-        if panels is None or not panels.serves(rows.numel() // panels.columns):
-            return self(rows)  # type: ignore[no-any-return]
-        few = rows.reshape(-1, panels.columns).contiguous()
-        return panels.multiply(few).view(*rows.shape[:-1], panels.outputs)
+    def _few(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self.panels is not None
+        return self.panels.multiply(rows)
 
 
 def keep_few_kernels() -> None:
@@ -127,7 +123,7 @@ def _set_thresholds(size: int) -> None:
         mallopt(_M_TRIM_THRESHOLD, size)
 
 
-MOST_ROWS = 320  # beyond, oneDNN's own products are as fast
+MOST_ROWS = 320
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 _PROBED = 512  # numbers of a weight that must lie where they are expected
 
@@ -168,10 +164,6 @@ class OneDnnBlockedWeight:
         added = torch.zeros(outputs, dtype=torch.float32) if bias is None else bias.detach().float().contiguous()
         return cls(packed, address, outputs, columns, added)
 
-    def serves(self, rows: int) -> bool:
-        """Whether so many rows are multiplied faster here."""
-        return ROWS <= rows <= MOST_ROWS
-
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
         """X · Wᵀ, bfloat16 `[rows, outputs]`.
 
@@ -189,12 +181,12 @@ class OneDnnBlockedWeight:
             **{"next": 0, "share": share, "panels": panels, "weights": self.address, "columns": self.columns},
             **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "bias": self.bias.data_ptr()},
         )
-        launch(_function(), ctypes.addressof(job), min(threads, panels))
+        launch(_function(), job, min(threads, panels))
         return out
 
 
 def _lies_in_panels(address: int, weight: torch.Tensor) -> bool:
-    """Whether numbers drawn from a weight are found where panels have them."""
+    """Return True if numbers drawn from a weight are found where panels have them."""
     outputs, columns = weight.shape
     numbers = (ctypes.c_int16 * weight.numel()).from_address(address)
     laid = torch.frombuffer(numbers, dtype=torch.int16).view(outputs // OUTPUTS, columns // 2, OUTPUTS, 2)

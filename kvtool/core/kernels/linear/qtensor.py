@@ -17,7 +17,7 @@ _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a kind of weights lies in memory: w = scale · (code - zero_point) + min for each group of columns.
+    """Layout of a kind of weights in memory: w = scale · (code - zero_point) + min for each group of columns.
 
     Attributes
     ----------
@@ -36,7 +36,7 @@ class Layout:
 
     @property
     def dense(self) -> bool:
-        """Whether the weights are plain numbers."""
+        """Return True if the weights are plain numbers."""
         return self.bits >= 16
 
     @property
@@ -131,7 +131,7 @@ class QuantizedTensor:
 
     @property
     def layout(self) -> Layout:
-        """How it lies in memory."""
+        """Return the layout in memory."""
         return LAYOUTS[self.kind]
 
     @property
@@ -197,12 +197,16 @@ def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _plane(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes of `width` bits `[spans, 32]` as bytes `[spans, 4 · width]`."""
-    each = 8 // width  # codes in a byte
-    fields = codes.view(-1, 4, 8) if width == 1 else codes.view(-1, each, 4 * width).transpose(1, 2)
-    shifts = torch.arange(each, dtype=torch.uint8) * width
-    plane: torch.Tensor = (fields << shifts).sum(-1, dtype=torch.uint8)
-    return plane
+    """Codes of `width` bits `[spans, 32]` as bytes `[spans, 4 · width]`, which `_bit_fields` takes apart."""
+    shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+    fields = codes.view(len(codes), -1, len(shifts), _run(width))
+    plane: torch.Tensor = (fields << shifts).sum(2, dtype=torch.uint8)
+    return plane.flatten(1)
+
+
+def _run(width: int) -> int:
+    """Adjacent codes of a plane that are in as many bytes: the next ones are in higher bits of those."""
+    return 1 if width == 1 else 4 * width
 
 
 def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
@@ -213,16 +217,9 @@ def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
     spans, first, done = matrix.data.view(-1, 4 * layout.bits), 0, 0
     codes = torch.zeros(len(spans), BLOCK, dtype=torch.uint8)
     for width in layout.planes:
-        codes |= _fields(spans[:, first : first + 4 * width], width) << done
+        codes |= _bit_fields(spans[:, first : first + 4 * width], width, _run(width)) << done
         first, done = first + 4 * width, done + width
     return codes.view(matrix.rows, matrix.columns)
-
-
-def _fields(plane: torch.Tensor, width: int) -> torch.Tensor:
-    """What `_plane` made bytes of."""
-    shifts = torch.arange(8 // width, dtype=torch.uint8) * width
-    fields: torch.Tensor = (plane[:, :, None] >> shifts) & (2**width - 1)
-    return fields.reshape(-1, BLOCK) if width == 1 else fields.transpose(1, 2).reshape(-1, BLOCK)
 
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -249,9 +246,9 @@ def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -
     ------
     ValueError : too few or too many bytes, or a scale that is no finite number.
     """
-    width, bits, read = READERS[kind]
-    codes, scales, group_mins = read(blocks.view(-1, width))
-    data = packed_codes(codes.view(rows, columns), bits)
+    layout, (width, read) = LAYOUTS[kind], READERS[kind]
+    codes, scales, group_mins = read(layout, blocks.view(-1, width))
+    data = packed_codes(codes.view(rows, columns), layout.bits)
     matrix = QuantizedTensor(
         kind, rows, columns, data, *(part.view(rows, -1) if len(part) else part for part in (scales, group_mins))
     )
@@ -272,17 +269,6 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
     return blocks[:, start : start + 2].contiguous().view(torch.float16)
 
 
-def _nibbles(bytes_: torch.Tensor) -> torch.Tensor:
-    """16 bytes of 32 codes: the low halves are the first 16."""
-    return torch.cat([bytes_ & 15, bytes_ >> 4], 1)
-
-
-def _fifth(bytes_: torch.Tensor) -> torch.Tensor:
-    """32 bits, the lowest first, as the fifth of 32 codes."""
-    bits = (bytes_[:, :, None] >> torch.arange(8, dtype=torch.uint8)) & 1
-    return bits.flatten(1) << 4
-
-
 def _bit_fields(bytes_: torch.Tensor, width: int, run: int) -> torch.Tensor:
     """Codes of `width` bits: of each `run` bytes first all lowest, then the next."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
@@ -290,32 +276,25 @@ def _bit_fields(bytes_: torch.Tensor, width: int, run: int) -> torch.Tensor:
     return fields.flatten(1)
 
 
-def _q8_0(blocks: torch.Tensor) -> _Parts:
+def _q8(_: Layout, blocks: torch.Tensor) -> _Parts:
     return blocks[:, 2:].contiguous().view(torch.int8), _half(blocks, 0), none()
 
 
-def _q4_0(blocks: torch.Tensor) -> _Parts:
-    return _nibbles(blocks[:, 2:]), _half(blocks, 0), none()
+def _q4_q5(layout: Layout, blocks: torch.Tensor) -> _Parts:
+    """Scale, min, fifth bits of the codes, and their lower four."""
+    fifths = 4 if layout.group_mins else 2
+    codes = _bit_fields(blocks[:, -16:], 4, 16)
+    if layout.bits == 5:
+        codes |= _bit_fields(blocks[:, fifths : fifths + 4], 1, 1) << 4
+    return codes, _half(blocks, 0), _half(blocks, 2) if layout.group_mins else none()
 
 
-def _q4_1(blocks: torch.Tensor) -> _Parts:
-    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q5_0(blocks: torch.Tensor) -> _Parts:
-    return _nibbles(blocks[:, 6:]) | _fifth(blocks[:, 2:6]), _half(blocks, 0), none()
-
-
-def _q5_1(blocks: torch.Tensor) -> _Parts:
-    return _nibbles(blocks[:, 8:]) | _fifth(blocks[:, 4:8]), _half(blocks, 0), _half(blocks, 2)
-
-
-def _q2_k(blocks: torch.Tensor) -> _Parts:
+def _q2_k(_: Layout, blocks: torch.Tensor) -> _Parts:
     scales = [blocks[:, 80:84], blocks[:, :16] & 15, blocks[:, :16] >> 4]
     return _bit_fields(blocks[:, 16:80], 2, 32), torch.cat(scales, 1), none()
 
 
-def _q3_k(blocks: torch.Tensor) -> _Parts:
+def _q3_k(_: Layout, blocks: torch.Tensor) -> _Parts:
     low, high = _bit_fields(blocks[:, 96:104], 4, 8), _bit_fields(blocks[:, 104:108], 2, 4)
     scales = [blocks[:, 108:110], (low | high << 4) - 32]  # of uint8: what is below 0 comes out as int8 has it
     return _bit_fields(blocks[:, 32:96], 2, 32) | _bit_fields(blocks[:, :32], 1, 32) << 2, torch.cat(scales, 1), none()
@@ -329,32 +308,29 @@ def _k_scales(packed: torch.Tensor) -> torch.Tensor:
     return torch.cat([*scales, *mins], 1)
 
 
-def _q4_k(blocks: torch.Tensor) -> _Parts:
+def _q4_k_q5_k(layout: Layout, blocks: torch.Tensor) -> _Parts:
     scales = torch.cat([blocks[:, :4], _k_scales(blocks[:, 4:16])], 1)
-    return _bit_fields(blocks[:, 16:], 4, 32), scales, none()
-
-
-def _q5_k(blocks: torch.Tensor) -> _Parts:
-    scales = torch.cat([blocks[:, :4], _k_scales(blocks[:, 4:16])], 1)
-    codes = _bit_fields(blocks[:, 48:], 4, 32) | _bit_fields(blocks[:, 16:48], 1, 32) << 4
+    codes = _bit_fields(blocks[:, -128:], 4, 32)
+    if layout.bits == 5:
+        codes |= _bit_fields(blocks[:, 16:48], 1, 32) << 4
     return codes, scales, none()
 
 
-def _q6_k(blocks: torch.Tensor) -> _Parts:
+def _q6_k(_: Layout, blocks: torch.Tensor) -> _Parts:
     codes = _bit_fields(blocks[:, :128], 4, 64) | _bit_fields(blocks[:, 128:192], 2, 32) << 4
     return codes, torch.cat([blocks[:, 208:], blocks[:, 192:208]], 1), none()
 
 
-# Bytes of a block, bits of a code, and what takes it apart; named in LAYOUTS and by GGUF alike.
-READERS: dict[str, tuple[int, int, Callable[[torch.Tensor], _Parts]]] = {
-    "q8_0": (34, 8, _q8_0),
-    "q4_0": (18, 4, _q4_0),
-    "q4_1": (20, 4, _q4_1),
-    "q5_0": (22, 5, _q5_0),
-    "q5_1": (24, 5, _q5_1),
-    "q2_k": (84, 2, _q2_k),
-    "q3_k": (110, 3, _q3_k),
-    "q4_k": (144, 4, _q4_k),
-    "q5_k": (176, 5, _q5_k),
-    "q6_k": (210, 6, _q6_k),
+# Bytes of a block, and what takes it apart; named in LAYOUTS and by GGUF alike.
+READERS: dict[str, tuple[int, Callable[[Layout, torch.Tensor], _Parts]]] = {
+    "q8_0": (34, _q8),
+    "q4_0": (18, _q4_q5),
+    "q4_1": (20, _q4_q5),
+    "q5_0": (22, _q4_q5),
+    "q5_1": (24, _q4_q5),
+    "q2_k": (84, _q2_k),
+    "q3_k": (110, _q3_k),
+    "q4_k": (144, _q4_k_q5_k),
+    "q5_k": (176, _q4_k_q5_k),
+    "q6_k": (210, _q6_k),
 }

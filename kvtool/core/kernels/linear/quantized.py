@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import ctypes
 from itertools import pairwise
 
 import torch
 
-from kvtool.core.kernels import FORMATS
+from kvtool.core.kernels import COMPUTED, FORMATS
 from kvtool.core.kernels.linear.gemm_ir import (
     OUTPUTS,
     SHARE_JOB,
@@ -20,23 +19,22 @@ from kvtool.core.kernels.linear.gemm_ir import (
 )
 from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
-from kvtool.core.native.isa import AVX512_BF16, ISAS, best_isa, multiplies_bfloat16
+from kvtool.core.native.isa import AVX512_BF16, Isa, best_isa, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compile_once, compiled
 from kvtool.core.native.job import LINE, scratch
 from kvtool.core.native.threads import launch
 
-_ELEMENTS = (torch.float32, torch.bfloat16)
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
 _FEW = 256  # rows of X at a time: both stay in a core's own cache
 _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
 
 
-def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: str | None = None) -> torch.Tensor:
+def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None) -> torch.Tensor:
     """W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
 
     Parameters
     ----------
-    isa : one of `runnable()`; None: `best_isa()`.
+    isa : None: `best_isa()`.
 
     Raises
     ------
@@ -50,7 +48,7 @@ def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: str | None = None) -> to
 
 
 def small_batch_gemm(
-    matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None, isa: str | None = None
+    matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None, isa: Isa | None = None
 ) -> torch.Tensor:
     """X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
 
@@ -58,21 +56,21 @@ def small_batch_gemm(
     ----------
     x : `[rows, columns]`, contiguous, float32 or bfloat16.
     bias : `[matrix.rows]`.
-    isa : one of `runnable()`; None: `best_isa()`.
+    isa : None: `best_isa()`.
 
     Raises
     ------
     ValueError : x or the bias does not fit, or x has fewer rows than `least_rows`.
     """
-    name = isa or best_isa()
+    isa = isa or best_isa()
     if x.dim() != 2 or x.shape[1] != matrix.columns or not x.is_contiguous() or not x.is_cpu:
         raise ValueError(f"x is {tuple(x.shape)}, not [rows, {matrix.columns}]")
-    count, least = x.shape[0], least_rows(matrix, x.dtype, name)
-    if least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
+    count, least = x.shape[0], least_rows(matrix, x.dtype, isa)
+    if isa is None or least is None or count < least or (bias is not None and bias.shape != (matrix.rows,)):
         raise ValueError(f"no product of {x.dtype} {tuple(x.shape)} with {matrix.kind} weights of {matrix.rows} rows")
     added = torch.zeros(matrix.rows, dtype=torch.float32) if bias is None else bias.float().contiguous()
     out = torch.empty((count, matrix.rows), dtype=x.dtype)
-    function = _few(matrix.kind, FORMATS[x.dtype], name or "")
+    function = _few(matrix.kind, FORMATS[x.dtype], isa)
     blocks = -(-count // _FEW)  # as even as can be: the last one must not have fewer rows than the code takes
     for first, stop in pairwise(count * number // blocks for number in range(blocks + 1)):
         _multiply_block(function, matrix, x[first:stop], out[first:stop], added)
@@ -93,28 +91,28 @@ def _multiply_block(
         **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
         **{"bias": bias.data_ptr(), "scratch": unpacked.ctypes.data, "scratch_bytes": size},
     )
-    launch(function, ctypes.addressof(job), threads)
+    launch(function, job, threads)
 
 
 def _parts(matrix: QuantizedTensor) -> dict[str, int]:
     return {name: getattr(matrix, name).data_ptr() for name in ("data", "scales", "group_mins")}
 
 
-def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: str | None = None) -> int | None:
+def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = None) -> int | None:
     """The least rows of a format that `small_batch_gemm` multiplies with a matrix, here; None: there is no code."""
-    name = isa or best_isa()
-    if name is None or dtype not in _ELEMENTS or matrix.rows % OUTPUTS:
+    isa = isa or best_isa()
+    if isa is None or dtype not in COMPUTED or matrix.rows % OUTPUTS:
         return None
-    if dtype == torch.bfloat16 and not multiplies_bfloat16(ISAS[name]):
+    if dtype == torch.bfloat16 and not multiplies_bfloat16(isa):
         return None
-    fits = matrix.columns % (ISAS[name].width * (2 if dtype == torch.bfloat16 else 1)) == 0
-    return tile_rows(ISAS[name]) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
+    fits = matrix.columns % (isa.width * (2 if dtype == torch.bfloat16 else 1)) == 0
+    return tile_rows(isa) if fits and (not matrix.layout.dense or matrix.data.dtype == dtype) else None
 
 
 @compile_once
-def _few(kind: str, element: str, name: str) -> Function:
+def _few(kind: str, element: str, isa: Isa) -> Function:
     """A kind's function, compiled at its first use."""
-    isa = AVX512_BF16 if element == "bfloat16" else ISAS[name]
+    isa = AVX512_BF16 if element == "bfloat16" else isa
     functions = [small_gemm(isa, kind, element)]
     if not LAYOUTS[kind].dense:
         functions.append(unpack(isa, kind, element))
@@ -122,7 +120,7 @@ def _few(kind: str, element: str, name: str) -> Function:
 
 
 def dequantize_rows(
-    matrix: QuantizedTensor, first: int, last: int, out: torch.Tensor, isa: str | None = None
+    matrix: QuantizedTensor, first: int, last: int, out: torch.Tensor, isa: Isa | None = None
 ) -> torch.Tensor:
     """Write rows of weights, rounded to bfloat16, to the beginning of `out`; returns them `[last - first, columns]`.
 
@@ -131,7 +129,7 @@ def dequantize_rows(
     Parameters
     ----------
     out : contiguous, float32 or bfloat16.
-    isa : one of `runnable()`; None: `best_isa()`.
+    isa : None: `best_isa()`.
 
     Raises
     ------
@@ -154,20 +152,19 @@ def _run(function: Function, matrix: QuantizedTensor, x: int, out: int, first: i
     share = max(1, -(-(last - first) // (_SHARES * threads)))
     taken = {"next": first, "share": share, "last": last, "columns": matrix.columns}
     job = SHARE_JOB.pack(**taken, **_parts(matrix), x=x, out=out)
-    launch(function, ctypes.addressof(job), threads)
+    launch(function, job, threads)
 
 
-def _functions(kind: str, isa: str | None) -> dict[str, Function]:
-    name = isa or best_isa()
-    if name is None:
+def _functions(kind: str, isa: Isa | None) -> dict[str, Function]:
+    isa = isa or best_isa()
+    if isa is None:
         raise RuntimeError("there is no machine code here")
-    return _compiled(kind, name)
+    return _compiled(kind, isa)
 
 
 @compile_once
-def _compiled(kind: str, name: str) -> dict[str, Function]:
+def _compiled(kind: str, isa: Isa) -> dict[str, Function]:
     """A kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
-    isa = ISAS[name]
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)

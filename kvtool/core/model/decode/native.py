@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import threading
 from collections.abc import Collection, Sequence
@@ -14,8 +13,8 @@ import numpy as np
 import torch
 
 from kvtool.core.common.switches import STEPPER, asked
-from kvtool.core.kernels.decode_ir import Code, module, multiply_name, products
-from kvtool.core.kernels.decode_program import CONTEXT
+from kvtool.core.kernels import FORMATS
+from kvtool.core.kernels.decode_ir import CONTEXT, Code, module, multiply_name, products
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor
 from kvtool.core.model.decode.backend import TorchBackend
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of
@@ -23,11 +22,10 @@ from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, check_trial
-from kvtool.core.native.isa import ISAS, best_isa
+from kvtool.core.native.isa import AVX2, AVX512, NEON, SCALAR, Isa, best_isa
 from kvtool.core.native.jit import Function, compiled
 from kvtool.core.native.threads import Barrier, all_of, launch
 
-_CACHES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 # Kinds of operations that a benchmark measures separately.
 PARTS = {
     "products": ("product",),
@@ -37,7 +35,7 @@ PARTS = {
 _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
 # Sequences that a row of weights is multiplied with at a time: their sums stay in registers. Measured, one core of an
 # AMD EPYC, weights in its cache: 1.6 to 3 times as many products a second as with one; with more no more, or fewer.
-_MOST_AT_ONCE = {"avx512": 4, "avx2": 3, "neon": 3, "scalar": 3}
+_MOST_AT_ONCE = {AVX512: 4, AVX2: 3, NEON: 3, SCALAR: 3}
 MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 
 
@@ -46,14 +44,14 @@ class Engine:
 
     Parameters
     ----------
-    isa : one of `runnable()`.
+    isa : one that this machine runs.
 
     Raises
     ------
     UnsupportedArchitecture : the model computes something that a program does not have.
     """
 
-    def __init__(self, decoder: Decoder, isa: str) -> None:
+    def __init__(self, decoder: Decoder, isa: Isa) -> None:
         self.isa = isa
         self.lock = threading.Lock()
         self.self_check_error: str | None = None  # None: not compared yet; "": as the model's own
@@ -62,7 +60,7 @@ class Engine:
         _check_sizes(self._spec)
         self._windows = [kind.window for kind in decoder.kinds]
         self._most_threads = max(torch.get_num_threads(), os.cpu_count() or 1)
-        codes = _compiled(isa, code_of(self._spec, self._weights, _CACHES[decoder.dtype]))
+        codes = _compiled(isa, code_of(self._spec, self._weights, FORMATS[decoder.dtype]))
         self._codes = codes
         self._steps = {1: self._new_step(1)}
         self._angles = CosSinCache()
@@ -113,23 +111,23 @@ class Engine:
             self._taken[0] = 0
             values = {"operations": program.ctypes.data, "count": len(program), "threads": threads}
             job = CONTEXT.pack(**values, taken=self._taken.ctypes.data, barrier=self._barrier.address)
-            launch(self._codes["run_program"], ctypes.addressof(job), threads)
+            launch(self._codes["run_program"], job, threads)
 
 
 @cache
-def _compiled(isa: str, code: Code) -> dict[str, Function]:
+def _compiled(isa: Isa, code: Code) -> dict[str, Function]:
     """Compile every function, by its name; models that differ only in sizes share them."""
-    addresses = compiled(module(ISAS[isa], code), ISAS[isa], *code.names)
+    addresses = compiled(module(isa, code), isa, *code.names)
     return dict(zip(code.names, addresses, strict=True))
 
 
 @cache
-def _products(isa: str, kind: str, height: int) -> Function:
+def _products(isa: Isa, kind: str, height: int) -> Function:
     """Compile the product of several sequences."""
-    return compiled(products(ISAS[isa], kind, height), ISAS[isa], multiply_name(kind, height))[0]
+    return compiled(products(isa, kind, height), isa, multiply_name(kind, height))[0]
 
 
-def _height(isa: str, sequences: int) -> int:
+def _height(isa: Isa, sequences: int) -> int:
     """Return how many sequences are multiplied at a time: all, or as evenly as registers allow."""
     most = _MOST_AT_ONCE[isa]
     return -(-sequences // -(-sequences // most))

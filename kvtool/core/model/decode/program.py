@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.kernels.decode_ir import Code, Heads, multiply_name
-from kvtool.core.kernels.decode_program import BLOCK, HEADROOM, Operation, encode, word
+from kvtool.core.kernels.decode_ir import BLOCK, HEADROOM, Code, Heads, Operation, encode, multiply_name, word
 from kvtool.core.model.decode.weights import Weights
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.rope import Rotary

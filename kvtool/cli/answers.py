@@ -1,15 +1,88 @@
-"""What a terminal is told of an answer, whoever has given it."""
+"""Show an answer on a terminal: its numbers, its sources, and what was recomputed."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvtool.cli.out import Out
+from kvtool.cli.terminal import clean
+from kvtool.core.common.marks import as_named_here
 from kvtool.core.common.sizes import counted
 
 if TYPE_CHECKING:
     from kvtool.cli.out import Out
-    from kvtool.core.query.reply import Reply
+    from kvtool.core.query.explain import ChunkSpans
+    from kvtool.core.query.reply import Reply, ReplyChunk
+
+_MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # what stands between places, or behind one
+_SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
+
+
+def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
+    """Where an answer comes from, the best first; with the passages themselves, if they are wanted. With -v in the
+    order of the prompt, too."""
+    if not passages:
+        out.status(source_line(chunks))
+    for chunk in _best_first(chunks) if passages else ():
+        out.status(f"source: {cited(chunk)}")
+        out.passage([(chunk.text.strip() + "\n", 0)])
+    for chunk in chunks:
+        out.detail(f"  {chunk.status:5} {chunk.tokens:5} tokens  {cited(chunk)}")
+
+
+def source_line(chunks: Sequence[ReplyChunk]) -> str:
+    """Where an answer comes from, on one line."""
+    return "sources: " + (", ".join(dict.fromkeys(map(cited, _best_first(chunks)))) or "what was said before")
+
+
+def _best_first(chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
+    return sorted(chunks, key=lambda chunk: -(chunk.score or 0))
+
+
+def cited(chunk: ReplyChunk) -> str:
+    """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line, and
+    one place, whatever the file and its origin are called."""
+    made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
+    return _unmistakable(chunk.behind(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
+
+
+def _unmistakable(name: str) -> str:
+    """A name, in quotation marks where it could be read as several places, or as what is said of one."""
+    name = name.replace("\n", "\\n")
+    return json.dumps(name, ensure_ascii=False) if _MISLEADING.search(clean(name)) else name
+
+
+_COLOURS = {"deviation": 33, "link token": 36, "question attention": 35, "hole": 31, "dropped": 90}
+_OTHER = 34
+
+
+def show_explained(out: Out, reply: Reply) -> None:
+    """Each chunk's text with what was recomputed of it in a colour, or in brackets, under a line that says why; then
+    the attention backends."""
+    for chunk, runs in zip(reply.chunks, reply.explained, strict=True):
+        out.status(f"{cited(chunk)}: {_counts(runs, chunk.tokens)}")
+        out.passage((span.text, _COLOURS.get(span.reason, _OTHER) if span.reason else 0) for span in runs.spans)
+    shifted = reply.fused.shifted
+    if count := int(shifted.rows.sum()):
+        out.status(
+            f"{count} reused tokens shifted by {shifted.size:.0%} of what the recomputed ones changed by, "
+            f"of which their chunks have {shifted.common:.0%} in common"
+        )
+    if forward := reply.resolved.get("forward"):
+        out.status(f"layers: {forward}")
+    for one in reply.backends:
+        window = "" if one.window is None else f" with a window of {one.window}"
+        out.status(f"attention of {counted(one.layers, 'layer')}{window}: {one.chosen}")
+
+
+def _counts(runs: ChunkSpans, tokens: int) -> str:
+    why = ", ".join(f"{count} for {reason}" for reason, count in runs.recomputed.items())
+    gone = f", {runs.dropped} not there" if runs.dropped else ""
+    return f"{sum(runs.recomputed.values())} of {tokens} tokens recomputed" + (f" ({why})" if why else "") + gone
+
 
 Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
