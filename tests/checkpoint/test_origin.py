@@ -89,6 +89,7 @@ def test_a_start_hashes_nothing_again(source: Path, monkeypatch: pytest.MonkeyPa
     assert of(source) == first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["packed weights", "their digest", "all digests", "its note"])
 def test_a_folder_that_is_not_whole_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     folder, first = converted(source), of(source)

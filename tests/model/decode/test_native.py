@@ -46,6 +46,7 @@ def test_at_the_edges_of_a_block_of_keys(prompt: int) -> None:
     assert (expected - found).abs().max() <= NEAR["float32"]
 
 
+@pytest.mark.slow
 def test_a_hundred_tokens_stay_near() -> None:
     """What is written into the cache is what the model would have written."""
     decoder = case("qwen3").decoder
@@ -151,6 +152,7 @@ def test_a_first_step_that_comes_out_otherwise_is_not_trusted() -> None:
     assert decode_backend(decoder, decoder.prefill(ids)[1]).name == "torch"
 
 
+@pytest.mark.slow
 def test_an_engine_does_not_keep_its_model() -> None:
     import gc
     import weakref

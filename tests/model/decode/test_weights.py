@@ -58,6 +58,7 @@ def test_a_float32_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
     assert apart(decoder) < 1e-4
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_the_files_are_not_taken_from_it(tmp_path: Path) -> None:
     decoder = opened(save_tiny("qwen2", tmp_path / "m", dtype="bfloat16"), "float32")
     with torch.no_grad():
@@ -91,7 +92,7 @@ def wide_model() -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads)).eval().requires_grad_(False)
 
 
-@pytest.mark.some(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [name for name, layout in LAYOUTS.items() if not layout.dense])
 def test_packed_weights_are_multiplied_as_they_are(kind: str) -> None:
     """The MLP's way down has rows long enough for every kind."""
