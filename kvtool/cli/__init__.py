@@ -1,1 +1,1 @@
-"""One file per command: parse → call core → render."""
+"""Commands, one file each: parse → call core → render."""

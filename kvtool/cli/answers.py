@@ -22,8 +22,8 @@ _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
 def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False) -> None:
-    """Where an answer comes from, the best first; with the passages themselves, if they are wanted. With -v in the
-    order of the prompt, too."""
+    """Show the sources of an answer, the best first; with `passages` their text. With -v also in the order of the
+    prompt."""
     if not passages:
         out.status(source_line(chunks))
     for chunk in _best_first(chunks) if passages else ():
@@ -34,7 +34,7 @@ def show_sources(out: Out, chunks: Sequence[ReplyChunk], passages: bool = False)
 
 
 def source_line(chunks: Sequence[ReplyChunk]) -> str:
-    """Where an answer comes from, on one line."""
+    """Return the sources of an answer on one line."""
     return "sources: " + (", ".join(dict.fromkeys(map(cited, _best_first(chunks)))) or "what was said before")
 
 
@@ -43,8 +43,8 @@ def _best_first(chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
 
 
 def cited(chunk: ReplyChunk) -> str:
-    """Where a chunk stands, below the working folder where it is, and whether its file is another by now; one line, and
-    one place, whatever the file and its origin are called."""
+    """Return the place of a chunk on one line, relative to the working folder if it is below it, and whether its file
+    has changed. No name of a file or an origin can look like several places."""
     made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
     return _unmistakable(chunk.behind(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
 
@@ -88,7 +88,7 @@ Facts = Mapping[str, Any]  # of a reply, as its JSON has them
 
 
 def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
-    """What was chosen, loaded and computed, and how long it took."""
+    """Show the chosen mode, the loaded and computed tokens, and the times."""
     show_end(out, facts)
     show_decision(out, facts)
     _show_rounds(out, facts)
@@ -119,7 +119,7 @@ def show_end(out: Out, facts: Facts) -> None:
 
 
 def show_decision(out: Out, facts: Facts) -> None:
-    """What `auto` chose; with -v, why."""
+    """Show the choice of `auto`; with -v, its reasons."""
     if not (chosen := facts.get("controller")):
         return
     ratio = "" if chosen["ratio"] is None else f" at {chosen['ratio']:.1%}"
@@ -131,7 +131,7 @@ def show_decision(out: Out, facts: Facts) -> None:
 
 
 def _show_rounds(out: Out, facts: Facts) -> None:
-    """What was loaded when, and why."""
+    """Show the chunks that each round of --defer loaded, and why."""
     for number, one in enumerate(facts.get("rounds", ()), 1):
         loaded = f"{counted(len(one['chunks']), 'chunk')}, {one['bytes_read'] / 1e6:.1f} MB"
         out.status(f"round {number}: {loaded}; {one['reason']}")
@@ -140,7 +140,7 @@ def _show_rounds(out: Out, facts: Facts) -> None:
 
 
 def _show_stream(out: Out, facts: Facts) -> None:
-    """Whether the objective was met, and with -v or --explain what was decided for it."""
+    """Show whether the target time was met; with -v or --explain, the decisions for it."""
     if not (slo := facts.get("slo")):
         return
     out.status(f"objective: {slo['slo_ms']:.0f} ms, {'met' if slo['met'] else 'missed'}")

@@ -258,7 +258,7 @@ def _invoke(args: list[str]) -> int:
 
 
 def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int] | None:
-    """What to say of an exception that ended a command, and the exit code; None where nothing is to be said."""
+    """Return the error to show for an exception that ended a command, and the exit code; None: show nothing."""
     if isinstance(raised, KvtoolError):
         return raised, raised.exit_code
     if isinstance(raised, typer.TyperException):

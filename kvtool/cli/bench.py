@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtool.lab.bench.fusion import FusionBench, FusionOptions
     from kvtool.lab.bench.ingest import IngestBench
 
-app = new_app("Measure on this machine, beside plain transformers in the same run.")
+app = new_app("Measure speed on this machine, next to plain transformers in the same run.")
 
 
 @app.command()
@@ -36,9 +36,9 @@ app = new_app("Measure on this machine, beside plain transformers in the same ru
     examples=("bench ingest", "bench ingest --tokens 32768 --repeat 5"),
 )
 def ingest(run: Run) -> None:
-    """Ingest the store's documents again, against plain prefill.
+    """Compare ingesting the store's documents again with plain prefill.
 
-    It goes into a scratch store, and the prefill is that of the same chunks in batches.
+    The ingest writes to a temporary store. The prefill computes the same chunks in batches.
     """
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.ingest import bench_ingest, files_of, passes
@@ -70,10 +70,10 @@ def _show_ingest(run: Run, result: IngestBench) -> None:
     examples=("bench codec", "bench codec --threads 4", "bench codec --dtype float32"),
 )
 def codec(run: Run) -> None:
-    """Encode and decode the store's own exact chunks.
+    """Compress and decompress the store's own exact chunks.
 
-    Decoded is to the store's own number format, as a query does it, or to that of --dtype.
-    A copy and zstandard are measured in the same run.
+    The output has the store's number format, as for a query, or that of --dtype. A copy and zstandard are measured in
+    the same run.
     """
     from kvtool.core.cache.store import Store
     from kvtool.lab.bench.codec import bench_codec
@@ -119,10 +119,9 @@ def _show_codec(run: Run, result: CodecBench) -> None:
     examples=("bench fusion", "bench fusion --shape qwen3-0.6b --context 1024,4096 --fusion union"),
 )
 def fusion(run: Run) -> None:
-    """Time to the first token of every mode, beside full prefill.
+    """Measure the time to the first token of every fusion mode, next to full prefill.
 
-    Both are measured in the same run. --ratio and --link-tokens are those of a query; --chunk-tokens is for --shape, a
-    store has its own chunks.
+    Both are measured in the same run. --chunk-tokens is for --shape only, because a store has its own chunks.
     """
     from kvtool.lab.bench.fusion import FusionOptions, passes
     from kvtool.lab.bench.prompts import Sizes
@@ -184,9 +183,9 @@ def _show_fusion(run: Run, result: FusionBench) -> None:
     ),
 )
 def decode(run: Run) -> None:
-    """How fast answers are decoded behind a prompt, and by what parts.
+    """Measure the speed of decoding after a prompt, by parts.
 
-    The steps in machine code beside the model's own forward, token by token in turn, and a plain copy in the same run.
+    Compiled decoding and the model's own forward take turns, token by token, next to a plain copy in the same run.
     The model is smollm2 unless --model or --shape names another.
     """
     import torch

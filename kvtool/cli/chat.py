@@ -105,7 +105,7 @@ def lines_for(out: Out) -> Lines:
 
 
 class PipedLines:
-    """One question a line; empty lines are passed over."""
+    """Questions from a pipe, one per line; empty lines are skipped."""
 
     is_terminal = False
 
@@ -124,7 +124,7 @@ class PipedLines:
 
 
 class TerminalLines:
-    """What is typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
+    """Lines typed at a prompt: Enter sends, Alt-Enter begins another line, Ctrl-C drops it, Ctrl-D ends.
 
     Parameters
     ----------
@@ -185,7 +185,7 @@ def _prompt_session(out: Out, **console: Any) -> PromptSession[str]:
 
 
 def _history(out: Out) -> Any:
-    """What was typed in earlier chats, in a file that is the user's alone; for this chat only where there is none."""
+    """Return the history of earlier chats, in a file that only the user can read; in memory if that fails."""
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     class PrivateHistory(FileHistory):
@@ -209,13 +209,13 @@ def _private_file(path: Path) -> Path:
 
 
 COMMANDS = {
-    "/mode": "how cached passages are fused from now on: /mode epic; alone: say which it is",
-    "/top-k": "how many passages are found for a question: /top-k 3",
-    "/sources": "the passages of the last answer, with their text",
-    "/explain": "which tokens of them were computed again, and why",
-    "/reset": "forget the conversation, and begin a new one, as the word clear does",
-    "/save": "write the conversation into a file: /save talk.md",
-    "/help": "this list",
+    "/mode": "set the fusion mode: /mode epic; without a name, show it",
+    "/top-k": "set the number of passages per question: /top-k 3",
+    "/sources": "show the passages of the last answer",
+    "/explain": "show which of their tokens were recomputed, and why",
+    "/reset": "start a new conversation, as the word clear does",
+    "/save": "write the conversation to a file: /save talk.md",
+    "/help": "show this list",
     "/quit": "end the chat, as Ctrl-D and the words quit and exit do",
 }
 _WORDS = {"exit": "/quit", "quit": "/quit", "clear": "/reset"}  # asked as questions, they would steer later searches

@@ -182,7 +182,7 @@ class Group(_Described, typer.core.TyperGroup):
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """What the help says of one parameter of a command.
+    """A parameter of a command, as its help describes it.
 
     Parameters
     ----------
@@ -227,7 +227,7 @@ def _heading(param: Any) -> str:
 
 
 def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, str] | None:
-    """What the help says of a parameter, without the flags that are only synonyms and typer's names of types."""
+    """Return the help of a parameter, without synonyms and typer's names of types."""
     every = param.opts
     param.opts = [flag for flag in every if flag not in synonyms]
     try:

@@ -100,7 +100,7 @@ def _result(report: CompressReport) -> str:
 
 
 def _is_offered(report: CompressReport) -> bool:
-    """Whether exact records can be dropped with nothing gone that questions would miss."""
+    """Return True if questions lose nothing when the exact records are dropped."""
     return report.file_without_exact is not None and report.is_allowed and not _lacks_rows(report)
 
 
@@ -132,7 +132,7 @@ def _loss(level: LevelReport) -> float:
 
 
 def _tell_of_losses(run: Run, report: CompressReport) -> None:
-    """Which levels a question does not read by itself, although they are there now."""
+    """Report the levels that lose too much for a question to read unasked."""
     allowed = run.max_loss
     for level in report.levels:
         if (loss := _loss(level)) > allowed:

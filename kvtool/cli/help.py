@@ -94,7 +94,7 @@ def _overview(out: Out) -> None:
 
 
 def _command_help(words: list[str]) -> str:
-    """What `kvtool WORDS… --help` prints. Raises the parser's own errors: there is no such command."""
+    """Return the text of `kvtool WORDS… --help`. Raises the parser's own errors: there is no such command."""
     from kvtool.cli.app import app as every_command
 
     command: Any = typer.main.get_command(every_command)

@@ -148,12 +148,12 @@ def _counted(count: int, kind: str) -> str:
 
 
 def is_mostly_beside(report: IngestReport) -> bool:
-    """Whether most of a run's time, and enough to be noticed, went into what its first chunk needs."""
+    """Return True if the preparation of the first chunk took most of the time, and long enough to notice."""
     return report.tokens > 0 and sum(report.phases.values()) > max(_NOTICED_S, report.seconds / 2)
 
 
 def time_of(report: IngestReport) -> str:
-    """Where a run's time went."""
+    """Return the time of each phase of a run."""
     parts = [f"{report.prefill_seconds:.1f} s computing chunks"]
     parts += [f"{report.phases[name]:.1f} s {what}" for name, what in PHASES.items() if name in report.phases]
     return f"of these {', '.join(parts)}"

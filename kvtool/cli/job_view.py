@@ -46,7 +46,7 @@ class JobView:
             self._reminder.close()
 
     def _told(self) -> str:
-        """How far the job is, and what it does where that has no count."""
+        """Return the progress of the job, or its present activity if that has no count."""
         if self._doing:
             return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
         return self._bar.told() if self._bar else "working"
@@ -93,7 +93,7 @@ class JobView:
 
 
 def tell_budget(run: Run, max_size: int | None) -> None:
-    """Where the store has a budget of its own, say that `--max-size` takes its place."""
+    """Report that `--max-size` replaces the store's own budget, if it has one."""
     from kvtool.core.cache.store import Store
 
     if max_size is None:

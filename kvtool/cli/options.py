@@ -83,7 +83,7 @@ def _warn_of_old_cpu(out: Out) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What a command function gets.
+    """The resolved options and the output of a command.
 
     Parameters
     ----------
@@ -180,7 +180,7 @@ def _with_parameters(command: Callable[..., R], parameters: list[inspect.Paramet
 
 
 def _parameter(name: str, option: Option, hidden: bool = False) -> inspect.Parameter:
-    """One option as a flag. Its text is parsed in one place for all layers, so typer sees text only."""
+    """Make an option's flag. Its text is parsed in one place for all layers, so typer sees text only."""
     kind: Any = bool if option.kind is bool else list[str] if option.many else str
     shown = typer.Option(
         option.flag,
@@ -200,8 +200,7 @@ def _keyword(name: str, annotation: Any, default: Any) -> inspect.Parameter:
 
 
 def _facts(option: Option) -> str:
-    """How the help's line of an option ends: its default, and whether it is given once for each of several values. Its
-    variable and its key follow one rule (`_RULE`)."""
+    """Return the end of an option's line in the help: its default, and whether it can be repeated."""
     default = option.default_text
     facts = [f"default: {default}"] if default else []
     facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it shows by itself
@@ -274,7 +273,7 @@ class Question(ManyValues):
 
 
 def is_flag(option: Any) -> bool:
-    """Whether an option of a command takes no value."""
+    """Return True if an option takes no value."""
     return bool(getattr(option, "is_flag", False) or getattr(option, "count", False))
 
 

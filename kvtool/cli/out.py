@@ -76,19 +76,19 @@ class Out:
 
     @classmethod
     def asked(cls, args: Sequence[str]) -> Out:
-        """What the arguments ask for, read without a parser: for errors that come before or from parsing."""
+        """Return the output that the arguments ask for, without a parser: for errors before or during parsing."""
         flags = args[: args.index("--")] if "--" in args else args
         mode: Mode = "jsonl" if "--jsonl" in flags else "json" if "--json" in flags else "human"
         return cls(mode, -1 if {"-q", "--quiet"} & set(flags) else 0)
 
     @property
     def human(self) -> bool:
-        """Whether a person reads stdout."""
+        """Return True if a person reads stdout."""
         return self.mode == "human"
 
     @property
     def on_terminal(self) -> bool:
-        """Whether a person reads stdout on a terminal."""
+        """Return True if a person reads stdout on a terminal."""
         return self.human and self._stdout.isatty()
 
     @property

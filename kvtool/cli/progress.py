@@ -1,4 +1,4 @@
-"""How far a long job is: a bar on a terminal, else a line or an event now and then."""
+"""Progress of a long job: a bar on a terminal, else a line or an event now and then."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Progress(Protocol):
     """A long job's progress; `out.progress()` yields one."""
 
     def advance(self, amount: float = 1) -> None:
-        """So much more is done."""
+        """Count this much as done."""
 
     def expect(self, total: float) -> None:
-        """It is so much in all, by what is known now."""
+        """Set the expected total."""
 
     def describe(self, label: str) -> None:
-        """It is on this now."""
+        """Set the label of the present step."""
 
     def told(self) -> str:
         """Say how far it is."""
@@ -42,7 +42,7 @@ _Say = Callable[[str, dict[str, Any]], None]  # a sentence, and the facts in it
 
 
 class Pace:
-    """How far a job is, and its speed over the last minute, or over its last steps where these take longer.
+    """Progress and speed of a job over the last minute, or over its last steps if these take longer.
 
     Between two steps the time that is left runs down; it changes at steps alone.
     """

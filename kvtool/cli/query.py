@@ -171,7 +171,7 @@ class Batch:
 
     @property
     def _reads(self) -> bool:
-        """Whether a person reads the answers as they come."""
+        """Return True if a person reads the answers as they come."""
         return self._run.out.on_terminal
 
     def _tell(self, replies: list[Reply]) -> None:
@@ -198,7 +198,7 @@ class Batch:
 
     @property
     def _audits(self) -> bool:
-        """Whether a share of the answers is audited; modes that are compared are held against full prefill anyway."""
+        """Return True if a share of the answers is audited; --compare compares with full prefill anyway."""
         return self._modes is None and self._options.audit > 0
 
     def _audit(self, reply: Reply) -> None:
@@ -231,7 +231,7 @@ app = new_app()
 
 @dataclass(frozen=True, kw_only=True)
 class QueryFlags(Options, settings=False):
-    """What only the command line has."""
+    """Options that only the command line has."""
 
     batch: Path | None = option(
         None, "Answer every question of a file.", group=ANSWER, metavar="FILE.jsonl", unit="path"
@@ -332,7 +332,7 @@ def _check_writable(profile: Path) -> None:
 
 @contextmanager
 def _timed(profile: Path | None) -> Iterator[Timeline | None]:
-    """What runs inside is timed into a file, also where it fails."""
+    """Write the times of what runs inside to a file, also if it fails."""
     if profile is None:
         yield None
         return
@@ -406,7 +406,7 @@ def _from_stdin() -> str:
 
 
 def _is_any_found(finder: Finder, requests: list[Request], options: QueryOptions, *, alone: bool) -> bool:
-    """Whether anything is to be answered: told before the model is loaded, which takes seconds.
+    """Return True if any question finds a chunk; known before the model is loaded, which takes seconds.
 
     Raises
     ------
@@ -474,7 +474,7 @@ def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> N
 
 
 def audited(audit: Audit) -> str:
-    """One line about an audit."""
+    """Return a line about an audit."""
     first, answer = (
         f"{'same' if same else 'another'} {what}"
         for same, what in ((audit.top1_agrees, "first token"), (audit.answer_equal, "answer"))

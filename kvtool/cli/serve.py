@@ -40,7 +40,7 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(Options, settings=False):
-    """What only the command line has."""
+    """Options that only the command line has."""
 
     show_key: bool = option(False, "Print the API key, and exit.", group=ACCESS)
 
@@ -152,7 +152,7 @@ def _beside(run: Run, engine: Engine, notes: Notes, options: ServeOptions) -> li
 
 
 def _ingesting(run: Run) -> IngestOptions:
-    """How documents of clients are ingested: as variables and files say, with the model that the server was given."""
+    """Return the options to ingest documents of clients: those of variables and files, with the server's model."""
     model, options = run.get(ModelOptions), run.get(IngestOptions)
     # A server's own --system is said to the model; the store, which would be computed anew for it, keeps its own.
     system = None if run.resolved.origin("system").layer == "flag" else options.system

@@ -23,7 +23,7 @@ _ASCII_FRAMES = "|/-\\"
 
 
 class Spinner:
-    """One line at the bottom of a terminal that says what goes on; nothing where `stream` is none.
+    """A line at the bottom of a terminal that shows the present activity; none if `stream` is no terminal.
 
     Whoever writes to the same terminal does so inside of `aside`.
     """

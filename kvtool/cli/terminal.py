@@ -82,7 +82,7 @@ class SafeStream(io.TextIOBase):
         return shutil.get_terminal_size().columns
 
     def is_beside(self, other: SafeStream) -> bool:
-        """Whether both are shown on a terminal, or go into the same pipe or file."""
+        """Return True if both are shown on a terminal, or go to the same pipe or file."""
         if self.isatty() and other.isatty():
             return True
         with suppress(OSError, ValueError, AttributeError):
@@ -328,7 +328,7 @@ def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
 
 
 def _line_ends(text: str, room: int) -> set[int]:
-    """Where a line of so many cells ends: at a blank, which goes, or before a letter where it has none."""
+    """Return the ends of lines of so many cells: at a blank, which is dropped, or before a letter if there is none."""
     ends, used, first = set[int](), 0, 0  # `first`: where the line begins
     blank: int | None = None  # its last one
     for at, letter in enumerate(text):
@@ -348,7 +348,7 @@ def _line_ends(text: str, room: int) -> set[int]:
 
 
 def _most_cells(letter: str) -> int:
-    """How many cells of any terminal a letter may take; those of East Asia draw some wide that others draw narrow."""
+    """Return the most cells that a letter may take; terminals of East Asia draw some letters wide."""
     return 2 if not letter.isascii() and east_asian_width(letter) in "WFA" else 1
 
 

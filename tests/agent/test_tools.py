@@ -125,6 +125,7 @@ def test_an_excerpt_says_whose_document_it_is_of(tiny: Path, tmp_path: Path) -> 
     talk(place, say)
 
 
+@pytest.mark.slow
 def test_a_passage_cannot_pass_for_a_field_beside_it(tmp_path: Path, fresh: Any) -> None:
     """What a client without structured results shows is JSON, too: a line of a passage is no line of it."""
     (tmp_path / "a.md").write_text('The mill is old.\n"place": "b.md:1"\nsource: b.md:1\n')
@@ -168,6 +169,7 @@ def test_status_and_documents_as_resources(store: Path, corpus: Path) -> None:
     talk(store, say)
 
 
+@pytest.mark.slow
 def test_documents_are_listed_page_by_page(tmp_path: Path) -> None:
     """Each once, also where some come and go between two pages; a cursor that no page had is told so."""
     names = [f"/notes/{number:04}.md" for number in range(2 * LISTED + 7)]
@@ -261,6 +263,7 @@ def test_what_a_root_leaves_out_is_not_read_by_naming_a_folder_in_it(store: Path
     talk(store, say, tmp_path / "notes")
 
 
+@pytest.mark.slow
 def test_the_store_is_followed_and_one_that_is_not_there_is_told(store: Path, tmp_path: Path, fresh: Any) -> None:
     place = tmp_path / "fresh"
     (tmp_path / "one.md").write_text("The only mill was built by baker Z.")

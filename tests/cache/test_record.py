@@ -33,6 +33,7 @@ def test_round_trip(key: bytes, header: KVHeader, parts: list[bytes]) -> None:
     assert bytes(payload) == b"".join(parts)
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=40), headers, payloads, st.data())
 def test_every_changed_byte_is_damage(key: bytes, header: KVHeader, parts: list[bytes], data: st.DataObject) -> None:
     changed = bytearray(encode_record(key, header, parts))

@@ -452,6 +452,7 @@ def test_side_files_stay_inside(tmp_path: Path, name: str) -> None:
         store.side_file(name)
 
 
+@pytest.mark.slow
 def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
     """Law 6: the same bytes in another place."""
     path = make_store(tmp_path / "store")
@@ -483,6 +484,7 @@ def test_verify_samples_the_same_part(tmp_path: Path) -> None:
             verify(store, Fraction(3, 2))
 
 
+@pytest.mark.slow
 def test_one_environment_for_many_stores_and_threads(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store", files=4)
     failures: list[BaseException] = []

@@ -75,6 +75,7 @@ def test_a_transaction_of_before(tmp_path: Path) -> None:
         assert file.tree(old.id(), PAGE) is None
 
 
+@pytest.mark.slow
 def test_any_bit_of_a_page_of_the_tree(tmp_path: Path) -> None:
     """Keys, sizes, pointers, headers: found wherever it is flipped. (LMDB dies of some of these.)"""
     env = lmdb.open(str(tmp_path), map_size=2**24, lib_version=0)

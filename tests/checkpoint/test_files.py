@@ -198,6 +198,7 @@ def ask_hub(endpoint: str, home: Path) -> tuple[str, float]:
     return done.stdout.strip(), time.monotonic() - started
 
 
+@pytest.mark.slow
 def test_no_network_fails_fast(tmp_path: Path) -> None:
     text, seconds = ask_hub("http://127.0.0.1:9", tmp_path)
     assert text.startswith("refused:")
@@ -280,6 +281,7 @@ def test_download_then_cached(served: str, folder: Path, tmp_path: Path) -> None
     assert ask_hub(served, tmp_path / "hub")[0].split() == [text, *told]  # finished where it was cut off
 
 
+@pytest.mark.slow
 def test_unknown_on_the_hub(served: str, folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()

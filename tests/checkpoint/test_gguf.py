@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from kvtool.core.checkpoint.files import PACKED
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import convert as conversion
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
 from kvtool.core.checkpoint.gguf.convert import begin_as_told, converted, split_digits
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer
 from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
@@ -39,6 +38,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
 
 
+@pytest.mark.slow
 def test_converted_model_is_the_original(tiny: Path) -> None:
     files = resolve(str(tiny))
     assert (files.kind, files.ref) == ("gguf", str(tiny))
@@ -54,6 +54,7 @@ def test_converted_model_is_the_original(tiny: Path) -> None:
     assert loaded.tokenizer.convert_tokens_to_ids("<|user|>") == tiny_tokenizer().convert_tokens_to_ids("<|user|>")
 
 
+@pytest.mark.slow
 def test_converted_once_and_kept(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = resolve(str(tiny))
     monkeypatch.setattr(conversion, "_convert", None)
@@ -169,6 +170,7 @@ def test_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     assert not list(tmp_path.glob("home/cache/gguf/*-v*/"))
 
 
+@pytest.mark.slow
 def test_rope_scaling_is_kept(tmp_path: Path) -> None:
     stored = {"llama__rope__scaling__type": "yarn", "llama__rope__scaling__factor": 4.0}
     path = write_gguf(tmp_path / "x.gguf", **stored, llama__rope__scaling__original_context_length=512)
@@ -185,6 +187,7 @@ def test_llama3_scaling_is_recognised(tmp_path: Path) -> None:
     assert np.allclose(model.model.rotary_emb.inv_freq.numpy(), plain / divisors, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_digits_apart(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "x.gguf")
     header = read_header(path)
@@ -205,6 +208,7 @@ def refused_or_read(path: Path) -> bool:
     return problem is None
 
 
+@pytest.mark.slow
 def test_truncated_everywhere(tiny: Path, tmp_path: Path) -> None:
     data, path = tiny.read_bytes(), tmp_path / "cut.gguf"
     last = max(t.start + t.nbytes for t in read_header(tiny).tensors.values())
@@ -342,6 +346,7 @@ def test_the_largest_gemma_scales_as_llama_cpp_knows_it(tmp_path: Path, monkeypa
     same(tmp_path, replace(family, settings=dict(family.settings) | {"query_pre_attn_scalar": 64}))
 
 
+@pytest.mark.slow
 def test_longrope_reaches_as_far_as_its_short_factors(tmp_path: Path) -> None:
     assert context_limit(same(tmp_path, IN_GGUF["phi3-longrope"]).config) == 1024
 
@@ -383,6 +388,7 @@ def test_the_reader_cuts_plain_arrays(tmp_path: Path, monkeypatch: pytest.Monkey
     assert gguf.GGUFReader is reader
 
 
+@pytest.mark.slow
 def test_hashing_a_large_file_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
@@ -391,6 +397,6 @@ def test_hashing_a_large_file_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         return contextlib.nullcontext()
 
     converted(write_gguf(tmp_path / "tiny.gguf"), once)
-    monkeypatch.setattr("kvtool.core.checkpoint.fingerprint._TAKES_SECONDS", 1)
+    monkeypatch.setattr("kvtool.core.checkpoint.files._TAKES_SECONDS", 1)
     converted(write_gguf(tmp_path / "other.gguf"), once)
     assert told == ["model_unpack", "model_hash"]

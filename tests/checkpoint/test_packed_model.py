@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from kvtool.core.checkpoint.files import PACKED, ModelFiles
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, supported_config
 from kvtool.core.checkpoint.packed import packed_model
 from kvtool.core.checkpoint.text_submodel import text_submodel
@@ -116,11 +115,13 @@ def test_a_gguf_model_keeps_its_weights_packed(quantised: Path, dtype: str) -> N
         assert float((step - other).norm() / other.norm()) < 0.03
 
 
+@pytest.mark.slow
 def test_gradients_have_plain_weights(quantised: Path) -> None:
     loaded = load_model(resolve(str(quantised)), device="cpu", dtype="float32")
     assert not any(weight.is_meta for weight in loaded.model.parameters())
 
 
+@pytest.mark.slow
 def test_packed_weights_that_are_gone_are_made_again(quantised: Path) -> None:
     folder = resolve(str(quantised)).folder
     before = (folder / PACKED).read_bytes()
@@ -129,6 +130,7 @@ def test_packed_weights_that_are_gone_are_made_again(quantised: Path) -> None:
     assert (folder / PACKED).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_it_is_said_how_weights_are_kept(quantised: Path) -> None:
     files = resolve(str(quantised))
     assert load_model(files, device="cpu", dtype="float32").weights == "float32"

@@ -291,6 +291,7 @@ def test_a_command_without_its_group_is_told_with_it(words: str, capsys: Capture
 # The world outside
 
 
+@pytest.mark.slow
 def test_ascii_terminal_and_foreign_text(tmp_path: Path) -> None:
     done = run("config", "show", "--store", "관측소", env={"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
@@ -311,6 +312,7 @@ def test_cron_has_no_home_and_no_locale(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
 @pytest.mark.parametrize(
     ("redirect", "code", "said"),
@@ -332,6 +334,7 @@ def test_streams_that_are_closed_or_full(redirect: str, code: int, said: str) ->
     assert "Exception ignored" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a POSIX shell")
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_file_that_takes_only_a_part(unbuffered: str, tmp_path: Path) -> None:
@@ -364,6 +367,7 @@ sys.exit(app.main(["probe"]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_signals_clean_up_and_a_second_one_kills(number: signal.Signals, code: int) -> None:

@@ -12,6 +12,7 @@ TINY = ("bench", "decode", "--shape", "tiny", "--dtype", "float32", "--context",
 pytestmark = pytest.mark.skipif(not runnable(), reason="there is no machine code here")
 
 
+@pytest.mark.slow
 def test_both_steppers_and_the_parts_of_a_token() -> None:
     found = kvtool(*TINY, "--threads", "1", "--json").fine().json
     assert [row["stepper"] for row in found["rows"]] == ["native", "torch"]
@@ -30,6 +31,7 @@ def test_one_stepper_is_measured_alone() -> None:
     assert found["kl_max"] is None
 
 
+@pytest.mark.slow
 def test_a_model_without_native_steps_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVTOOL_STEPPER", "torch")
     done = kvtool(*TINY).fine()

@@ -98,6 +98,7 @@ def test_long_prompts_need_no_full_prefill(tmp_path: Path) -> None:
     assert "not measured" in told.out
 
 
+@pytest.mark.slow
 def test_flops_ratios_by_hand() -> None:
     found = bench(
         "--context", 120, "--fusion", "full,reuse,epic,prefix,infoflow", "--link-tokens", LINKS, "--ratio", 0.1
@@ -121,6 +122,7 @@ def test_flops_ratios_by_hand() -> None:
     assert bounds[0] <= infoflow["flops"] <= bounds[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", ["lossless", "2"])
 def test_a_compressed_level_is_decoded(level: str) -> None:
     found = bench("--context", 400, "--fusion", "reuse", "--level", level)
@@ -136,6 +138,7 @@ def test_it_tells_people_what_the_times_include() -> None:
         assert said in done.out
 
 
+@pytest.mark.slow
 def test_tables_fit_a_narrow_terminal() -> None:
     done = kvtool("bench", "fusion", "--shape", "tiny", "--context", "120,200", "--repeat", 1, "--question-tokens", 8)
     tables = [block.splitlines() for block in done.fine().out.split("\n\n") if block.startswith("fusion ")]
@@ -145,6 +148,7 @@ def test_tables_fit_a_narrow_terminal() -> None:
     assert all(not {"fusion", "context"} - set(table[0].split()) for table in tables)
 
 
+@pytest.mark.slow
 def test_a_stores_own_chunks(store: Path) -> None:
     before = listing(store)
     given = ("bench", "fusion", "--store", store, "--repeat", 1, "--fusion", "reuse,union")

@@ -6,6 +6,7 @@ import io
 import json
 import pty
 import signal
+import sys
 import termios
 from collections.abc import Iterator
 from contextlib import suppress
@@ -218,6 +219,7 @@ def typed(keys: str) -> list[str | None]:
         return found
 
 
+@pytest.mark.slow
 def test_keys() -> None:
     assert typed("one\r  \r두 번째 질문\r\x04") == ["one", "두 번째 질문"]
     assert typed("two\x1b\rlines\r\x04") == ["two\nlines"]
@@ -262,6 +264,7 @@ def test_what_is_typed_while_it_answers_is_not_shown(monkeypatch: pytest.MonkeyP
 def test_a_query_without_a_question_chats_in_a_terminal(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtool("query", "--store", store).failed(2, "no question was given")
     monkeypatch.setattr("kvtool.cli.out.Out.is_interactive", True)
+    monkeypatch.setattr(module, "lines_for", lambda out: PipedLines(sys.stdin.buffer))
     done = kvtool("query", "--store", store, *SHORT, "--json", stdin=QUESTION.encode()).fine()
     assert json.loads(done.out)["turn"]["number"] == 1
     kvtool("query", "--store", store, "--compare", "reuse").failed(2, "no question was given")

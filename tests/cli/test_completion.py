@@ -81,6 +81,7 @@ def needed(shell: str) -> None:
         pytest.skip(f"there is no {shell}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_it_completes_in_a_real_shell(home: Home, shell: str) -> None:
     """Installed for the shell that calls, as it finds by itself."""

@@ -136,6 +136,7 @@ def test_the_default(plain: Path) -> None:
     assert files_below(plain) == files
 
 
+@pytest.mark.slow
 def test_levels_by_any_spelling(fitted: Path) -> None:
     """Repeated, after one flag, in any order, the same one twice."""
     for words in (("--level", "3", "--level", "1"), ("--level", "1", "3"), ("--level", "1", "--level", "3", "1")):
@@ -143,6 +144,7 @@ def test_levels_by_any_spelling(fitted: Path) -> None:
         assert [level["level"] for level in row["levels"]] == ["1", "3"]
 
 
+@pytest.mark.slow
 def test_drop_raw_then_ask(fitted: Path) -> None:
     """Answers come from the lossy level; nothing is encoded again; other levels are out of reach, which is said."""
     for level in ("1", "3", "4"):
@@ -188,6 +190,7 @@ def test_auto(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert state["losses"][state["profile"]]["3"]["kl_answer"] == LOSSES["3"]
 
 
+@pytest.mark.slow
 def test_only_some_chunks(plain: Path) -> None:
     one, two, *_ = chunks_in(plain)
     row = kvtool("compress", "--store", plain, "--chunks", one, two[:10], "--level", "4", *FAST, "--json").fine().json
@@ -348,6 +351,7 @@ def test_2_more_is_lost_than_is_allowed(plain: Path, form: Any) -> None:
         assert "raw" not in levels_in(plain)[chunk]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fixed")
 def test_what_questions_may_lose_is_what_dropping_may(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at = ("compress", "--store", plain, "--level", "3", "--drop-raw")
@@ -395,6 +399,7 @@ def test_a_terminal_is_not_asked_what_was_said(plain: Path) -> None:
     assert (code, said.count("[y/N]")) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_profile_that_takes_more_than_it_saves_is_told(plain: Path) -> None:
     at = ("compress", "--store", plain, "--chunks", chunks_in(plain)[0], *FAST)
     assert "it pays in a larger store" in kvtool(*at).fine().err

@@ -93,6 +93,7 @@ def test_the_words_that_matched(asked: tuple[Path, list[documents.Asked]], store
     assert plan["chunks"][-1]["keywords"][:2] in (["Kettlewick", "Kiln"], ["Kiln", "Kettlewick"])
 
 
+@pytest.mark.slow
 def test_a_source_that_has_changed_says_so(asked: tuple[Path, list[documents.Asked]], store: Path) -> None:
     one = next(one for one in asked[1] if one.file.endswith(".docx"))
     path = asked[0] / one.file

@@ -29,6 +29,7 @@ def test_the_help_of_reports_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "flag"),
     [

@@ -30,6 +30,7 @@ def test_one_chunk(store: Path, tmp_path: Path) -> None:
     assert chunk in told
 
 
+@pytest.mark.slow
 def test_a_place_of_several_chunks_names_them_all(tiny: Path, tmp_path: Path) -> None:
     """A line that is longer than a chunk."""
     (tmp_path / "long.txt").write_text("The mill stands on the river. " * 40)
@@ -78,6 +79,7 @@ def test_no_such_chunk(text: str, store: Path) -> None:
     assert "kvtool store ls" in done.err
 
 
+@pytest.mark.slow
 def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
     at = ("--store", store)
     before = kvtool("inspect", *at, "--json").fine().json["served"]
@@ -93,6 +95,7 @@ def test_the_glance_tells_how_many_chunks_were_found(store: Path) -> None:
     assert f"{served['questions']} questions" in kvtool("inspect", *at).fine().out
 
 
+@pytest.mark.slow
 def test_modes_that_are_compared_are_one_question(store: Path) -> None:
     at = ("--store", store)
     before = kvtool("inspect", *at, "--json").fine().json["served"]

@@ -82,6 +82,7 @@ def test_every_scheme(profile: bool, plain: Path, fitted: Path, batch: Path) -> 
     assert found["int4"]["bits_per_element"] == pytest.approx(found["int8"]["bits_per_element"] - 4)
 
 
+@pytest.mark.slow
 def test_the_table(fitted: Path, batch: Path) -> None:
     done = inspect(fitted, "--batch", batch, "--limit", "2", "--scheme", "2", "--scheme", "int8").fine()
     head, *rows, last, end = done.out.split("\n")
@@ -95,6 +96,7 @@ def test_the_table(fitted: Path, batch: Path) -> None:
     assert end == done.err == ""
 
 
+@pytest.mark.slow
 def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
     """Bits of a level that stands alone, on one document's chunks, are those of its records."""
     one = batch.with_name("one.jsonl")

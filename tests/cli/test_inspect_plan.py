@@ -81,6 +81,7 @@ def test_the_page_has_the_table_of_the_terminal(store: Path, tmp_path: Path) -> 
     assert "[&#x27;" not in page  # no list of Python's
 
 
+@pytest.mark.slow
 def test_expected_times_are_the_controllers(measured: Path) -> None:
     row = plan(measured, "--json").fine().json
     tokens, expected = row["tokens"], row["expected_ms"]

@@ -103,6 +103,7 @@ def test_deviation_of_several_prompts_is_their_mean(store: Path, batch: Path) ->
     assert both["chunks"] == single[0]["chunks"]
 
 
+@pytest.mark.slow
 def test_the_pieces_of_a_chunk_are_its_text(store: Path, tmp_path: Path) -> None:
     """Also where a character is several tokens."""
     text = "방앗간은 1769년에 지어졌다. 밀가루를 빻는다."

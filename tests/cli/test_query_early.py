@@ -74,6 +74,7 @@ def test_a_batch_goes_on_behind_what_is_not_found(store: Path, tmp_path: Path) -
     assert [json.loads(line).get("type") for line in done.out.splitlines()] == ["error", None, "summary"]
 
 
+@pytest.mark.slow
 def test_neither_torch_nor_transformers_is_imported_for_it(store: Path) -> None:
     code = (
         "import sys\nfrom kvtool.cli.app import main\n"

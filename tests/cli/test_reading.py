@@ -19,6 +19,7 @@ LONG = ("--max-tokens", "40")
 # ---- a question ----
 
 
+@pytest.mark.slow
 def test_a_question_from_a_pipe(store: Path) -> None:
     given = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
     piped = kvtool("query", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
@@ -73,6 +74,7 @@ def test_a_hint_names_the_help_of_the_command(words: tuple[str, ...], command: s
 # ---- an answer ----
 
 
+@pytest.mark.slow
 def test_an_answer_is_not_broken_within_words(store: Path) -> None:
     """The tiny model writes words of no language: they have to come out the same, each on one line."""
     asked = ("query", QUESTION, "--store", store, *LONG, "--fusion", "reuse")
@@ -117,6 +119,7 @@ def batch(tmp_path: Path) -> Path:
     return tmp_path / "batch.jsonl"
 
 
+@pytest.mark.slow
 def test_a_batch_in_a_terminal_is_for_reading(batch: Path, store: Path) -> None:
     asked = ("query", "--batch", batch, "--store", store, *SHORT)
     shown = on_terminal(*asked)

@@ -44,6 +44,7 @@ def test_only_some_documents(store: Path) -> None:
     done.failed(2, "no document matches *.zip")
 
 
+@pytest.mark.slow
 def test_orders(store: Path) -> None:
     best = [chunk["id"] for chunk in ask(store, "--order", "relevance")["chunks"]]
     for more in ((), ("--order", "best-last")):

@@ -135,7 +135,7 @@ def test_numbers_far_outside(scheme: str) -> None:
             assert wrong < 1.5 * usual
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("groups", [1, 2])
 def test_another_text_uses_what_the_profile_never_saw(groups: int, dtype: str) -> None:
@@ -165,6 +165,7 @@ def in_steps(of: Profile, level: str, made: KV, exact: KV, layer: int = 0) -> to
     return steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [1, 2])
 def test_errors_are_those_of_rounding(groups: int) -> None:
     """At most half a step, 1 / 12 of a step squared on average: numbers in and out of the tables alike."""
@@ -334,6 +335,7 @@ def test_which_level_refines_which() -> None:
     assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
 
 
+@pytest.mark.slow
 def test_a_base_and_what_refines_it_take_little_more_than_the_finest() -> None:
     some = model(2, 32)
     of = fitted(some, tokens=3000, step=0.1)
@@ -347,6 +349,7 @@ def test_a_base_and_what_refines_it_take_little_more_than_the_finest() -> None:
     assert sum(sizes.values()) < 0.7 * sum(single)
 
 
+@pytest.mark.slow
 def test_a_profile_takes_less_than_none() -> None:
     some = model(2, 32)
     kv = some.kv(0, 1000, dtype=torch.bfloat16)
@@ -389,6 +392,7 @@ def test_whole_numbers_nest(numbers: list[int]) -> None:
     assert np.array_equal(coarsened(fine, 3), coarsened(coarsened(coarsened(fine))))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 def test_a_symbol_or_an_escape(data: st.DataObject) -> None:
     """A number that its column's table has, or a mark; the least and the greatest numbers too."""
@@ -434,6 +438,7 @@ def test_what_is_beyond_int16_ends_there(scheme: str) -> None:
             assert torch.equal(made[:, others], usual[:, others])
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     heads=st.integers(1, 3), tokens=st.integers(1, 25), dim=st.integers(1, 40), seed=st.integers(0, 99),
@@ -651,7 +656,7 @@ def test_a_refinement_knows_no_marks() -> None:
         decoded(dataclasses.replace(chain["1"], payload=payload), "1", of)
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
 def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)

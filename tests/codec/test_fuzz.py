@@ -175,6 +175,7 @@ def test_mutated_records(name: str) -> None:
     assert 0.5 * count < refused < count
 
 
+@pytest.mark.slow
 def test_among_sound_ones() -> None:
     """One that is damaged is not saved by others in the same call, and takes nothing else down than this call."""
     dice = random.Random(5)

@@ -46,7 +46,7 @@ def coded_blocks(of: Profile, level: str, layer: int) -> np.ndarray[Any, Any]:
 # ---- what is fitted ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 def test_the_same_sample_gives_the_same_profile(kind: tuple[int, int, int], made: Profile) -> None:
     heads, dim, groups = kind
     again = fitted(model(heads, dim), groups)
@@ -208,6 +208,7 @@ def test_every_changed_byte_of_the_header() -> None:
     assert refused > 2 * HEADER
 
 
+@pytest.mark.slow
 def test_changed_bytes_of_the_parts() -> None:
     dice = random.Random(3)
     for _ in range(1000):

@@ -108,6 +108,7 @@ def test_a_number_that_is_not_finite_is_seen(back_end: str, dtype: str, place: i
 # ---- and back ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize(("groups", "size", "tokens"), [(1, 48, 1), (2, 20, 97), (1, 192, 200), (3, 64, 5)])
 @pytest.mark.parametrize("makes", ["backward_by", "reading_by"])

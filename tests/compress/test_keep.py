@@ -90,6 +90,7 @@ def tokens_of(path: Path, chunk: str) -> int:
 # ---- what is made ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_half_of_the_rows(sparse: Path) -> None:
     assert damages(sparse) == []
     for chunk in chunks_in(sparse):
@@ -216,7 +217,7 @@ def ask(path: object, *more: object) -> dict[str, object]:
     return kvtool("query", QUESTION, "--store", path, "--json", *SHORT, *more).fine().json
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "union", "blend", "infoflow"])
 def test_a_question_reads_the_rows_that_are_there(mode: str, sparse: Path) -> None:
     whole, half = (ask(sparse, "--level", level, "--fusion", mode) for level in ("2", HALF))
@@ -230,6 +231,7 @@ def test_a_question_reads_the_rows_that_are_there(mode: str, sparse: Path) -> No
     assert half["bytes_read"] < whole["bytes_read"]
 
 
+@pytest.mark.slow
 def test_a_mode_that_loses_nothing_computes_all_of_it(sparse: Path) -> None:
     for mode in ("full", "prefix"):
         value = ask(sparse, "--level", HALF, "--fusion", mode)
@@ -245,6 +247,7 @@ def test_max_loss_chooses_among_them(sparse: Path) -> None:
     assert ask(sparse, "--max-loss", "0.005")["tokens"]["dropped"] == 0
 
 
+@pytest.mark.slow
 def test_explained(sparse: Path) -> None:
     value = ask(sparse, "--level", HALF, "--explain", "--fusion", "reuse")
     for chunk in value["chunks"]:
@@ -260,12 +263,14 @@ def test_explained(sparse: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_deferred_and_chosen_by_the_controller(sparse: Path) -> None:
     assert ask(sparse, "--level", HALF, "--defer", "--defer-first", "1")["tokens"]["dropped"] > 0
     kvtool("query", QUESTION, "--store", sparse, "--level", HALF, "--fusion", "auto", "--json", *SHORT).fine()
     kvtool("inspect", "plan", QUESTION, "--store", sparse, "--level", HALF).fine()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_damaged_record_is_computed_whole(layer: int, sparse: Path) -> None:
     drop(sparse, "raw")
@@ -275,6 +280,7 @@ def test_a_damaged_record_is_computed_whole(layer: int, sparse: Path) -> None:
     assert {chunk["id"] for chunk in value["chunks"] if chunk["status"] == "miss"} == {chunks[0]}
 
 
+@pytest.mark.slow
 def test_other_rows_than_the_first_layers_are_refused(sparse: Path) -> None:
     """They would stand at others' positions."""
     chunk = ask(sparse, "--level", HALF)["chunks"][0]["id"]

@@ -147,6 +147,7 @@ def test_what_was_guessed_of_a_command_is_told_with_pages_too(tmp_path: Path) ->
     assert [mark.place for mark in document.marks] == ["p. 1", "p. 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "seconds", "why"),
     [

@@ -62,6 +62,7 @@ def test_big_endian_with_bom() -> None:
     assert read(codecs.BOM_UTF16_BE + KOREAN.encode("utf-16-be")).text == KOREAN
 
 
+@pytest.mark.slow
 @given(st.text(st.characters(blacklist_categories=["Cs", "Cc", "Co", "Cn"]), min_size=1).filter(str.strip))
 def test_utf8_comes_back_exactly(text: str) -> None:
     text = text.removeprefix("\ufeff") or "x"
@@ -70,6 +71,7 @@ def test_utf8_comes_back_exactly(text: str) -> None:
         assert read(codecs.BOM_UTF16_LE + text.encode("utf-16-le")).text == text
 
 
+@pytest.mark.slow
 @given(st.binary(max_size=300))
 def test_any_bytes_give_a_text_or_a_clear_reason(data: bytes) -> None:
     for name in ("a.txt", "a.html", "a.jsonl"):
@@ -171,6 +173,7 @@ def test_html_deep_and_broken() -> None:
     assert read(b"<p>1 < 2 <![if a]>&lt;b<![endif]> <a", "a.html").text == "1 < 2 <b <a\n"
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "piece", ["<", "<a ", "</", "<!", "<?", "&", "<a b='", '<a "', "<!--", "<![", "<nav>", "</p", "<script>"]
 )
@@ -231,7 +234,7 @@ def test_deep_lists_grow_with_their_length_only() -> None:
     assert len(text) < 4 * len(page)
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "piece"), [("<li>", "<div>"), ("<td>", "<div>"), ("<pre>", "<br>"), ("<ol>", "<li><p>"), ("", "<title>")]
 )
@@ -257,6 +260,7 @@ def test_a_large_file_whose_beginning_is_ascii(text: str, codec: str) -> None:
     assert document.notes[0].startswith("not UTF-8, read as")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ascii", ["", "x" * 200_000])
 def test_a_large_file_without_a_break(ascii: str) -> None:
     """The sample tears a character, which tells nothing against the encoding."""

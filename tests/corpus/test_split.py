@@ -55,6 +55,7 @@ def chunks(text: str, setting: SplitSettings, counter: CountTokens, kind: str = 
     return [text[span.start : span.end] for span in split(text, setting, counter, kind)]
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(
     text=_texts,
@@ -113,7 +114,7 @@ def _edited(paragraphs: list[str], edit: str, rng: random.Random) -> list[str]:
     return [*paragraphs[:place], ". ".join(sentences), *paragraphs[place + 1 :]]
 
 
-@pytest.mark.some(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", ["delete", "insert", "replace"])
 @pytest.mark.parametrize(
     ("method", "mean", "worst"), [("semantic", 2.0, 5), ("markdown", 2.0, 5), ("paragraph", 3.0, 9)]
@@ -207,7 +208,7 @@ def test_graphemes_are_not_torn() -> None:
         assert part.count("\U0001f1f0") == part.count("\U0001f1f7")
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     ["a" * 500_000, "." * 500_000, "a b " * 125_000, "漢字。仮名" * 100_000, "x" + " " * 500_000 + "y", "#" * 500_000],

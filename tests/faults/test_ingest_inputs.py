@@ -71,6 +71,7 @@ def fifo(path: Path) -> None:
 BAD = (nothing, empty_folder, empty_file, blank_file, binary_file, loop, dangling, fifo)
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("make", BAD)
 @pytest.mark.parametrize("form", [(), ("--json",), ("--dry-run",)], ids=lambda form: "".join(form) or "human")
 def test_alone(make: Any, form: tuple[str, ...], tiny: Path, tmp_path: Path) -> None:
@@ -81,7 +82,7 @@ def test_alone(make: Any, form: tuple[str, ...], tiny: Path, tmp_path: Path) -> 
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", BAD)
 def test_alone_into_a_store_with_content(make: Any, store: Path, tmp_path: Path) -> None:
     path = alone(tmp_path / "in", "bad.txt")
@@ -130,6 +131,7 @@ def test_what_is_passed_over_is_no_failure(make: Any, kind: str, fresh: Any, tmp
         assert f"skipped {tmp_path / 'in' / name}: " in done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [empty_file, binary_file])
 def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_path: Path) -> None:
     """A half-written save is no reason to forget."""
@@ -143,6 +145,7 @@ def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_
     assert chunks_of(tmp_path / "fresh", "mill0.md") == before
 
 
+@pytest.mark.slow
 def test_an_unreadable_file(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: permissions mean nothing to root."""
     folder = write_corpus(tmp_path / "in", documents=2)
@@ -159,6 +162,7 @@ def test_an_unreadable_file(fresh: Any, tmp_path: Path, monkeypatch: pytest.Monk
     fresh(folder / "mill0.md", store=tmp_path / "other").failed(2, "Permission denied")
 
 
+@pytest.mark.slow
 def test_an_unreadable_folder(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_corpus(tmp_path / "in", documents=1)
     (folder / "locked").mkdir()
@@ -176,6 +180,7 @@ def test_an_unreadable_folder(fresh: Any, tmp_path: Path, monkeypatch: pytest.Mo
 # ---- odd, but text -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_invalid_utf8(fresh: Any, tmp_path: Path) -> None:
     """Replaced and said, never refused, never fatal."""
     (tmp_path / "odd.txt").write_bytes(b"The mill \xff\xfe\xfa stands on the river. " * 5)

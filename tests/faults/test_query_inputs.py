@@ -31,6 +31,7 @@ def test_a_question_that_no_chunk_matches(store: Path) -> None:
         kvtool("query", "?!", "--store", store).failed(1, "no chunk matches")
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_context(store: Path) -> None:
     with untouched(store):
         long = kvtool("query", "mill " * 3000, "--store", store, "--json").failed(2, "the model takes 2048")
@@ -39,6 +40,7 @@ def test_a_prompt_longer_than_the_context(store: Path) -> None:
         kvtool("query", QUESTION, "--store", store, "--min-score", "0", "--max-tokens", "1850").failed(2, "--top-k")
 
 
+@pytest.mark.slow
 def test_a_megabyte_of_question(store: Path) -> None:
     kvtool("query", "-", "--store", store, stdin=b"mill " * 200_000).failed(2, "the model takes 2048")
 
@@ -49,6 +51,7 @@ def test_an_empty_question(question: str, store: Path) -> None:
     kvtool("query", "-", "--store", store, stdin=question.encode()).failed(2, "the question is empty")
 
 
+@pytest.mark.slow
 def test_a_question_from_stdin(store: Path) -> None:
     asked = kvtool("query", QUESTION, "--store", store, *SHORT, "--json").fine().json
     piped = kvtool("query", "-", "--store", store, *SHORT, "--json", stdin=f"{QUESTION}\n".encode()).fine().json
@@ -111,6 +114,7 @@ def test_another_format(store: Path) -> None:
     assert files_below(store) == before
 
 
+@pytest.mark.slow
 def test_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Simulated: permissions mean nothing to root."""
     shutil.rmtree(store / "index")
@@ -125,6 +129,7 @@ def test_a_read_only_store(store: Path, monkeypatch: pytest.MonkeyPatch) -> None
     kvtool("query", QUESTION, "--store", store, *SHORT).fine()
 
 
+@pytest.mark.slow
 def test_no_space_for_notes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A query on a full disk answers: index, gate's verdict and access notes are conveniences."""
     shutil.rmtree(store / "index")

@@ -181,6 +181,7 @@ def test_cut_while_open(path: Path) -> None:
             store.read_kv(id_of("f0.0"), "raw", 0)
 
 
+@pytest.mark.slow
 def test_a_file_shorter_than_its_last_page_may_be_whole(tmp_path: Path) -> None:
     """LMDB leaves a page unwritten that a transaction took at the end and gave up: no damage, and no false alarm."""
     found = sum(_shorter(tmp_path / str(seed), random.Random(seed)) for seed in range(150))

@@ -228,6 +228,7 @@ def test_read_only_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert {entry: entry.stat().st_mtime_ns for entry in path.rglob("*")} == before
 
 
+@pytest.mark.slow
 def test_read_only_mount(tmp_path: Path) -> None:
     """A real one where we may mount: root ignores permission bits, but not this."""
     path = make_store(tmp_path / "store")

@@ -31,6 +31,7 @@ def test_written_there_read_here(tmp_path: Path) -> None:
         assert verify(store) == []
 
 
+@pytest.mark.slow
 def test_a_reader_survives_growth_by_another_process(tmp_path: Path) -> None:
     small = {"KVTOOL_MAP_START": str(2**17)}
     path = make_store(tmp_path / "store", files=1, dim=256)
@@ -71,6 +72,7 @@ def test_the_second_writer_is_told_who_holds_the_store(tmp_path: Path) -> None:
     assert run(path, "lock", 0).returncode == 0  # the kernel drops a dead holder's lock
 
 
+@pytest.mark.slow
 def test_waiting_for_the_lock(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     holder = start(path, "hold", 0.7)
@@ -79,6 +81,7 @@ def test_waiting_for_the_lock(tmp_path: Path) -> None:
     assert end(holder)[0] == 0
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_waiting(tmp_path: Path) -> None:
     path = make_store(tmp_path / "store")
     holder = start(path, "hold", 20)

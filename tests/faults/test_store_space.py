@@ -38,6 +38,7 @@ def test_tiny_map(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files_in(path) == 21
 
 
+@pytest.mark.slow
 def test_file_limit_shows_as_a_full_disk(tmp_path: Path) -> None:
     """RLIMIT_FSIZE makes LMDB fail at commit with the very error of a full disk."""
     path = make_store(tmp_path / "store", files=1, dim=256)

@@ -236,6 +236,7 @@ def test_what_is_no_speed(row: object) -> None:
         read_numbers(PassSpeed, row)
 
 
+@pytest.mark.slow
 def test_estimating_needs_no_torch() -> None:
     code = "import sys, kvtool.core.fusion.cost; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0

@@ -66,6 +66,7 @@ def test_epic_takes_them_from_the_ends_it_names(llama: Case, link: Any) -> None:
     assert set(chosen) == wanted
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("ratio", [0.01, 0.07, 0.15, 0.5, 0.55, 0.9, 1.0])
 @pytest.mark.parametrize("check_layer", [1, 2, 9])
 def test_blend_recomputes_the_ratio_of_the_cached_context(llama: Case, ratio: float, check_layer: int) -> None:
@@ -117,6 +118,7 @@ def test_prefix_full_and_reuse(llama: Case) -> None:
     assert {count.fresh for count in counts.values()} == {len(QUESTION)}
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("holes", [(), (0,), (1, 3), (0, 1, 2, 3)], ids=str)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str, holes: tuple[int, ...]) -> None:
@@ -128,7 +130,7 @@ def test_a_prompt_is_what_is_reused_recomputed_and_fresh(llama: Case, name: str,
                 assert fused.tokens.fresh == len(QUESTION) + sum(len(CHUNKS[hole]) for hole in holes)
 
 
-@pytest.mark.some(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_no_scores_are_prompt_by_prompt(llama: Case, monkeypatch: pytest.MonkeyPatch, name: str, kernel: str) -> None:

@@ -122,6 +122,7 @@ def test_it_is_what_the_reference_gives(name: str) -> None:
     assert float((plain.logits.cpu() - logits).abs().max()) > 10 * ALLOWED  # it does something
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(isa_here() is None, reason="there is no machine code")
 def test_without_machine_code_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit of a sum, in every layer; partial rotations, and layers without any, too."""

@@ -58,6 +58,7 @@ def test_minutes_are_told_where_a_speed_is_known() -> None:
     assert told[1:] == [f"{told[0]}; about {end} at the speed of the last ingest" for end in ends]
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kvtool.core.ingest.estimate._FEWEST_TOKENS", 1)
     folder, store = write_corpus(tmp_path / "in"), tmp_path / "store"
@@ -76,6 +77,7 @@ def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatc
     assert kvtool(*args, "--json").fine().json["forecast"] is None
 
 
+@pytest.mark.slow
 def test_the_first_line_says_what_it_will_take(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_corpus(tmp_path / "in")
     assert "tokens to compute" not in fresh(folder, store=tmp_path / "quick").fine().err  # not worth a word

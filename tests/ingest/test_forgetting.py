@@ -49,6 +49,7 @@ def test_a_folder_that_is_gone_or_empty_is_kept(is_there: bool, fresh: Any, fold
     assert names(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path, tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "other", 1, 1)
     shutil.rmtree(folder)
@@ -99,6 +100,7 @@ def test_what_is_gone_is_not_forgotten_unasked(fresh: Any, folder: Path, tmp_pat
     assert len(names(tmp_path)) == 2
 
 
+@pytest.mark.slow
 def test_a_name_with_the_same_beginning_is_another_folder(fresh: Any, folder: Path, tmp_path: Path) -> None:
     fresh(tmp_path / "i", "--sync").failed(2, "no such file or folder")
     other = write_corpus(tmp_path / "in2", 1, 1)
@@ -109,12 +111,14 @@ def test_a_name_with_the_same_beginning_is_another_folder(fresh: Any, folder: Pa
     assert len(names(tmp_path)) == 1
 
 
+@pytest.mark.slow
 def test_a_folder_reached_by_a_link(fresh: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder.parent)
     (folder / "mill0.md").unlink()
     assert fresh(tmp_path / "link" / "in", "--sync").fine().json["documents"]["removed"] == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_fails_is_no_reason_to_forget(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +143,7 @@ def test_a_new_store_is_not_made_for_nothing(fresh: Any, tmp_path: Path) -> None
     assert not (tmp_path / "fresh").exists()
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper.ps", "photo.JPG", "data.xyz"])
 def test_a_named_file_that_is_no_text(name: str, fresh: Any, folder: Path, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(b"Some text.\n" if name == "paper.ps" else b"\0\1\2\3" * 99)
@@ -156,6 +160,7 @@ def test_a_named_file_of_an_unknown_kind_is_read_where_it_is_text(fresh: Any, tm
     assert fresh(tmp_path / "notes.xyz").fine().json["documents"]["added"] == 1
 
 
+@pytest.mark.slow
 def test_the_summary_counts_what_was_passed_over(folder: Path, tmp_path: Path) -> None:
     (folder / "empty.txt").touch()
     (folder / "photo.png").write_bytes(b"\x89PNG")

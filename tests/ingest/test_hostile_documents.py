@@ -88,6 +88,7 @@ def test_zip_bombs(ending: str, reading: Reading, sound: dict[str, bytes]) -> No
     assert "unpacks to" in refused(reading, f"a.{ending}", claiming(sound[ending], 0xF0000000))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ending", "name", "body"),
     [
@@ -125,7 +126,7 @@ def test_ten_thousand_pages(reading: Reading) -> None:
     assert [mark.place for mark in document.marks[-2:]] == ["p. 9999", "p. 10000"]
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "why"),
     [
@@ -210,6 +211,7 @@ def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPat
 # ---- in a folder ----
 
 
+@pytest.mark.slow
 def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: dict[str, bytes]) -> None:
     folder = tmp_path / "in"
     folder.mkdir()
@@ -228,6 +230,7 @@ def test_each_is_named_and_the_others_go_on(fresh: Any, tmp_path: Path, sound: d
     assert "archives are not read" in done.err
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named_once(
     fresh: Any, tmp_path: Path, sound: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

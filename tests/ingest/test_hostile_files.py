@@ -64,6 +64,7 @@ def test_a_file_too_large_to_read(folder: Path, fresh: Any) -> None:
     assert "larger than 2 GiB" in done["failures"][0]["error"]
 
 
+@pytest.mark.slow
 def test_a_file_that_goes_while_it_is_looked_for(folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     real = survey.read_regular
 

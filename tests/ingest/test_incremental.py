@@ -66,6 +66,7 @@ def test_a_thousand_files(fresh: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(payloads(tmp_path / "fresh")) == 11 * 4
 
 
+@pytest.mark.slow
 def test_an_edit_in_the_middle(fresh: Any, tmp_path: Path) -> None:
     paragraphs = [paragraph("old", n, n % 10) for n in range(30)]
     file = tmp_path / "long.md"
@@ -162,6 +163,7 @@ def test_dry_run_writes_nothing(store: Path, corpus: Path, tiny: Path, tmp_path:
     assert real.json["tokens"] == report["tokens"]
 
 
+@pytest.mark.slow
 def test_a_dry_run_counts_the_chunks_that_go(fresh: Any, tmp_path: Path) -> None:
     one = write_corpus(tmp_path / "one", 2)
     (one / "other.md").write_text("Another river.")
@@ -217,6 +219,7 @@ def test_small_batches_give_the_same_bytes(fresh: Any, tmp_path: Path, monkeypat
     assert payloads(tmp_path / "small") == payloads(tmp_path / "large")
 
 
+@pytest.mark.slow
 def test_a_split_of_the_store_is_remembered(fresh: Any, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "in", 2)
     fresh(folder).fine()

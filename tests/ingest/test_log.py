@@ -24,6 +24,7 @@ def events(path: Path) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_the_log_of_two_runs(fresh: Any, tmp_path: Path) -> None:
     folder, log = write_corpus(tmp_path / "in", 2, 1), tmp_path / "log.jsonl"
     (folder / "odd.txt").write_bytes(b"The mill \xff stands on the river. " * 9)

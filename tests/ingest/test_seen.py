@@ -54,6 +54,7 @@ def counts(fresh: Any, folder: Path, reads: Counter[str], *more: str) -> tuple[i
     return sum(reads[f"{name}.txt"] for name in ("one", "two", "three")), documents["unchanged"], documents["changed"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_an_unchanged_file_is_not_read(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     assert counts(fresh, folder, reads)[0] == 3
@@ -63,6 +64,7 @@ def test_an_unchanged_file_is_not_read(fresh: Any, folder: Path, reads: Counter[
     assert counts(fresh, folder, reads) == (0, 3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     counts(fresh, folder, reads)
@@ -74,6 +76,7 @@ def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, re
     assert counts(fresh, folder, reads) == (1, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_file_that_has_just_changed_is_not_trusted(
     fresh: Any, folder: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +85,7 @@ def test_a_file_that_has_just_changed_is_not_trusted(
     assert counts(fresh, folder, reads) == (3, 3, 0)
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("content", [b"", b"{", b'{"format": 1, "marks": "%%"}'])
 def test_without_marks_files_are_read(
@@ -94,6 +97,7 @@ def test_without_marks_files_are_read(
     assert counts(fresh, folder, reads) == (0, 3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: Counter[str]) -> None:
     counts(fresh, folder, reads)
@@ -102,6 +106,7 @@ def test_another_command_reads_its_files_anew(fresh: Any, folder: Path, reads: C
     assert counts(fresh, folder, reads, *command) == (0, 3, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_a_command_that_failed_is_tried_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
     """Only what it says in the same way again is known, and no matter for cron."""
@@ -283,6 +288,7 @@ class TestFailures:
         assert parsed.count("notes.odd") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -314,6 +320,7 @@ def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
     assert computed() == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_a_run_that_broke_off_vouches_for_nothing(
     fresh: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -330,6 +337,7 @@ def test_a_run_that_broke_off_vouches_for_nothing(
     assert fresh(folder).fine().json["chunks"]["computed"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("settled")
 def test_a_file_that_came_back_without_its_kv_is_computed_again(fresh: Any, folder: Path, tmp_path: Path) -> None:
     """Whole, forgotten, and pulled from a shared store that has lost the KV of it."""

@@ -58,6 +58,7 @@ def test_a_batch_spans_files(folder: Path, fresh: Any, steps: list[str]) -> None
     assert steps == [f"read {n}.txt" for n in range(FILES)] + [f"commit {n}.txt" for n in range(FILES)]
 
 
+@pytest.mark.slow
 def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: list[str], tmp_path: Path) -> None:
     """A file whose chunks are all stored is committed before the next is read, whoever waits for a batch."""
     fresh(folder / "0.txt", folder / "2.txt").fine()
@@ -115,6 +116,7 @@ def test_an_interrupted_run_keeps_what_it_committed(
     assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
     from kvtool.core.common.progress import Events
     from kvtool.core.ingest.job import ingest

@@ -114,6 +114,7 @@ def test_they_go_when_the_file_changes(interrupted: Interrupted, large: Path, fr
     assert len(payloads(tmp_path / "fresh")) == 2 * 4
 
 
+@pytest.mark.slow
 def test_they_go_when_it_is_interrupted_again_with_another_text(
     interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path
 ) -> None:

@@ -96,6 +96,7 @@ def test_a_manual_page_is_read_without_its_requests() -> None:
     assert document.text == "# VISIT(7)\n\n# NAME\n\nvisit\nwalk around\n\n# SYNOPSIS\n\nvisit\n-a place\n"
 
 
+@pytest.mark.slow
 def test_a_packed_file_is_read_as_what_it_holds() -> None:
     for name, data in (("visit.7", PAGE.encode()), ("visit", WORDS.encode()), ("visit.html", b"<p>An old mill.</p>")):
         (plain,) = read_documents(Path("/in") / name, data)
@@ -144,6 +145,7 @@ def folder(tmp_path: Path) -> Path:
     return made
 
 
+@pytest.mark.slow
 def test_a_folder_of_such_files(folder: Path, fresh: Any, tmp_path: Path) -> None:
     done = fresh(folder).fine()
     read = {Path(document["source"]).name for document in listing(tmp_path / "fresh")}
@@ -160,6 +162,7 @@ def test_a_folder_of_such_files(folder: Path, fresh: Any, tmp_path: Path) -> Non
     assert f"skipped {folder}/deploy: holds a private key" in told.err
 
 
+@pytest.mark.slow
 def test_a_key_is_found_behind_the_first_bytes_and_a_packed_text_is_not_too_long(fresh: Any, tmp_path: Path) -> None:
     made, key = tmp_path / "keys", b"-----BEGIN OPENSSH PRIVATE KEY-----\nQUJD\n"
     made.mkdir()
@@ -181,6 +184,7 @@ def test_what_is_named_is_taken(folder: Path, fresh: Any) -> None:
     assert fresh(folder / "deploy").fine().json["documents"]["added"] == 1
 
 
+@pytest.mark.slow
 def test_a_file_of_an_unknown_kind_that_cannot_be_read_is_no_failure(
     folder: Path, fresh: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

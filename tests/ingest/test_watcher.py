@@ -76,6 +76,7 @@ def watcher(tiny: Path, folder: Path, place: Path, told: Told) -> Iterator[Watch
         yield watcher
 
 
+@pytest.mark.slow
 def test_files_that_come_change_and_go_are_followed_with_one_loaded_model(
     watcher: Watcher, folder: Path, told: Told
 ) -> None:
@@ -101,6 +102,7 @@ def test_what_is_not_selected_takes_no_lock(watcher: Watcher, folder: Path, plac
     assert told.warned == []
 
 
+@pytest.mark.slow
 def test_between_rounds_others_write(watcher: Watcher, folder: Path, place: Path, told: Told) -> None:
     (folder / "b.md").write_text("The second mill grinds corn.")
     kvtool("ingest", folder, "--store", place).fine()

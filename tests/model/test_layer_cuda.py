@@ -126,6 +126,7 @@ class _Broken(torch.nn.Module):
         return rows * 0.5
 
 
+@pytest.mark.slow
 def test_one_whose_forward_is_not_what_its_modules_say(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended():
         decoder = decoder_of(tiny_model("llama"), "cuda")
@@ -182,7 +183,7 @@ def _kernel_and_torch(
     return [[ours, buffers[0].keys, buffers[0].values], [query, buffers[1].keys, buffers[1].values]]
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "rotary", "normed", "rows", "fused"),

@@ -129,6 +129,7 @@ def test_each_share_is_done_once(
     assert current() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 3, 6])
 def test_each_share_of_many_jobs_is_done_once(number: int, helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "openmp", lambda: pytest.fail("the pool is passed over"))
@@ -262,6 +263,7 @@ def test_a_system_without_semaphores_works_alone(helping: list[int], monkeypatch
     assert not helping
 
 
+@pytest.mark.slow
 def test_a_helper_that_nobody_waits_for_keeps_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     monkeypatch.setattr(ThreadPool, "_worker", lambda self: go_on.wait(60) and None)

@@ -248,6 +248,7 @@ def longer(data: bytes) -> bytes:
     return len(text).to_bytes(8, "little") + text + data[8 + size :]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "edit"),
     [

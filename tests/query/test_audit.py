@@ -79,6 +79,7 @@ def test_a_setting_a_share_and_none_by_default(store: Path, tmp_path: Path, monk
     kvtool("query", *AT, "--store", store, "--audit", "2").failed(2, "not between 0 and 1")
 
 
+@pytest.mark.slow
 def test_modes_that_lose_nothing_are_not_audited(store: Path, tmp_path: Path) -> None:
     for mode in ("full", "prefix"):
         done = kvtool("query", *AT, "--store", store, "--fusion", mode, *ALL).fine()
@@ -97,6 +98,7 @@ def test_what_is_no_number_is_told_and_not_kept(store: Path, monkeypatch: pytest
     assert not (store / "audit").exists()
 
 
+@pytest.mark.slow
 def test_a_sampled_answer_is_measured_by_the_greedy_one(store: Path) -> None:
     at = ("query", *AT, "--store", store, "--fusion", "reuse", *ALL)
     kvtool(*at).fine()
@@ -108,6 +110,7 @@ def test_a_sampled_answer_is_measured_by_the_greedy_one(store: Path) -> None:
     assert "as it would be without a temperature" in done.err
 
 
+@pytest.mark.slow
 def test_rounds_and_holes(store: Path) -> None:
     at = ("query", *AT, "--store", store, *ALL, "--documents", "mill1.md", "mill3.md")
     kvtool(*at, "--defer", "--defer-threshold", "9").fine()

@@ -96,6 +96,7 @@ def kept(path: Path) -> Path:
 # ---- what it says ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_measured_for_real(path: Path) -> None:
     """Whatever it chooses, the reply says what and why."""
     row = ask(path).json
@@ -143,6 +144,7 @@ def test_reasons_are_for_those_who_ask(path: Path, watch: Stopwatch) -> None:
     assert kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT, "-q").fine().err == ""
 
 
+@pytest.mark.slow
 def test_nothing_cached(path: Path, watch: Stopwatch) -> None:
     """Computed in place and stored; the next time it is there."""
     chunks = chunks_of(path, "mill2.md")
@@ -160,6 +162,7 @@ def test_one_exact_chunk(path: Path, watch: Stopwatch) -> None:
     assert row["tokens"]["recomputed"] == 0
 
 
+@pytest.mark.slow
 def test_the_gate_refuses(path: Path, watch: Stopwatch) -> None:
     fail_gate(path)
     kvtool("query", QUESTION, "--store", path, "--fusion", "auto", *SHORT).failed(12, "law 4", "--force")
@@ -179,7 +182,7 @@ def test_measured_once_and_kept(path: Path, watch: Stopwatch) -> None:
     assert [first.json["controller"][name] for name in fields] == [second.json["controller"][name] for name in fields]
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "content",
     ["", "{", "[]", "null", '{"format": 1}', '{"format": 99, "machines": {}}', '{"format": 1, "machines": 7}'],
@@ -192,6 +195,7 @@ def test_a_file_that_cannot_be_read_is_made_anew(content: str, path: Path, watch
     assert watch.measured == ["pass", "raw"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"fixed": -1}, {"fixed": "fast"}, {"fixed": None}])
 def test_numbers_that_are_none(change: dict[str, Any], path: Path, watch: Stopwatch) -> None:
     ask(path)
@@ -203,6 +207,7 @@ def test_numbers_that_are_none(change: dict[str, Any], path: Path, watch: Stopwa
     assert watch.measured == ["pass", "raw"] * 2
 
 
+@pytest.mark.slow
 def test_another_machine_keeps_its_row(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(path)
     with monkeypatch.context() as patch:
@@ -221,6 +226,7 @@ def test_a_store_that_cannot_be_written(path: Path, watch: Stopwatch, monkeypatc
     assert {each.name for each in (path / "speeds").glob("*")} <= {"ingest.json"}  # of the run that made the store
 
 
+@pytest.mark.slow
 def test_what_a_busy_machine_does_is_not_kept(path: Path, watch: Stopwatch, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speeds, "is_busy", lambda: True)
     assert "it is busy" in ask(path).err
@@ -247,6 +253,7 @@ def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, mon
 # ---- beside others -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_compare(path: Path, watch: Stopwatch) -> None:
     args = ("query", QUESTION, "--store", path, "--compare", "reuse,auto", *SHORT)
     row = kvtool(*args, "--json").fine().json
@@ -256,6 +263,7 @@ def test_compare(path: Path, watch: Stopwatch) -> None:
     assert "auto (union)" in kvtool(*args).fine().out
 
 
+@pytest.mark.slow
 def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
     """One summary, whatever was chosen for each; measured once for all."""
     (tmp_path / "b.jsonl").write_text('{"question": "mill", "answers": ["x"]}\n{"question": "baker"}\n')
@@ -305,7 +313,7 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fast", "more", "chosen", "weighed"),
     [
@@ -336,6 +344,7 @@ def test_the_level_that_is_expected_to_be_fastest(
     assert kvtool(*args, *given).fine().json["bytes_read"] == row["bytes_read"]
 
 
+@pytest.mark.slow
 def test_a_level_that_came_later_is_measured_then(fitted_store: Path, tmp_path: Path, watch: Stopwatch) -> None:
     path = Path(shutil.copytree(fitted_store, tmp_path / "store"))
     args: Callable[..., Done] = lambda *more: ask(path, "--documents", "mill0.md", *more)  # noqa: E731

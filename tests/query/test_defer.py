@@ -85,6 +85,7 @@ def test_every_mode_in_rounds_is_lossless_where_it_recomputes_everything(mode: s
         stand = counts["prompt"] - tokens["fresh"]
 
 
+@pytest.mark.slow
 def test_a_hole_of_a_later_round(store: Path) -> None:
     whole = ask(store, "--defer", *NEVER).json
     chunk = chunks_of(store, "mill2.md")[3]
@@ -99,6 +100,7 @@ def test_a_hole_of_a_later_round(store: Path) -> None:
     assert damages(store) == []
 
 
+@pytest.mark.slow
 def test_found_chunks_stand_by_round_in_the_order_that_is_asked_for(store: Path) -> None:
     def ids(*more: object) -> list[str]:
         done = kvtool("query", QUESTION, "--store", store, "--min-score", "0", *SHORT, "--json", *more).fine()

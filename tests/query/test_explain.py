@@ -28,6 +28,7 @@ def ask(store: Path, *more: object) -> Any:
     return kvtool("query", QUESTION, "--store", store, "--documents", "mill2.md", *SHORT, *more).fine()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", [*REASONS, "reuse"])
 def test_every_recomputed_token_has_a_reason(mode: str, store: Path) -> None:
     row = ask(store, "--fusion", mode, "--explain", "--json").json

@@ -47,6 +47,7 @@ def test_a_loop_ends_where_it_begins(store: Path, says: Callable[[str], None]) -
     assert (whole["answer"], whole["finish"]) == (LOOP, "stop")
 
 
+@pytest.mark.slow
 def test_modes_that_are_compared_say_all(store: Path, tmp_path: Path, says: Callable[[str], None]) -> None:
     says(LOOP)
     runs = kvtool("query", QUESTION, "--store", store, "--compare", "reuse", "--json", *LONG).fine().json["runs"]
@@ -64,6 +65,7 @@ def test_an_audit_takes_a_loop_for_the_answer_that_it_is(store: Path, says: Call
     assert "same answer in full prefill" in done.err
 
 
+@pytest.mark.slow
 def test_a_turn_that_looped_stands_without_the_loop(store: Path, says: Callable[[str], None]) -> None:
     says(LOOP)
     with package.open(store) as cache:
@@ -77,6 +79,7 @@ def test_a_turn_that_looped_stands_without_the_loop(store: Path, says: Callable[
         assert talk.ask("And when?").tokens["standing"] == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", ["\n\nQuestion: Who else?\nAnswer: Nobody.", "\nQuestion:"])
 def test_a_base_model_does_not_ask_itself(behind: str, tmp_path: Path, says: Callable[[str], None]) -> None:
     """Without a chat template nothing ends its turn: it went on with a question of its own."""

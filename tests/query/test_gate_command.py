@@ -16,6 +16,7 @@ def failed(store: Path) -> Path:
     return store
 
 
+@pytest.mark.slow
 def test_every_mode_but_full_refuses(failed: Path) -> None:
     with untouched(failed):
         for mode in ("prefix", "reuse", "epic", "blend"):

@@ -69,6 +69,7 @@ def sources(reply: Reply) -> set[str]:
     return {Path(chunk.source).name for chunk in reply.chunks}
 
 
+@pytest.mark.slow
 def test_new_changed_and_removed_documents(cache: Cache, own: Path, store: Path) -> None:
     question = "Who built the windmill on the hill?"
     before = cache.query(question, max_tokens=1)
@@ -111,7 +112,7 @@ def compact_it(store: Path) -> None:
         writer.compact()
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [remove_all, compact_it, lambda store: (remove_all(store), compact_it(store))])
 @pytest.mark.parametrize("mode", ["union", "auto"])
 def test_a_store_that_changes_in_the_middle_of_a_question(
@@ -188,6 +189,7 @@ def test_a_store_of_another_model_is_refused(session: Session, store: Path) -> N
         answer(session, Request("mill"), OPTIONS)
 
 
+@pytest.mark.slow
 def test_a_store_with_another_instruction_is_followed(session: Session, store: Path) -> None:
     answer(session, Request("mill"), OPTIONS)
     with Store.open(store) as other, other.writer() as writer:

@@ -46,6 +46,7 @@ def test_a_pool_of_threads_answers_as_one_thread_does(cache: Cache) -> None:
         assert list(pool.map(ask, ASKED)) == serial
 
 
+@pytest.mark.slow
 def test_threads_ingest_while_others_ask(cache: Cache, corpus: Path) -> None:
     def ask(number: int) -> str:
         if number % 4 == 3:

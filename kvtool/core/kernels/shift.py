@@ -118,20 +118,24 @@ class ShiftKernel:
         alike = len({_layout(side) for layer in layers for side in layer}) == 1
         if not (runs.fits and alike and _is_known(like, runs) and _lanes(isa, like.shape[2], max(runs.widths))):
             raise ValueError(f"no machine code moves rows of {like.dtype} {tuple(like.shape)}")
-        self._runs, self._layers, self._rotations = runs, layers, rotations
+        self._runs, self._rotations = runs, rotations
+        self._layers = [*layers]  # whose memory the jobs point to
         heads, _, head_dim = like.shape
         self._kept = torch.empty((2, heads, len(runs.places), head_dim), dtype=like.dtype)
         self._sums = torch.empty((len(layers), len(runs.spans), heads, 2), dtype=torch.float32)
         first, behind = runs.spans[:, 0], runs.spans[:, 1]
         # First row, rows, first probe and probes of each span.
         self._told = np.stack([first, behind - first, runs.counts.cumsum() - runs.counts, runs.counts], 1)
-        self._job = Jobs(JOB, 1)
-        self._job.set(
+        self._jobs = Jobs(JOB, len(layers))
+        self._jobs.set(
             **{"units": len(self._told) * heads, "heads": heads, "runs": address(self._told)},
             **{"places": runs.places.data_ptr(), "probes": len(runs.places), "kept": self._kept.data_ptr()},
-            **{"head": like.stride(0), "row": like.stride(1)},
+            **{"head": like.stride(0), "row": like.stride(1), "sums": [sums.data_ptr() for sums in self._sums]},
+            **{side: [layer[at].data_ptr() for layer in layers] for at, side in enumerate(("keys", "values"))},
         )
-        self._address = address(self._job.words)
+        self._set_tables("", "table_row", runs.table)
+        self._set_tables("back_", "back_row", runs.back)
+        self._addresses = [address(row) for row in self._jobs.words]
         (self._keep, self._plain), (_, self._turned) = (
             _compiled(isa, FORMATS[like.dtype], head_dim, half) for half in (0, max(runs.widths) // 2)
         )
@@ -139,8 +143,7 @@ class ShiftKernel:
 
     def keep(self, layer: int) -> None:
         """Remember what a layer holds in the places of the probes."""
-        self._aim(layer)
-        self._keep(self._address)
+        self._keep(self._addresses[layer])
 
     def add(self, layer: int, factors: torch.Tensor | None = None) -> torch.Tensor:
         """Add to each run's rows what its probes have changed by since, on the mean; in float32, rounded once.
@@ -156,24 +159,27 @@ class ShiftKernel:
         factors = self._runs.factors if factors is None else factors
         if not _are_factors(factors, len(self._runs.factors)):
             raise ValueError(f"{factors.dtype} {tuple(factors.shape)} are no factors of these rows")
-        sums = self._sums[layer]
-        self._aim(layer)
-        self._job.set(next=0, factors=factors.data_ptr(), sums=sums.data_ptr())
+        job, where = self._jobs.words[layer], self._addresses[layer]
+        job[JOB.places["next"]], job[JOB.places["factors"]] = 0, factors.data_ptr()
         code, pool = self._plain if self._rotations[layer] is None else self._turned, current()
         # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
         if pool is not None and self._helped:
-            pool.run(code, self._address, torch.get_num_threads())
+            pool.run(code, where, torch.get_num_threads())
         else:
-            code(self._address)
-        return sums
+            code(where)
+        return self._sums[layer]
 
-    def _aim(self, layer: int) -> None:
-        keys, values = self._layers[layer]
-        self._job.set(keys=keys.data_ptr(), values=values.data_ptr())
-        if (name := self._rotations[layer]) is not None:
-            table, back = self._runs.table.by_name[name], self._runs.back.by_name[name]
-            self._job.set(cos=table.cos.data_ptr(), sin=table.sin.data_ptr(), table_row=table.cos.stride(1))
-            self._job.set(back_cos=back.cos.data_ptr(), back_sin=back.sin.data_ptr(), back_row=back.cos.stride(1))
+    def _set_tables(self, prefix: str, row: str, tables: RopeTables) -> None:
+        """Set each layer's table; the code of a layer without rotation reads none."""
+        default = next(iter(tables.by_name))
+        own = [tables.by_name[default if name is None else name] for name in self._rotations]
+        self._jobs.set(
+            **{
+                f"{prefix}cos": [one.cos.data_ptr() for one in own],
+                f"{prefix}sin": [one.sin.data_ptr() for one in own],
+            },
+            **{row: [one.cos.stride(1) for one in own]},
+        )
 
 
 def _layout(rows: torch.Tensor) -> tuple[object, ...]:

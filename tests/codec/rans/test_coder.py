@@ -49,6 +49,7 @@ def test_machine_code_is_what_is_tested() -> None:
     assert coder.available()[-2:] == ("scalar", "numpy")
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 def test_bytes_and_symbols_of_the_reference(back_end: str, rows: int, columns: int) -> None:
     symbols, ids = sample(rows, columns, seed=rows + columns)
@@ -92,6 +93,7 @@ def test_golden(back_end: str) -> None:
     assert np.array_equal(job.out, symbols.astype(np.int16) - 128)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     rows=st.integers(0, 9),

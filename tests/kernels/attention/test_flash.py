@@ -88,6 +88,7 @@ def windowed(positions: list[int], window: int | None) -> Spans:
     return Spans([(0, len(positions), 0)], places, begins)
 
 
+@pytest.mark.some(18)
 @every_tiling
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("scoring", SHAPED.values(), ids=SHAPED)
@@ -110,6 +111,7 @@ def test_a_key_out_of_the_window_is_not_looked_at(tiling: Tiling) -> None:
     assert torch.equal(kernel(tiling)(query, key, value, scoring, windowed(places, 40)), out)
 
 
+@pytest.mark.some(9)
 @every_tiling
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("heads", [(2, 2), (14, 2), (60, 1)], ids=str)

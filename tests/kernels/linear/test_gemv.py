@@ -53,6 +53,7 @@ def test_it_is_the_product_of_the_numbers(isa: str, kind: str) -> None:
         assert y[-1] == 7.0
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_rows_are_apart(isa: str, kind: str) -> None:

@@ -68,6 +68,7 @@ def test_the_roofline_takes_the_slower_of_products_and_weights(tiny: Architectur
     assert of_weights.best(of_products).gemm_flop_per_s == 1e12
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "published"),
     [

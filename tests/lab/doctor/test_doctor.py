@@ -25,6 +25,7 @@ def states(done: Done) -> dict[str, str]:
     return {row["subject"]: row["state"] for row in findings}
 
 
+@pytest.mark.slow
 def test_a_good_store_is_well(store: Path) -> None:
     done = kvtool("doctor", "--store", store, "--json")
     found = states(done)
@@ -32,6 +33,7 @@ def test_a_good_store_is_well(store: Path) -> None:
     assert done.code == 0, done.out
 
 
+@pytest.mark.slow
 def test_a_person_reads_a_line_each(store: Path) -> None:
     done = kvtool("doctor", "--store", store)
     assert done.code == 0
@@ -39,6 +41,7 @@ def test_a_person_reads_a_line_each(store: Path) -> None:
     assert "FAILED" not in done.out
 
 
+@pytest.mark.slow
 def test_the_attention_backend_is_explained(store: Path) -> None:
     reason = "not triton: it runs on CUDA"
     assert reason in kvtool("doctor", "--store", store, "-v").fine().out
@@ -55,6 +58,7 @@ def test_chunks_are_counted_as_the_glance_counts_them(store: Path) -> None:
     assert f"{count} and the prompt's own beginning" in kvtool("doctor", "--store", store).out
 
 
+@pytest.mark.slow
 def test_a_shared_store_is_known_by_the_store_in_front(store: Path, tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'shared'}"
     kvtool("store", "push", url, "--store", store).fine()
@@ -72,6 +76,7 @@ def test_a_gate_that_refuses_is_told(store: Path) -> None:
     assert "1 failed" in done.err
 
 
+@pytest.mark.slow
 def test_what_does_not_exist_yet_is_no_fault(tmp_path: Path, tiny: Path) -> None:
     found = states(kvtool("doctor", "--store", tmp_path / "none" / "yet", "--model", tiny, "--json"))
     assert found["store"] == "ok"

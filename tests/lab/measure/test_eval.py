@@ -36,6 +36,7 @@ def questions(tmp_path: Path) -> Path:
     )
 
 
+@pytest.mark.slow
 def test_retrieval_and_modes_side_by_side(questions: Path, store: Path) -> None:
     with untouched(store):
         value = kvtool("eval", questions, "--store", store, "--top-k", "1", *RUNS, "--json").fine().json
@@ -119,6 +120,7 @@ def test_an_answer_that_was_cut_off_is_no_truth(store: Path, monkeypatch: pytest
         assert request.answers == answers
 
 
+@pytest.mark.slow
 def test_the_file_that_is_made_can_be_asked(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "made.jsonl"
     kvtool("eval", file, "--make", "2", "--store", store).fine(1)  # the tiny model writes none

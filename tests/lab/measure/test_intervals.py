@@ -29,6 +29,7 @@ def uniform(seed: int, count: int = 200) -> list[float]:
     return list(np.random.default_rng(seed).uniform(0, 1, count))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [2, 7, 100, 1500])
 def test_it_contains_the_mean_and_is_reproducible(count: int) -> None:
     values = list(np.random.default_rng(count).exponential(size=count))

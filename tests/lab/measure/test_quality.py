@@ -169,6 +169,7 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
 # ---- evidence ----
 
 
+@pytest.mark.slow
 def test_without_any_context(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
     """The question alone, in the same form, once a question; what a file lacks is computed when it is asked for."""
     at = ("--runs", "reuse", "--resume", results, "--json")
@@ -209,6 +210,7 @@ def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: P
 # ---- going on ----
 
 
+@pytest.mark.slow
 def test_each_run_once(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
     quality(store, batch, "--resume", results).fine()
     assert fused == ["full", "reuse", "epic", "blend", "union"] * 3
@@ -278,6 +280,7 @@ def rows_of_whole_lines(results: Path) -> list[dict[str, Any]]:
 # ---- refusals ----
 
 
+@pytest.mark.slow
 def test_another_stores_file(store: Path, batch: Path, results: Path, corpus: Path, fresh: Any, tmp_path: Path) -> None:
     quality(store, batch, "--limit", "1", "--resume", results).fine()
     before = results.read_bytes()
@@ -318,6 +321,7 @@ def test_errors(store: Path, batch: Path, results: Path, tmp_path: Path) -> None
     assert not results.exists()
 
 
+@pytest.mark.slow
 def test_a_question_that_fails(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
     write_batch(batch, documents=["nowhere.md"])
     for _ in range(2):  # it is tried again, the others are not

@@ -102,6 +102,7 @@ def test_answers_that_end() -> None:
     assert len({length for length, ended in ends if ended}) > 2
 
 
+@pytest.mark.slow
 def test_distances() -> None:
     own, options = case("qwen3"), QueryOptions(max_tokens=8)
     whole = scratch(own, RUNS[0], options, CHUNKS)

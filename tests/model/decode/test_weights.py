@@ -14,9 +14,8 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import TorchBackend
-from kvtool.core.model.decode.native import Engine, engine_of
+from kvtool.core.model.decode import TorchBackend, decode_backend
+from kvtool.core.model.decode.native import CompiledModel, compiled_model
 from kvtool.core.model.decode.weights import WeightSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
@@ -33,9 +32,9 @@ def opened(folder: Path, dtype: str, packed: bool = False) -> Decoder:
 
 
 def kinds(decoder: Decoder) -> tuple[str, ...]:
-    engine = engine_of(decoder)
-    assert isinstance(engine, Engine), engine
-    return engine.kinds
+    compiled = compiled_model(decoder)
+    assert isinstance(compiled, CompiledModel), compiled
+    return compiled.kinds
 
 
 def apart(decoder: Decoder) -> float:
@@ -59,6 +58,7 @@ def test_a_float32_checkpoint_is_read_as_it_is(tmp_path: Path) -> None:
     assert apart(decoder) < 1e-4
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_the_files_are_not_taken_from_it(tmp_path: Path) -> None:
     decoder = opened(save_tiny("qwen2", tmp_path / "m", dtype="bfloat16"), "float32")
     with torch.no_grad():
@@ -92,7 +92,7 @@ def wide_model() -> Any:
         return AutoModelForCausalLM.from_config(LlamaConfig(**shape, **heads)).eval().requires_grad_(False)
 
 
-@pytest.mark.some(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [name for name, layout in LAYOUTS.items() if not layout.dense])
 def test_packed_weights_are_multiplied_as_they_are(kind: str) -> None:
     """The MLP's way down has rows long enough for every kind."""
