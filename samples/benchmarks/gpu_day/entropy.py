@@ -167,6 +167,7 @@ def _speed(day: Day, level: str, chunks: int) -> dict[str, float]:
 
 def _on_device(items: Sequence[Encoded], of: Profile, device: torch.device) -> torch.Tensor:
     ends = list(accumulate(item.shape[1] for item in items))
-    numbers = DeviceBuffer.of((ends[-1], of.layout.stride), device)
-    decode.fill(of, 0, [(Record.parse(item.payload), item) for item in items], [0, *ends[:-1]], numbers)
+    numbers = DeviceBuffer(torch.zeros((ends[-1], of.layout.stride), dtype=torch.int16, device=device))
+    records = [(Record.parse(item.payload), item) for item in items]
+    decode.fill(of, [(0, records, [0, *ends[:-1]])], numbers)
     return numbers.tensor
