@@ -28,7 +28,7 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.common.progress import Events
 from kvtool.core.kernels.linear.onednn import pack_weights
 from kvtool.core.model.decode import decode_backend, step_together
-from kvtool.core.model.decode.native import engine_of
+from kvtool.core.model.decode.native import compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.lab.bench.decode import DecodeOptions, filled_cache
@@ -154,8 +154,8 @@ def measure(given: argparse.Namespace, out: Out) -> None:
     options = DecodeOptions(given.context, given.new_tokens, ("native",))
     together = TogetherRun(decoder, partial(filled_cache, decoder, options), given.sequences)
     together.all(given.new_tokens, Events())
-    engine = engine_of(decoder)
-    read = None if isinstance(engine, str) else engine.weights_bytes
+    compiled = compiled_model(decoder)
+    read = None if isinstance(compiled, str) else compiled.weights_bytes
     rows = together.rows(read, decoder.kv_bytes(given.context), copied_bytes_per_s())
     out.result({"together": [asdict(row) for row in rows]}, human=lambda: out.table(HEAD, map(cells, rows)))
 

@@ -22,8 +22,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from kvtool.core.checkpoint.load import quiet  # noqa: E402
 from kvtool.core.checkpoint.text_submodel import text_config  # noqa: E402
+from kvtool.core.common.collecting import quiet  # noqa: E402
 from kvtool.core.fusion.selectors.base import Selector  # noqa: E402
 from kvtool.core.fusion.selectors.reuse import Reuse  # noqa: E402
 from kvtool.core.fusion.selectors.union import Union  # noqa: E402

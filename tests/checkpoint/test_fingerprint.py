@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.checkpoint import fingerprint
-from kvtool.core.checkpoint.files import ModelFiles
-from kvtool.core.checkpoint.fingerprint import file_digest, model_fingerprint
+from kvtool.core.checkpoint import files
+from kvtool.core.checkpoint.files import ModelFiles, file_digest
+from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.common.places import cache_dir
 from kvtool.core.errors import ModelError
 from tests.families import edit_config, save_tiny
@@ -40,7 +40,7 @@ def of(folder: Path, dtype: str = "float32") -> str:
 @pytest.fixture(autouse=True)
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """No clock can be set back for the time at which a file was changed last."""
-    monkeypatch.setattr(fingerprint, "_RACY_SECONDS", 0.0)
+    monkeypatch.setattr(files, "_RACY_SECONDS", 0.0)
 
 
 def age(path: Path) -> None:
@@ -91,7 +91,7 @@ def test_digest_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_bytes(b"abc")
     age(path)
     first = file_digest(path)
-    monkeypatch.setattr(fingerprint.hashlib, "file_digest", None)  # hashing again would fail
+    monkeypatch.setattr(files.hashlib, "file_digest", None)  # hashing again would fail
     assert file_digest(path) == first
 
 
@@ -141,17 +141,17 @@ def test_a_part_of_the_weights_is_read_again_every_day(tmp_path: Path, monkeypat
     path = tmp_path / "weights"
     path.write_bytes(bytes(4_000_000))
     first = file_digest(path)
-    stamp = fingerprint._stamp(path)
-    monkeypatch.setattr(fingerprint, "_stamp", lambda path: stamp)
+    stamp = files._stamp(path)
+    monkeypatch.setattr(files, "_stamp", lambda path: stamp)
     path.write_bytes(bytes(2_000_000) + bytes([1]) * 2_000_000)
     assert file_digest(path) == first
     later(90_000)
     second = file_digest(path)
     assert second == hashlib.sha256(path.read_bytes()).hexdigest()
     later(90_000)
-    monkeypatch.setattr(fingerprint.hashlib, "file_digest", None)  # hashing all of it again would fail
+    monkeypatch.setattr(files.hashlib, "file_digest", None)  # hashing all of it again would fail
     assert file_digest(path) == second
-    monkeypatch.setattr(fingerprint, "_sample", None)  # and today not even a part is read again
+    monkeypatch.setattr(files, "_sample", None)  # and today not even a part is read again
     assert file_digest(path) == second
 
 
@@ -159,7 +159,7 @@ def test_the_part_that_is_read_again_is_small(tmp_path: Path) -> None:
     with (tmp_path / "weights").open("wb") as file:
         file.truncate(1 << 40)
     started = time.process_time()
-    assert fingerprint._sample(tmp_path / "weights") != hashlib.sha256(b"").hexdigest()
+    assert files._sample(tmp_path / "weights") != hashlib.sha256(b"").hexdigest()
     assert time.process_time() - started < 0.5
 
 
@@ -174,7 +174,7 @@ def test_a_digest_of_before_there_were_samples_is_made_anew(tmp_path: Path) -> N
 
 
 def test_a_file_written_this_moment_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fingerprint, "_RACY_SECONDS", 2.0)
+    monkeypatch.setattr(files, "_RACY_SECONDS", 2.0)
     path = tmp_path / "weights"
     path.write_bytes(b"abc")
     file_digest(path)
@@ -221,11 +221,11 @@ def test_no_torch(folder: Path) -> None:
     """A second `ingest` of an unchanged corpus asks only for this, and must not wait for torch."""
     code = f"""
 import sys
-from kvtool.core.checkpoint import fingerprint, hub, load
+from kvtool.core.checkpoint import hub, load
 from kvtool.core.model import prompt, tokens
 model = hub.resolve({str(folder)!r})
 device = load.resolve_device("cpu")
-fingerprint.model_fingerprint(model, load.resolve_dtype("auto", device, model))
+hub.model_fingerprint(model, load.resolve_dtype("auto", device, model))
 try:
     hub.find_packaged()
 except Exception:

@@ -17,13 +17,12 @@ import pytest
 import torch
 
 from kvtool.core.checkpoint.files import PACKED
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import convert as conversion
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
 from kvtool.core.checkpoint.gguf.convert import begin_as_told, converted, split_digits
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer
 from kvtool.core.checkpoint.support import context_limit
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
@@ -398,6 +397,6 @@ def test_hashing_a_large_file_is_told(tmp_path: Path, monkeypatch: pytest.Monkey
         return contextlib.nullcontext()
 
     converted(write_gguf(tmp_path / "tiny.gguf"), once)
-    monkeypatch.setattr("kvtool.core.checkpoint.fingerprint._TAKES_SECONDS", 1)
+    monkeypatch.setattr("kvtool.core.checkpoint.files._TAKES_SECONDS", 1)
     converted(write_gguf(tmp_path / "other.gguf"), once)
     assert told == ["model_unpack", "model_hash"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from kvtool.core.checkpoint.hub import resolve
-from kvtool.core.checkpoint.load import load_model, quiet
+from kvtool.core.checkpoint.load import load_model
+from kvtool.core.common.collecting import quiet
 from tests.families import save_tiny, tiny_model, tiny_tokenizer
 
 IDS = torch.arange(5, 60)[None]

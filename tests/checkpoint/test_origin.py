@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.checkpoint import fingerprint
+from kvtool.core.checkpoint import files
 from kvtool.core.checkpoint.files import PACKED, SOURCE, ModelFiles
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.checkpoint.gguf import convert
 from kvtool.core.checkpoint.gguf.convert import converted
+from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.errors import ModelError
 from tests.checkpoint.gguf_files import write_gguf
 
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture
 def source(made: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(fingerprint, "_RACY_SECONDS", 0.0)
+    monkeypatch.setattr(files, "_RACY_SECONDS", 0.0)
     monkeypatch.setenv("KVTOOL_CACHE", str(shutil.copytree(made[1], tmp_path / "cache")))
     monkeypatch.setattr(convert, "_convert", None)  # converting again would fail
     return made[0]
@@ -85,7 +85,7 @@ def test_a_file_that_is_gone_or_was_put_there(source: Path) -> None:
 
 def test_a_start_hashes_nothing_again(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = of(source)
-    monkeypatch.setattr(fingerprint.hashlib, "file_digest", None)  # hashing again would fail
+    monkeypatch.setattr(files.hashlib, "file_digest", None)  # hashing again would fail
     assert of(source) == first
 
 

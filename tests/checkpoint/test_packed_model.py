@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from kvtool.core.checkpoint.files import PACKED, ModelFiles
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, supported_config
 from kvtool.core.checkpoint.packed import packed_model
 from kvtool.core.checkpoint.text_submodel import text_submodel

@@ -17,9 +17,8 @@ from safetensors.torch import load_file, save_file
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.checkpoint import fingerprint
-from kvtool.core.checkpoint.files import TOKENIZER_FILES, ModelFiles, read_config, weight_files
-from kvtool.core.checkpoint.fingerprint import file_digest
+from kvtool.core.checkpoint import hub
+from kvtool.core.checkpoint.files import TOKENIZER_FILES, ModelFiles, file_digest, read_config, weight_files
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.model import attention
 from kvtool.core.model.options import ModelOptions
@@ -302,7 +301,7 @@ def test_a_store_of_before_is_read_as_it_is(elsewhere: Path, model: Path, tmp_pa
 
 def fingerprint_of_before(files: ModelFiles, dtype: str) -> str:
     """As it was made when a store kept what it computed in."""
-    config = {key: value for key, value in read_config(files.folder).items() if key not in fingerprint._VOLATILE}
+    config = {key: value for key, value in read_config(files.folder).items() if key not in hub._VOLATILE}
     names = [name for name in TOKENIZER_FILES if (files.folder / name).is_file()]
     parts = {
         "version": 1,

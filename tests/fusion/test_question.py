@@ -167,7 +167,7 @@ def test_the_depth_from_which_layers_count(llama: Case) -> None:
 @pytest.mark.parametrize("kind", [Infoflow, Union])
 def test_nobody_asks_where_the_answer_changes_nothing(llama: Case, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing or everything is recomputed, or nothing is a hit: there is no pass of the question's own."""
-    monkeypatch.setattr(llama.decoder, "walk", None)
+    monkeypatch.setattr(llama.decoder, "fill_cache", None)
     for ratio in (0.0, 1.0):
         llama.fuse(llama.plan(lead_in=BOS), kind(ratio=ratio))
     llama.fuse(llama.plan(CHUNKS[:1], lead_in=PREFIX), kind(ratio=0.15))

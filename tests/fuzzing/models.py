@@ -13,9 +13,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kvtool.core.checkpoint.files import check_folder, read_config
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
 from kvtool.core.checkpoint.gguf.header import read_header
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer, resolve_dtype, supported_config
 from kvtool.core.errors import EXIT_MISFIT, KvtoolError
 from kvtool.core.model.prompt import prompt_parts

@@ -9,8 +9,7 @@ import torch
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
-from kvtool.core.model.text_stream import TextStream
-from kvtool.core.model.tokens import encode
+from kvtool.core.model.tokens import TextStream, encode
 from tests.fusion.making import NAMES, Case, case, tokenizer, tokens
 
 LENGTHS = (30, 3, 150, 77)  # tokens of the prompts

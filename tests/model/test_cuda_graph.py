@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvtool.core.model.decode.backend import TorchBackend
+from kvtool.core.model.decode import TorchBackend
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend, StaticStep
 from kvtool.core.model.decoder import Decoder
 from tests.families import KINDS, tiny_model

@@ -17,8 +17,7 @@ from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import decode
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, greedy_prefix, stop_ids
-from kvtool.core.model.text_stream import TextStream
-from kvtool.core.model.tokens import encode
+from kvtool.core.model.tokens import TextStream, encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer
 
@@ -76,7 +75,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
     def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
         shared = case("llama")
-        monkeypatch.setattr(decode, "engine_of", lambda _: "the model's own forward is to say them")
+        monkeypatch.setattr(decode, "compiled_model", lambda _: "the model's own forward is to say them")
         fused = shared.fuse(shared.plan(lead_in=BOS), Reuse(), reserve=len(ids))
         rest = iter([*ids[1:], *[1] * 100])
         real = shared.decoder.model.forward

@@ -10,10 +10,10 @@ import pytest
 from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, processors
 
-from kvtool.core.errors import ModelError, UsageError
+from kvtool.core.errors import ModelError
 from kvtool.core.model import prompt
 from kvtool.core.model.options import DEFAULT_SYSTEM
-from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens, warm_passages
+from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens, warm_passage
 from kvtool.core.model.tokens import count_tokens, encode, encode_batch, encode_control, holds_control
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
@@ -243,17 +243,11 @@ def test_whitespace_tokens_are_not_control() -> None:
     assert tokenizer.convert_tokens_to_ids("    ") in encode(tokenizer, "a    b")
 
 
-def test_warm_passages() -> None:
+def test_warm_passage() -> None:
     tokenizer = tiny_tokenizer()
-    one, two = warm_passages(tokenizer), warm_passages(tokenizer, 2)
-    assert two[: len(one)] == one
-    assert warm_passages(tokenizer, 0) == ()
-    text = tokenizer.decode(two)
+    text = tokenizer.decode(warm_passage(tokenizer))
     assert text.startswith("Tides\n\n")
-    assert "\n\nBread\n\n" in text
-    assert text.endswith("dumplings.\n\n")
-    with pytest.raises(UsageError):
-        warm_passages(tokenizer, 3)
+    assert text.endswith("\n\n")
 
 
 def test_the_default_instruction_is_documented() -> None:

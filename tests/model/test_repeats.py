@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvtool.core.model.text_stream import TextStream
-from kvtool.core.model.tokens import encode
+from kvtool.core.model.tokens import TextStream, encode
 from tests.fusion.making import tokenizer
 
 BELL = "The bell was cast in 1884, and it hangs in the tower of Corvane."

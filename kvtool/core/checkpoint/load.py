@@ -5,27 +5,24 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import platform
-import threading
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvtool.core.checkpoint.files import PACKED, ModelFiles, read_config, tensor_table, weight_files
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
 from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
 from kvtool.core.common.arithmetic import Arithmetic, product_dtype
-from kvtool.core.common.collecting import paused_collection
+from kvtool.core.common.collecting import paused_collection, quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _SAFETENSORS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 OWN_CODE = "it needs code from its own folder, which kvtool does not run"
-_settings = threading.RLock()
 _SMALLER = "close other programs, use a smaller model, or --dtype bfloat16"
 
 
@@ -123,8 +120,11 @@ def _named_dtype(dtype: str) -> str:
 
 def own_dtype(stored: str, device: str) -> str:
     """Return the dtype that `auto` means for a checkpoint: its own; on a CPU that is slow in it, float32."""
-    if stored == "bfloat16" and device.startswith("cuda") and not _cuda_has_bfloat16(device):
-        return "float16"
+    if stored == "bfloat16" and device.startswith("cuda"):
+        import torch
+
+        if torch.cuda.get_device_capability(device) < (8, 0):  # it has no bfloat16
+            return "float16"
     return product_dtype(stored, device)
 
 
@@ -151,12 +151,6 @@ def _stored_dtype(files: ModelFiles) -> str:
         return stated
     kinds = [str(entry.get("dtype")) for entry in tensor_table(weight_files(files.folder)[0]).values()]
     return _SAFETENSORS.get(max(kinds, key=kinds.count, default=""), "float32")
-
-
-def _cuda_has_bfloat16(device: str) -> bool:
-    import torch
-
-    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def load_tokenizer(files: ModelFiles) -> Any:
@@ -307,28 +301,6 @@ def _refuse_gaps(files: ModelFiles, report: Any) -> None:
 def _mended(files: ModelFiles) -> str:
     """Return the hint for a damaged folder that kvtool converted from a GGUF file; "": the folder is another's."""
     return f"delete {files.folder}; it is made again" if files.kind in ("gguf", "packaged") else ""
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings.
-
-    One thread at a time enters: a process has one set of these settings, and one default dtype of torch, which loading
-    a model sets and restores. Two threads that loaded at once left it at bfloat16, and changed later results.
-    """
-    from transformers.utils import logging
-
-    with _settings, warnings.catch_warnings():
-        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            logging.set_verbosity(level)
-            if bars:
-                logging.enable_progress_bar()
 
 
 @contextlib.contextmanager

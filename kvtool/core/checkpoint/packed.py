@@ -8,7 +8,7 @@ and compared bit for bit, so packed weights are never another model than the fol
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,8 @@ def packed_model(folder: Path, text: TextSubmodel, dtype: str) -> Any:
         return None
     model = _empty(folder, text, getattr(torch, dtype))
     plain = dict(model.named_modules())
-    for name, matrix in _with_tied(model, matrices).items():
+    shared = {name: matrices[own] for name, own in (model.all_tied_weights_keys or {}).items() if own in matrices}
+    for name, matrix in (matrices | shared).items():
         path = name.removesuffix(".weight")
         _replace(model, path, plain.get(path), matrix)
     return model.eval().requires_grad_(False) if _fill(model, folder, text) else None
@@ -196,13 +197,6 @@ def _empty(folder: Path, text: TextSubmodel, dtype: torch.dtype) -> Any:
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(folder), local_files_only=True)
     return model
-
-
-def _with_tied(model: Any, matrices: Mapping[str, QuantizedTensor]) -> dict[str, QuantizedTensor]:
-    """Return the matrices, and again those of layers that share another's weight."""
-    tied = model.all_tied_weights_keys or {}
-    shared = {name: matrices[source] for name, source in tied.items() if source in matrices}
-    return {**matrices, **shared}
 
 
 def _replace(model: Any, path: str, plain: Any, matrix: QuantizedTensor) -> None:

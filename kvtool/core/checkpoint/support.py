@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ SUPPORTED = (
     "DeepSeek, gpt-oss, GLM and the text of models that see; `kvtool help models` lists the families that are tested"
 )
 ONLY_EXACTLY = "use `--fusion prefix` or `--fusion full`"  # with a model that keeps states
+Refusal = tuple[str, str]  # what a model is or does, and what support of it would need
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope", "dynamic", "proportional")
 _A_LAYER = "a layer of the prompt cache for such states"
 _A_WAY = "another way to move a key"
@@ -51,10 +53,10 @@ def check_supported(config: Any) -> None:
     ModelError
     """
     text = text_config(config)
-    for what in (_encoder_decoder(config), _multimodal(config), *(reason(text) for reason in _REASONS)):
-        if what:
-            name = getattr(config, "model_type", "") or type(config).__name__
-            raise ModelError(f"the model ({name}) {what}", f"supported: {SUPPORTED}")
+    refusals = chain(_modalities(config), _states(text), _masks(text), _positions(text))
+    if (refusal := next(refusals, None)) is not None:
+        name, (what, needed) = getattr(config, "model_type", "") or type(config).__name__, refusal
+        raise ModelError(f"the model ({name}) {what}; that would need {needed}", f"supported: {SUPPORTED}")
 
 
 def context_limit(config: Any) -> int:
@@ -94,19 +96,6 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [{**one, "rope_type": one.get("rope_type", one.get("type", "default"))} for one in several or [rope] if one]
 
 
-def _multimodal(config: Any) -> str:
-    """Return the reason against a model for images or sound without a text model of its own."""
-    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
-    apart = getattr(config, "text_config", None) is not None
-    what = f"has no text model apart from what it sees or hears ({', '.join(parts)})"
-    return _refusal(what, "a text model of its own among its weights") if parts and not apart else ""
-
-
-def _encoder_decoder(config: Any) -> str:
-    needed = "keys of a text that an encoder has read whole to be moved"
-    return _refusal("is an encoder-decoder", needed) if getattr(config, "is_encoder_decoder", False) else ""
-
-
 def keeps_states(config: Any) -> bool:
     """Return True if some layer of a model keeps a recurrent state, which all tokens before have made.
 
@@ -115,83 +104,64 @@ def keeps_states(config: Any) -> bool:
     return not STATEFUL.isdisjoint(_layer_types(config))
 
 
-def _recurrent(config: Any) -> str:
-    """Return the reason against states of other kinds than `transformers` caches next to keys and values."""
-    layers = set(_layer_types(config))
-    if layers & STATEFUL:
-        other = layers - STATEFUL - _KEEPING_NOTHING - {_FULL}
-        if other:
-            return _refusal(f"keeps a recurrent state beside {', '.join(sorted(other))}", _A_LAYER)
-        none = _refusal("keeps a recurrent state in every layer, and keys in none", _A_LAYER)
-        return "" if layers & {_FULL, _BOTH} else none
-    if layers:
-        return ""
-    names = [name for name in _RECURRENT if getattr(config, name, None) is not None]
-    return _refusal(f"keeps a recurrent state ({names[0]})", _A_LAYER) if names else ""
-
-
-def _other_layers(config: Any) -> str:
-    kinds = sorted(set(_layer_types(config)) - set(_ATTENTION))
-    if keeps_states(config):
-        return ""
-    what = f"has layers of an unknown kind ({', '.join(kinds)})"
-    return _refusal(what, "to be told what their rows see and keep") if kinds else ""
-
-
-def _masked(config: Any) -> str:
-    """Return the reason against masks other than causal ones, and against sparse or shared attention."""
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
-        return _refusal("uses bidirectional attention", "a mask that is not causal")
-    if getattr(config, "cross_attention_layers", None):
-        return _refusal("has layers that attend to images", "images")
-    if getattr(config, "altup_num_inputs", 0):
-        what = "computes several hidden states of every token (altup_num_inputs)"
-        return _refusal(what, "each of them to be cut with its chunk")
-    sparse = [name for name in ("index_topk", "keep_window_size") if getattr(config, name, None)]
-    needed = "records that hold what tokens are chosen by, too"
-    return _refusal(f"chooses keys by their content ({sparse[0]})", needed) if sparse else ""
-
-
 def kept_layers(config: Any) -> int:
     """Return how many layers keep keys and values of their own, by the configuration."""
     return int(config.num_hidden_layers) - int(getattr(config, "num_kv_shared_layers", 0) or 0)
 
 
-def _positions(config: Any) -> str:
-    """Return the reason against positions that do not give a key the same rotation in every prompt."""
+def _modalities(config: Any) -> Iterator[Refusal]:
+    """Find reasons against encoders, and against images or sound without a text model of its own."""
+    if getattr(config, "is_encoder_decoder", False):
+        yield "is an encoder-decoder", "keys of a text that an encoder has read whole to be moved"
+    parts = [name for name in ("vision_config", "audio_config") if getattr(config, name, None) is not None]
+    if parts and getattr(config, "text_config", None) is None:
+        what = f"has no text model apart from what it sees or hears ({', '.join(parts)})"
+        yield what, "a text model of its own among its weights"
+
+
+def _states(config: Any) -> Iterator[Refusal]:
+    """Find reasons against states of other kinds than `transformers` caches next to keys and values."""
+    layers = set(_layer_types(config))
+    if layers & STATEFUL:
+        if other := layers - STATEFUL - _KEEPING_NOTHING - {_FULL}:
+            yield f"keeps a recurrent state beside {', '.join(sorted(other))}", _A_LAYER
+        if not layers & {_FULL, _BOTH}:
+            yield "keeps a recurrent state in every layer, and keys in none", _A_LAYER
+    elif not layers:
+        names = (name for name in _RECURRENT if getattr(config, name, None) is not None)
+        yield from ((f"keeps a recurrent state ({name})", _A_LAYER) for name in names)
+
+
+def _masks(config: Any) -> Iterator[Refusal]:
+    """Find reasons against masks other than causal ones, and against sparse or shared attention."""
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
+        yield "uses bidirectional attention", "a mask that is not causal"
+    if getattr(config, "cross_attention_layers", None):
+        yield "has layers that attend to images", "images"
+    if getattr(config, "altup_num_inputs", 0):
+        what = "computes several hidden states of every token (altup_num_inputs)"
+        yield what, "each of them to be cut with its chunk"
+    for sparse in ("index_topk", "keep_window_size"):
+        if getattr(config, sparse, None):
+            yield f"chooses keys by their content ({sparse})", "records that hold what tokens are chosen by, too"
+
+
+def _positions(config: Any) -> Iterator[Refusal]:
+    """Find reasons against layers, or positions, that do not give a key the same rotation in every prompt."""
     if keeps_states(config):  # nothing of it is moved
-        return ""
+        return
+    if kinds := sorted(set(_layer_types(config)) - set(_ATTENTION)):
+        yield f"has layers of an unknown kind ({', '.join(kinds)})", "to be told what their rows see and keep"
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
-        return _refusal("marks positions by ALiBi, not RoPE", _A_WAY)
-    ropes = _ropes(config)
-    if not ropes:
-        return _refusal("has no rotary positions (RoPE), so a key cannot be moved", _A_WAY)
-    unknown = [str(rope["rope_type"]) for rope in ropes if rope["rope_type"] not in _ROPE_TYPES]
-    what, needed = "scales its RoPE in an unknown way", "to be told how its keys are rotated"
-    return _refusal(f"{what} ({unknown[0]})", needed) if unknown else ""
-
-
-def _switched_off_rope(config: Any) -> str:
-    """Return the reason against hybrids that were built without recurrent layers and without positions."""
-    kind = getattr(config, "position_embedding_type", "rope")
-    if keeps_states(config):
-        return ""
-    hybrid = getattr(config, "mamba_d_state", None) is not None
-    return _refusal("has no rotary positions (RoPE) in use", _A_WAY) if hybrid and kind != "rope" else ""
-
-
-def _refusal(what: str, needed: str) -> str:
-    """Join a reason with what support of such a model would need."""
-    return f"{what}; that would need {needed}"
-
-
-_REASONS = (
-    _recurrent,
-    _masked,
-    _other_layers,
-    _positions,
-    _switched_off_rope,
-)
+        yield "marks positions by ALiBi, not RoPE", _A_WAY
+    if not _ropes(config):
+        yield "has no rotary positions (RoPE), so a key cannot be moved", _A_WAY
+    for rope in _ropes(config):
+        if rope["rope_type"] not in _ROPE_TYPES:
+            yield f"scales its RoPE in an unknown way ({rope['rope_type']})", "to be told how its keys are rotated"
+    is_hybrid = getattr(config, "mamba_d_state", None) is not None  # built without recurrent layers and positions
+    if is_hybrid and getattr(config, "position_embedding_type", "rope") != "rope":
+        yield "has no rotary positions (RoPE) in use", _A_WAY
 
 
 _WIDE = ("vocab_size", "intermediate_size", "moe_intermediate_size")  # rows or columns of a matrix of hidden states

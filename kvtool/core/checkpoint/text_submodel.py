@@ -140,12 +140,12 @@ def _causal_class(text: Any, wrapper: Any) -> Any:
 
 
 @cache
-def causal_lm_for(decoder: Any, wrapper: str) -> Any:
-    """Make the class of a causal language model of a decoder's class: an LM head that gives logits as they are.
+def causal_lm_for(base: Any, wrapper: str) -> Any:
+    """Make the class of a causal language model of a base model's: an LM head that gives logits as they are.
 
     Parameters
     ----------
-    decoder : a class of text models that `transformers` has only inside a multimodal model (Qwen2.5-VL).
+    base : a class of text models that `transformers` has only inside a multimodal model (Qwen2.5-VL).
     wrapper : the type of the multimodal model, by which `transformers` knows the layout of its weights in files.
     """
     import torch
@@ -153,16 +153,16 @@ def causal_lm_for(decoder: Any, wrapper: str) -> Any:
     from transformers.core_model_loading import WeightConverter
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
-    family: Any = next(kind for kind in decoder.__mro__[1:] if kind.__name__.endswith("PreTrainedModel"))
+    family: Any = next(kind for kind in base.__mro__[1:] if kind.__name__.endswith("PreTrainedModel"))
 
     class CausalLM(family, GenerationMixin):
-        config_class = decoder.config_class
+        config_class = base.config_class
         base_model_prefix = "model"
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 (as `transformers` has it)
 
         def __init__(self, config: Any) -> None:
             super().__init__(config)
-            self.model = decoder(config)
+            self.model = base(config)
             self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self.post_init()
 
@@ -173,7 +173,7 @@ def causal_lm_for(decoder: Any, wrapper: str) -> Any:
             cache = {name: value for name, value in out.items() if name in _CACHES}
             return CausalLMOutputWithPast(logits=self.lm_head(out.last_hidden_state[:, kept]), **cache)
 
-    CausalLM.__name__ = decoder.__name__.removesuffix("Model") + "ForCausalLM"
+    CausalLM.__name__ = base.__name__.removesuffix("Model") + "ForCausalLM"
     changes = conversion_mapping.get_checkpoint_conversion_mapping(wrapper) or []
     laid_out = [change for change in changes if isinstance(change, WeightConverter)]
     if laid_out:

@@ -1,10 +1,14 @@
-"""Garbage collection, paused while much is made that stays."""
+"""Settings of the process while a model is loaded: garbage collection, and what `transformers` writes."""
 
 from __future__ import annotations
 
 import gc
+import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+_settings = threading.RLock()
 
 
 @contextmanager
@@ -29,3 +33,25 @@ def kept_collection() -> Iterator[None]:
     finally:
         if was:
             gc.enable()
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep `transformers` from showing progress bars, log lines and warnings inside; then restore its settings.
+
+    One thread at a time enters: a process has one set of these settings, and one default dtype of torch, which loading
+    a model sets and restores. Two threads that loaded at once left it at bfloat16, and changed later results.
+    """
+    from transformers.utils import logging
+
+    with _settings, warnings.catch_warnings():
+        level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logging.set_verbosity(level)
+            if bars:
+                logging.enable_progress_bar()

@@ -23,9 +23,8 @@ from kvtool.core.fusion.shift import Shift
 from kvtool.core.kernels.attention.eager import mean_weights
 from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
-from kvtool.core.model.kv_sharing import of_rows, tables_of_rows
-from kvtool.core.model.modules import CACHES, ForwardEnded, LayerProbe
-from kvtool.core.model.preemption import for_this_pass
+from kvtool.core.model.modules import CACHES, ForwardEnded, LayerProbe, of_rows, tables_of_rows
+from kvtool.core.model.preemption import pass_hooks
 from kvtool.core.model.prompt_cache import PromptCache
 
 if TYPE_CHECKING:
@@ -99,16 +98,9 @@ class LayerwiseSelection:
     def hooked(self) -> Iterator[None]:
         """Hook every layer from the first narrowing on."""
         first = min(self.targets)
-        handles = [
-            module.register_forward_pre_hook(for_this_pass(self._hook(layer)), with_kwargs=True)
-            for layer, module in enumerate(self._decoder.layers)
-            if layer >= first
-        ]
-        try:
+        layers = list(enumerate(self._decoder.layers))[first:]
+        with pass_hooks((module, self._hook(layer)) for layer, module in layers):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _hook(self, layer: int) -> Any:
         def narrow(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -235,6 +227,6 @@ def question_attention(
     ids = plan.ids
     with suppress(ForwardEnded):
         at = plan.positions[rows.order].to(decoder.device) if plan.dropped else None
-        decoder.walk([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
+        decoder.fill_cache([ids[place] for place in rows.order], replace(rows, watch=watch), cache, at)
     cache.before_update = None
     return watch.mean.cpu()

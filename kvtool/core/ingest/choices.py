@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
+from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file

@@ -224,10 +224,3 @@ def rows_attention(
     if latents is not None:
         out = latents.unfolded(out)
     return out.transpose(1, 2).contiguous(), None
-
-
-def register() -> None:
-    """Make the implementation known to `transformers` (idempotent)."""
-    from transformers.modeling_utils import AttentionInterface
-
-    AttentionInterface.register(IMPLEMENTATION, rows_attention)

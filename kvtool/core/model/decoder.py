@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from kvtool.core.checkpoint.load import Loaded, plain_attention, quiet
+from kvtool.core.checkpoint.load import Loaded, plain_attention
+from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model import attention
 from kvtool.core.model.attention import PlacedRows, QueryRows
-from kvtool.core.model.kv_sharing import prune_rows
 from kvtool.core.model.layer_cpu import in_team, install_fused_layers
 from kvtool.core.model.layer_cuda import FusedForward
-from kvtool.core.model.modules import cache_name
+from kvtool.core.model.modules import cache_name, prune_rows
 from kvtool.core.model.preemption import preemptible
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, read_model_spec
@@ -50,22 +50,17 @@ class Decoder(DecoderStack):
         if self.keeps_states:
             self._check_states()
         elif self.device.startswith("cuda"):
-            self.unfused = self._try_fused_forward()
+            self.unfused = self._try_fused()
 
-    def _try_fused_forward(self) -> str:
-        """Return why a GPU computes no fused passes, or ""."""
-        try:
-            self._fused = FusedForward.tried(self, self.spec, self.prefill)
-        except UnsupportedArchitecture as error:
-            return str(error)
-        return ""
-
-    def _try_fused_layers(self) -> str:
-        """Return why a CPU computes no fused layers, or ""."""
+    def _try_fused(self) -> str:
+        """Return why a GPU computes no fused passes, or a CPU no fused layers; "": it does."""
         if self.keeps_states:
             return "the model keeps states"
         try:
-            install_fused_layers(self, self.spec)
+            if self.device == "cpu":
+                install_fused_layers(self, self.spec)
+            else:
+                self._fused = FusedForward.tried(self, self.spec, self.prefill)
         except UnsupportedArchitecture as error:
             return str(error)
         return ""
@@ -110,10 +105,11 @@ class Decoder(DecoderStack):
         """Return the fused pass of a GPU; None: the model has none here, or hooks listen to its modules."""
         return None if self._fused is None or self.hooked else self._fused
 
+    @torch.inference_mode()
     def compute(
         self,
-        tokens: Sequence[int],
-        rows: QueryRows,
+        tokens: Sequence[int] | torch.Tensor,
+        rows: PlacedRows,
         cache: PromptCache,
         keep: int = 1,
         position_ids: torch.Tensor | None = None,
@@ -122,7 +118,7 @@ class Decoder(DecoderStack):
 
         Parameters
         ----------
-        tokens : the token ids at `rows`.
+        tokens : the token ids at `rows`; as int64 `[rows]` on the device nothing is read on the host.
         keep : how many of the last rows go through the LM head.
         position_ids : rotary positions `[rows]` on the model's device where they are not the rows' places.
 
@@ -130,18 +126,7 @@ class Decoder(DecoderStack):
         -------
         Logits of the last `keep` rows, float32 `[keep, vocabulary]`.
         """
-        return self.compute_there(self.ids_there(tokens), rows, cache, keep, position_ids)
-
-    @torch.inference_mode()
-    def compute_there(
-        self,
-        ids: torch.Tensor,
-        rows: PlacedRows,
-        cache: PromptCache,
-        keep: int = 1,
-        position_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Do what `compute` does with token ids that are on the device, int64 `[rows]`; nothing is read on the host."""
+        ids = tokens if isinstance(tokens, torch.Tensor) else self.device_ids(tokens)
         with out_of_memory_hint(len(ids)), self._head.only(keep):
             if (fused := self.fused_forward) is not None:
                 return fused.compute(ids, rows, cache, keep, position_ids)
@@ -161,15 +146,15 @@ class Decoder(DecoderStack):
             return self._run(self.model, ids, rows, cache, position_ids, logits_to_keep=wanted)
 
     @torch.inference_mode()
-    def walk(
+    def fill_cache(
         self, tokens: Sequence[int], rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
     ) -> None:
         """Compute rows of a prompt over its cache as `compute` does, without the LM head."""
         with out_of_memory_hint(len(rows)):
             if (fused := self.fused_forward) is not None:
-                fused.walk(self.ids_there(tokens), rows, cache, position_ids)
+                fused.hidden(self.device_ids(tokens), rows, cache, len(tokens), position_ids)
             else:
-                self._run(self.base, self.ids_there(tokens), rows, cache, position_ids)
+                self._run(self.base, self.device_ids(tokens), rows, cache, position_ids)
 
     def _run(
         self,
@@ -182,7 +167,7 @@ class Decoder(DecoderStack):
     ) -> Any:
         """Run the model's own forward."""
         if self.device == "cpu" and self.unfused is None:
-            self.unfused = self._try_fused_layers()
+            self.unfused = self._try_fused()
         cache.rows = rows
         # Torch's own threads wait spinning after its products: the pool's would only take turns with those.
         pooled = self.device == "cpu" and in_team(self.layers[0], len(ids), rows)
@@ -207,7 +192,7 @@ class Decoder(DecoderStack):
         cache.set_length(len(ids))
         rows = replace(QueryRows.of(torch.arange(len(ids)), self.device), exact_forward=True)
         with out_of_memory_hint(len(ids)):
-            self._run(self.base, self.ids_there(ids), rows, cache)
+            self._run(self.base, self.device_ids(ids), rows, cache)
         return cache
 
     def prefill(self, ids: Sequence[int], reserve: int = 0) -> tuple[torch.Tensor, PromptCache]:
@@ -231,7 +216,7 @@ class Decoder(DecoderStack):
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
             rows, at = self._behind(cache, len(piece))
-            self.walk(piece, rows, cache, at)
+            self.fill_cache(piece, rows, cache, at)
 
     def _behind(self, cache: PromptCache, count: int) -> tuple[QueryRows, torch.Tensor | None]:
         """Return rows for `count` more tokens of a cache, and their positions where these are not their places."""

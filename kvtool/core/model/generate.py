@@ -13,11 +13,11 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend, step_together
-from kvtool.core.model.decode.native import prepare_engine
+from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.model.text_stream import OnText, TextStream
+from kvtool.core.model.tokens import OnText, TextStream
 
 Finish = Literal["stop", "length", "repeat"]
 _COLD = 1e-6  # logits divided by less may be no numbers any more
@@ -81,7 +81,7 @@ def stop_ids(decoder: Decoder) -> set[int]:
 
 def prepare_decoding(decoder: Decoder) -> None:
     """Begin to make what `generate` decodes with, in a thread of its own."""
-    prepare_engine(decoder)
+    prepare_compiled_model(decoder)
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:

@@ -129,10 +129,10 @@ def kinds_of(
         name = names[number]
         alike = _signature(attention, name)
         if alike not in found:
-            answer = _asked(base, attention, name, positions, dtype, device, shared)
+            probed = _probe_attention(base, attention, name, positions, dtype, device, shared)
             shared.note(layer)
-            found[alike] = _kind(answer, name)
-            samples[layer] = Sample(positions, answer.kept[0][0].float())
+            found[alike] = _kind(probed, name)
+            samples[layer] = Sample(positions, probed.kept[0][0].float())
         if found[alike].softcap == 0:
             nothing = "so that they are no numbers; that would need a cap above 0, or none"
             raise ModelError(f"layer {number} caps its scores at 0, {nothing}", HINT)
@@ -201,7 +201,7 @@ class _Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _Probed:
     """The arguments of a layer's attention; `kept`: the keys and values that it keeps; `source`: see `LayerKind`."""
 
     query: torch.Tensor
@@ -212,9 +212,9 @@ class _Answer:
 
 
 @torch.inference_mode()
-def _asked(
+def _probe_attention(
     base: Any, attention: Any, name: str | None, at: tuple[int, ...], dtype: torch.dtype, device: str, shared: _Shared
-) -> _Answer:
+) -> _Probed:
     width = int(base.config.hidden_size)
     draw = torch.linspace(-1, 1, width, dtype=torch.float32).sin().to(dtype).to(device)
     hidden = draw.expand(1, len(at), width).contiguous()
@@ -240,7 +240,7 @@ def _asked(
     query, key, value, params = probe.attention
     source = None if probe.kv is not None else shared.source_of(key)
     kept = (key, value) if source is not None else _kept(key, value, probe.kv, attention)
-    return _Answer(query, key, params, kept, source)
+    return _Probed(query, key, params, kept, source)
 
 
 def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: Any) -> KV:
@@ -254,24 +254,19 @@ def _kept(key: torch.Tensor, value: torch.Tensor, given: KV | None, attention: A
     return given
 
 
-def _kind(answer: _Answer, name: str | None) -> LayerKind:
-    (key, value), params = (side[0].float() for side in answer.kept), answer.params
+def _kind(probed: _Probed, name: str | None) -> LayerKind:
+    (key, value), params = (side[0].float() for side in probed.kept), probed.params
     is_rotated = not torch.equal(key[:, 0], key[:, 1])
+    lengths = probed.query[0].float().norm(dim=-1)  # of one row's queries at several positions
     return LayerKind(
         rotation=name if is_rotated else None,
         window=params.window,
         softcap=params.softcap,
         sinks=params.sinks is not None,
-        tempered=_is_tempered(answer.query),
-        shape=KVShape(key.shape[0], key.shape[2], value.shape[2], joint=answer.key.shape[3] != key.shape[2]),
-        source=answer.source,
+        tempered=bool(((lengths / lengths[:, :1] - 1).abs() > _ALIKE[probed.query.dtype]).any()),
+        shape=KVShape(key.shape[0], key.shape[2], value.shape[2], joint=probed.key.shape[3] != key.shape[2]),
+        source=probed.source,
     )
-
-
-def _is_tempered(query: torch.Tensor) -> bool:
-    """Return True if one row's queries are longer at some positions than at others."""
-    lengths = query[0].float().norm(dim=-1)
-    return bool(((lengths / lengths[:, :1] - 1).abs() > _ALIKE[query.dtype]).any())
 
 
 def _signature(attention: Any, name: str | None) -> tuple[Any, ...]:

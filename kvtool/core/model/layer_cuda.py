@@ -39,7 +39,7 @@ Prefill = Callable[[Sequence[int]], tuple[torch.Tensor, PromptCache]]
 
 
 class FusedForward:
-    """Computes rows of a prompt over its cache, as `Decoder.compute` and `walk` do.
+    """Computes rows of a prompt over its cache, as `Decoder.compute` and `fill_cache` do.
 
     Raises
     ------
@@ -98,18 +98,11 @@ class FusedForward:
         ids : int64 `[rows]` on the device.
         position_ids : see `Decoder.compute`.
         """
-        hidden = self._walked(ids, rows, cache, keep, position_ids)
+        hidden = self.hidden(ids, rows, cache, keep, position_ids)
         logits: torch.Tensor = self._stack.model.get_output_embeddings()(self._norm(hidden))
         return logits.float() if self._spec.logits == 1 else logits.float() * self._spec.logits
 
-    @torch.inference_mode()
-    def walk(
-        self, ids: torch.Tensor, rows: QueryRows, cache: PromptCache, position_ids: torch.Tensor | None = None
-    ) -> None:
-        """Do the same without the LM head."""
-        self._walked(ids, rows, cache, len(ids), position_ids)
-
-    def _walked(
+    def hidden(
         self, ids: torch.Tensor, rows: PlacedRows, cache: PromptCache, keep: int, position_ids: torch.Tensor | None
     ) -> torch.Tensor:
         """Compute what the last layer gives for the last `keep` rows, `[keep, hidden]`."""
@@ -180,15 +173,15 @@ class FusedCudaLayer:
     project : rows `[rows, hidden]`, normed, to queries, keys and values `[rows, heads · head_dim]` each.
     flat_norms : of all heads' queries and keys together (OLMo 2).
     head_norms : of each head's (Qwen3).
-    before, after : norms before attention and MLP, and after them.
+    before, after : norms before attention and MLP, and after them; of a place without a norm the identity.
     residual : what the outputs of attention and MLP are multiplied by.
     """
 
     project: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
     out: Map
     mlp: Map
-    before: tuple[Map | None, Map | None]
-    after: tuple[Map | None, Map | None]
+    before: tuple[Map, Map]
+    after: tuple[Map, Map]
     flat_norms: tuple[Map, Map] | None
     head_norms: HeadNorms | None
     rotates: bool
@@ -210,8 +203,8 @@ class FusedCudaLayer:
             project=_products((spec.query, spec.key, spec.value)),
             out=_linear(spec.out.module),
             mlp=_mlp(spec),
-            before=(_maybe(spec.before[0]), _maybe(spec.before[1])),
-            after=(_maybe(spec.after[0]), _maybe(spec.after[1])),
+            before=(_norm(spec.before[0]), _norm(spec.before[1])),
+            after=(_norm(spec.after[0]), _norm(spec.after[1])),
             flat_norms=flat,
             head_norms=by_head,
             rotates=spec.rotary > 0,
@@ -221,33 +214,27 @@ class FusedCudaLayer:
 
     def heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Compute queries, keys and values, `[rows, heads · head_dim]` each, before norms of heads and rotation."""
-        queries, keys, values = self.project(_normed(self.before[0], hidden))
+        queries, keys, values = self.project(self.before[0](hidden))
         if self.flat_norms is not None:
             queries, keys = self.flat_norms[0](queries), self.flat_norms[1](keys)
         return queries, keys, values
 
     def after_attention(self, mixed: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the next layer's `[rows, hidden]` of what attention gives, `[rows, heads · head_dim]`."""
-        hidden = torch.add(hidden, _normed(self.after[0], self.out(mixed)), alpha=self.residual)
-        output = _normed(self.after[1], self.mlp(_normed(self.before[1], hidden)))
+        hidden = torch.add(hidden, self.after[0](self.out(mixed)), alpha=self.residual)
+        output = self.after[1](self.mlp(self.before[1](hidden)))
         return torch.add(hidden, output, alpha=self.residual)
 
 
-def _normed(norm: Map | None, rows: torch.Tensor) -> torch.Tensor:
-    return rows if norm is None else norm(rows)
-
-
-def _norm(norm: NormSpec) -> Map:
+def _norm(norm: NormSpec | None) -> Map:
     """Return a norm as one operation where it multiplies by its weight as it is kept; else the module itself."""
+    if norm is None:
+        return lambda rows: rows
     if not norm.is_rms or norm.adds_one:
         by_module: Map = norm.module
         return by_module
     weight, epsilon = norm.module.weight.detach(), norm.epsilon
     return lambda rows: F.rms_norm(rows, weight.shape, weight, epsilon)
-
-
-def _maybe(norm: NormSpec | None) -> Map | None:
-    return None if norm is None else _norm(norm)
 
 
 def _head_norms(spec: LayerSpec) -> tuple[tuple[Map, Map] | None, HeadNorms | None]:
@@ -259,8 +246,8 @@ def _head_norms(spec: LayerSpec) -> tuple[tuple[Map, Map] | None, HeadNorms | No
         raise UnsupportedArchitecture(f"{type(query.module).__name__} adds one to its weight")
     if not spec.normed_by_head:
         return (_norm(query), _norm(key)), None
-    weights = (norm.module.weight.detach() for norm in (query, key))
-    return None, (HeadNorm(next(weights), query.epsilon), HeadNorm(next(weights), key.epsilon))
+    first, second = (HeadNorm(norm.module.weight.detach(), norm.epsilon) for norm in (query, key))
+    return None, (first, second)
 
 
 def _products(parts: Sequence[Projection]) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,11 @@ from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
+from kvtool.core.model.preemption import pass_hooks
 
 # What models and layers call the cache that they are given: `transformers` up to 5.23, and since 5.24; BLOOM's layers.
 CACHES = ("past_key_values", "cache", "layer_past")
+Some = slice | torch.Tensor
 _BY = "_swapped_by"
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 HINT = "use a causal language model with ordinary rotary attention"
@@ -54,7 +56,9 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     ------
     ModelError : a layer has several, or none: it attends by code of its own, which takes no rows of ours.
     """
-    found = {number: [child for child in layer.children() if _asks(child)] for number, layer in enumerate(layers)}
+    found = {
+        number: [child for child in layer.children() if _is_attention(child)] for number, layer in enumerate(layers)
+    }
     for number, those in found.items():
         if len(those) > 1 or not (those or in_some):
             several = "several attentions in a layer; that would need keys and values stored for each"
@@ -63,7 +67,7 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
     return {number: those[0] for number, those in found.items() if those}
 
 
-def still(attentions: Sequence[Any]) -> None:
+def disable_query_scaling(attentions: Sequence[Any]) -> None:
     """Keep attention modules from scaling queries by what they take for a row's position (Llama 4).
 
     They count it from the cache's length, which rows of ours do not follow. In a prompt that is taken (`context_limit`)
@@ -74,7 +78,7 @@ def still(attentions: Sequence[Any]) -> None:
             attention.attn_temperature_tuning = False
 
 
-def _asks(module: Any) -> bool:
+def _is_attention(module: Any) -> bool:
     """Return True if a module's own forward goes through the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
@@ -202,3 +206,34 @@ def _class_of(kind: Any, own: Any) -> type[torch.nn.Module]:
 
     space = {"forward": forward, "__module__": own.__module__, "__qualname__": own.__qualname__}
     return type(own.__name__, (kind, own), space)
+
+
+@contextmanager
+def prune_rows(layers: Sequence[torch.nn.Module], keep: int) -> Iterator[None]:
+    """Let KV-sharing layers, which follow each other to a model's end, compute only the last `keep` rows.
+
+    Such layers attend to what earlier layers keep (Gemma 3n, Gemma 4): no later row reads what their other rows become.
+    """
+    some = slice(-keep, None)
+
+    def cut(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        changed = {
+            "position_embeddings": tables_of_rows(kwargs["position_embeddings"], some),
+            "rows": kwargs["rows"].last(keep),
+        }
+        if kwargs.get("position_ids") is not None:
+            changed["position_ids"] = kwargs["position_ids"][:, some]
+        return of_rows(args, some), kwargs | changed
+
+    with pass_hooks((layer, cut) for layer in layers):
+        yield
+
+
+def of_rows(args: tuple[Any, ...], some: Some) -> tuple[Any, ...]:
+    """Take some of the rows of a layer's arguments: hidden states, and an input of its own (Gemma 4)."""
+    return tuple(one[:, some] if isinstance(one, torch.Tensor) else one for one in args)
+
+
+def tables_of_rows(tables: Any, some: Some) -> Any:
+    """Take some of the rows that layers rotate by: cos and sin, or complex numbers."""
+    return tables[:, some] if isinstance(tables, torch.Tensor) else tuple(side[:, some] for side in tables)

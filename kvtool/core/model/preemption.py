@@ -1,14 +1,14 @@
 """Preemption of a forward pass between its layers, for work that is short of others: a token of an answer, for example.
 
 From one layer to the next a pass keeps its rows in tensors and a cache of its own. Hooks on the model's modules are
-called by every pass of that model: `for_this_pass` restricts a hook to the pass that it is for.
+called by every pass of that model: `pass_hooks` restricts them to the pass that they are for.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ _depth: ContextVar[int] = ContextVar("depth", default=0)
 
 
 @contextmanager
-def between_layers(work: Callable[[], None]) -> Iterator[None]:
+def between_layers(work: Callable[[], None] | None) -> Iterator[None]:
     """Call `work` before each layer of all passes inside, in their thread; an error that it raises ends the pass.
 
     It may run the model over other caches: the layers of those passes are not interrupted.
@@ -32,14 +32,9 @@ def between_layers(work: Callable[[], None]) -> Iterator[None]:
         _pending.reset(token)
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> AbstractContextManager[None]:
     """Keep passes inside from being interrupted between their layers: they are timed."""
-    token = _pending.set(None)
-    try:
-        yield
-    finally:
-        _pending.reset(token)
+    return between_layers(None)
 
 
 @contextmanager
@@ -49,25 +44,30 @@ def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
         return
 
-    def stop(module: Any, args: tuple[Any, ...]) -> None:
+    def stop(*_: Any) -> None:
         run_pending()
 
-    handles = [layer.register_forward_pre_hook(for_this_pass(stop)) for layer in layers]
+    with pass_hooks((layer, stop) for layer in layers):
+        yield
+
+
+@contextmanager
+def pass_hooks(hooks: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Call each hook with (module, args, kwargs) before its layer, in the pass inside and in none between its layers.
+
+    What a hook returns takes the place of args and kwargs; None: nothing does.
+    """
+    pass_ = _this_pass()
+
+    def only_here(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: hook(*given) if _this_pass() == pass_ else None
+
+    handles = [layer.register_forward_pre_hook(only_here(hook), with_kwargs=True) for layer, hook in hooks]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def for_this_pass(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a hook that sees the pass it is registered for, and none that runs between its layers."""
-    pass_ = _this_pass()
-
-    def seen(*given: Any) -> Any:
-        return hook(*given) if _this_pass() == pass_ else None
-
-    return seen
 
 
 def run_pending() -> None:

@@ -129,7 +129,7 @@ def prefill_chunks(
         preemptible(decoder.layers),
     ):
         decoder.base(
-            input_ids=decoder.ids_there(tokens)[None],
+            input_ids=decoder.device_ids(tokens)[None],
             position_ids=positions[None],
             use_cache=True,
             rows=rows,

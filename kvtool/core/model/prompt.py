@@ -22,7 +22,6 @@ _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
 _ANSWER = "kvtoolAnswerText"
 _NEXT = "kvtoolNextText"
-_PASSAGE_FILES = ("en1.txt", "en2.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +45,9 @@ def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
     ------
     ModelError : the template fails, or changes the user's text.
     """
-    before, between, after = _rendered(tokenizer) if tokenizer.chat_template else _plain()
+    before, between, after = "", _SEPARATOR, "\nAnswer:"  # of a base model
+    if tokenizer.chat_template:
+        before, between, after = _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
     return PromptParts(
         prefix=_one_bos(tokenizer, _prefix_ids(tokenizer, before, system, between)),
         answer_header=tuple(encode_control(tokenizer, after)),
@@ -75,38 +76,21 @@ def turn_header(tokenizer: Any) -> Ids:
     ------
     ModelError : the model's chat template knows no second turn.
     """
-    between = _between_turns(tokenizer) if tokenizer.chat_template else _SEPARATOR
+    between = _SEPARATOR
+    if tokenizer.chat_template:
+        turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
+        between = _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
     return tuple(encode_control(tokenizer, between))
 
 
-def warm_passages(tokenizer: Any, n: int = 1) -> Ids:
-    """Tokenise the first n neutral passages that come with kvtool, formatted like chunks.
+def warm_passage(tokenizer: Any) -> Ids:
+    """Tokenise the neutral passage that comes with kvtool, formatted like a chunk.
 
-    Raises
-    ------
-    UsageError : there are not so many.
+    One gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: after two of
+    them a 135M model prefills at 0.8 of its plain speed, after one at 0.9.
     """
-    if not 0 <= n <= len(_PASSAGE_FILES):
-        raise UsageError(f"{n} warm passages were asked for", f"kvtool ships {len(_PASSAGE_FILES)}")
-    folder = files("kvtool.core.model") / "passages"
-    texts = [(folder / name).read_text(encoding="utf-8") for name in _PASSAGE_FILES[:n]]
-    return tuple(i for chunk in chunk_tokens(tokenizer, texts) for i in chunk)
-
-
-def _plain() -> tuple[str, str, str]:
-    """Return the text around system text and chunks for a base model, in place of a rendered template."""
-    return "", _SEPARATOR, "\nAnswer:"
-
-
-def _rendered(tokenizer: Any) -> tuple[str, str, str]:
-    """Return the template's text before the instruction, between it and the chunks, and after the question."""
-    return _first_cut(tokenizer, (), _cut, "it does not show the user's text exactly once")
-
-
-def _between_turns(tokenizer: Any) -> str:
-    """Return the template's text between an answer and the next question."""
-    turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
-    return _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
+    text = (files("kvtool.core.model") / "passages" / "en1.txt").read_text(encoding="utf-8")
+    return chunk_tokens(tokenizer, [text])[0]
 
 
 def _first_cut(tokenizer: Any, turns: Sequence[dict[str, str]], cut: Callable[[str], Cut | None], reason: str) -> Cut:
@@ -135,7 +119,8 @@ def _cut_turn(text: str) -> str | None:
 
 
 def _cut(text: str) -> tuple[str, str, str] | None:
-    """Cut a rendered template at its sentinels; None unless each occurs once and in order."""
+    """Cut a rendered template before and after the instruction, and after the question; None unless each occurs once
+    and in order."""
     if any(text.count(word) != 1 for word in (_SYSTEM, _PASSAGES + _QUESTION)):
         return None
     head, after = text.split(_PASSAGES + _QUESTION)
@@ -160,17 +145,8 @@ def _one_bos(tokenizer: Any, ids: list[int]) -> Ids:
     start = 0
     while ids[start : start + 1] == [bos]:
         start += 1
-    return (bos, *ids[start:]) if start or _adds_bos(tokenizer, bos) else tuple(ids)
-
-
-def _adds_bos(tokenizer: Any, bos: int) -> bool:
-    normally: list[int] = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return normally[:1] == [bos]
-
-
-# One passage gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: behind
-# two of them a 135M model prefills at 0.8 of its plain speed, behind one at 0.9.
-WARM_PASSAGES = 1
+    is_added = start or tokenizer("a", add_special_tokens=True)["input_ids"][:1] == [bos]
+    return (bos, *ids[start:]) if is_added else tuple(ids)
 
 
 def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
@@ -181,7 +157,7 @@ def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
     UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
     """
     if mode == "warm":
-        return parts.prefix + warm_passages(tokenizer, WARM_PASSAGES)
+        return parts.prefix + warm_passage(tokenizer)
     if mode in ("prefix", "neighbour"):
         return parts.prefix
     if mode == "none":

@@ -89,22 +89,19 @@ class PromptCache(Cache):
 
     Parameters
     ----------
-    shapes : of each layer; `capacity`: rows of each.
-    before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
-    after_update : called with the layer when they are there, before anything attends to them.
+    buffers : of each layer.
 
     Attributes
     ----------
+    before_update : called with (layer, number of rows) before they are scattered: waits for the loader.
+    after_update : called with the layer when they are there, before anything attends to them.
     position_ids : the position of each place, where some differ from it since tokens of the prompt have no row here;
         None: none does.
     """
 
-    def __init__(self, shapes: Sequence[KVShape], capacity: int, dtype: torch.dtype, device: str) -> None:
-        self.buffers = [BufferLayer(shape, capacity, dtype, device) for shape in shapes]
+    def __init__(self, buffers: Sequence[BufferLayer]) -> None:
+        self.buffers = list(buffers)
         super().__init__(layers=list(self.buffers))
-        self._without_hooks()
-
-    def _without_hooks(self) -> None:
         self.rows: PlacedRows | None = None
         self.before_update: Observer | None = None
         self.after_update: Callable[[int], None] | None = None

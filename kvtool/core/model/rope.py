@@ -37,7 +37,7 @@ class Rotary:
 
     Parameters
     ----------
-    decoder : the base model that holds what knows its RoPE.
+    base : the model without its LM head, which holds what knows its RoPE.
     attentions : its attention modules, in layer order.
     kinds : what each of them is; `samples`: what they gave for one row at several positions, by the layers' numbers.
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
@@ -50,14 +50,14 @@ class Rotary:
 
     def __init__(
         self,
-        decoder: Any,
+        base: Any,
         attentions: list[Any],
         kinds: Sequence[LayerKind],
         samples: Mapping[int, Sample],
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        self._emb = rotary_of(decoder)
+        self._emb = rotary_of(base)
         self._parts: dict[tuple[int, int], int | None] = {}
         self._kinds = kinds
         self.names = sorted({kind.rotation for kind in kinds if kind.rotation is not None})
@@ -167,12 +167,14 @@ class Rotary:
         jobs : output, keys, and the table of their positions, for each tensor of keys.
         copies : output and source of each tensor that is copied.
         """
+        turned = [(out, keys, self.angles(table, layer)) for out, keys, table in jobs]
         if self.halves and self._isa is not None and all(len(out) == 1 for out, *_ in jobs):
-            moves = [self._turned(turn, layer) for turn in jobs]
+            moves = [CopyWithRope(out[0], keys[0], angles) for out, keys, angles in turned]
             if copy_with_rope([*moves, *(CopyWithRope(out[0], numbers[0]) for out, numbers in copies)], self._isa):
                 return
-        for out, keys, table in jobs:
-            self._place_one(out, keys, table, layer)
+        for out, keys, angles in turned:
+            same = keys if keys.dtype == out.dtype else out.copy_(keys)
+            out.copy_(same if angles is None else self._by_model(same, angles))
         for out, numbers in copies:
             out.copy_(numbers)
 
@@ -196,16 +198,6 @@ class Rotary:
         except Exception:  # it compiles nothing: no compiler, or a GPU that it does not know
             return False
         return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
-
-    def _turned(self, turn: RopeJob, layer: int) -> CopyWithRope:
-        out, keys, table = turn
-        return CopyWithRope(out[0], keys[0], self.angles(table, layer))
-
-    def _place_one(self, out: torch.Tensor, keys: torch.Tensor, table: RopeTables, layer: int) -> None:
-        if keys.dtype != out.dtype:
-            keys = out.copy_(keys)
-        angles = self.angles(table, layer)
-        out.copy_(keys if angles is None else self._by_model(keys, angles))
 
     def _by_model(self, keys: torch.Tensor, angles: CosSin) -> torch.Tensor:
         """Rotate by the model's own function; of a head that is rotated in part, it may take that part alone (Phi)."""

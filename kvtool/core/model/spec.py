@@ -417,14 +417,10 @@ def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
         for adds_one in (False, True):
             multiplied = factor.float() + float(adds_one)
             once = (plain * multiplied).to(weight.dtype)
-            if _largest_error(given, once) <= _CLOSE[weight.dtype]:
+            if (given.float() - once.float()).abs().max() <= _CLOSE[weight.dtype] * once.float().abs().max():
                 twice = (plain.to(weight.dtype).float() * multiplied).to(weight.dtype)
                 return adds_one, bool((given != twice).sum() <= (given != once).sum())
     return None
-
-
-def _largest_error(given: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((given.float() - wanted.float()).abs().max() / wanted.float().abs().max())
 
 
 def _activation(function: Callable[[torch.Tensor], torch.Tensor], device: str) -> str:

@@ -19,8 +19,8 @@ from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model import attention
 from kvtool.core.model.kinds import KVShape, kinds_of
 from kvtool.core.model.mla import attend_latents
-from kvtool.core.model.modules import attentions_of, base_of, layers_of, still
-from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.model.modules import attentions_of, base_of, disable_query_scaling, layers_of
+from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.states import StateCache
 
@@ -39,7 +39,9 @@ class DecoderStack:
     """
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
-        attention.register()
+        from transformers.modeling_utils import AttentionInterface
+
+        AttentionInterface.register(attention.IMPLEMENTATION, attention.rows_attention)
         self.loaded = loaded
         self.turns = Turns()
         self.model: Any = loaded.model
@@ -57,7 +59,7 @@ class DecoderStack:
         attentions = attentions_of(self.layers, in_some=self.keeps_states)
         modules = list(attentions.values())
         attend_latents(modules, attention.IMPLEMENTATION)
-        still(modules)
+        disable_query_scaling(modules)
         self.kinds, samples = kinds_of(self.base, attentions, self.config, self.dtype, self.device)
         self.shapes = tuple(kind.shape for kind in self.kinds if kind.source is None)
         self._attending = tuple(attentions)
@@ -89,7 +91,7 @@ class DecoderStack:
         if self.keeps_states:
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
-        return PromptCache(self.shapes, capacity, self.dtype, self.device)
+        return PromptCache([BufferLayer(shape, capacity, self.dtype, self.device) for shape in self.shapes])
 
     def kv_bytes(self, tokens: int) -> int:
         """Return the bytes of the raw keys and values of `tokens` tokens over all layers."""
@@ -121,7 +123,7 @@ class DecoderStack:
         """Return True if some layers keep nothing, and attend to what others keep."""
         return len(self.shapes) < len(self.kinds)
 
-    def ids_there(self, tokens: Sequence[int]) -> torch.Tensor:
+    def device_ids(self, tokens: Sequence[int]) -> torch.Tensor:
         """Return token ids on the device, int64 `[tokens]`.
 
         Raises

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import (
-    Cache,
     DummyLayer,
     DynamicCache,
     LinearAttentionAndFullAttentionLayer,
@@ -103,11 +102,11 @@ class StateCache(PromptCache):
     rows : what `BufferLayer` is made with for a layer, by its number.
     """
 
+    buffers: list[Any]
+
     def __init__(self, config: Any, rows: Callable[[int], tuple[Any, ...]]) -> None:
         kinds = DynamicCache(config=config).layers
-        self.buffers: list[Any] = [_layer(kind, rows, number) for number, kind in enumerate(kinds)]
-        Cache.__init__(self, layers=list(self.buffers))
-        self._without_hooks()
+        super().__init__([_layer(kind, rows, number) for number, kind in enumerate(kinds)])
         self._marked: Marked | None = None
 
     @torch.inference_mode()

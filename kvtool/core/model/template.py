@@ -45,11 +45,11 @@ def render(tokenizer: Any, conversations: Sequence[Conversation]) -> list[str | 
     try:
         template = tokenizer.get_chat_template()
         job = {"template": template, "names": {**tokenizer.special_tokens_map, **_HOW}, "conversations": conversations}
-        asked = json.dumps(job, default=str)  # some tokens are objects
+        request = json.dumps(job, default=str)  # some tokens are objects
     except (ValueError, TypeError) as error:
         return [TemplateFailed(reason_of(error))] * len(conversations)
-    said = _answer(asked, date.today().isoformat(), SECONDS)
-    return [TemplateFailed(one["error"]) if "error" in one else one["text"] for one in said]
+    output = _answer(request, date.today().isoformat(), SECONDS)
+    return [TemplateFailed(one["error"]) if "error" in one else one["text"] for one in output]
 
 
 def reason_of(error: Exception) -> str:
@@ -65,7 +65,7 @@ def _in_place(method: Any, conversation: Conversation) -> str | TemplateFailed:
 
 
 @lru_cache(maxsize=32)
-def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
+def _answer(request: str, day: str, seconds: int) -> list[dict[str, str]]:
     """Return the process's answer to one request, an object for each conversation."""
     process = started(
         python(_PROGRAM, str(seconds), str(_MEMORY)),
@@ -75,15 +75,15 @@ def _answer(asked: str, day: str, seconds: int) -> list[dict[str, str]]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
     )
     try:
-        said, _ = process.communicate(asked.encode("ascii"), timeout=seconds + _PATIENCE)
+        output, _ = process.communicate(request.encode("ascii"), timeout=seconds + _PATIENCE)
     except subprocess.TimeoutExpired:
-        said = b""
+        output = b""
     finally:
         process.kill()
         process.communicate()
-    rows = [json.loads(line) for line in said.splitlines() if line.endswith(b"}")]
+    rows = [json.loads(line) for line in output.splitlines() if line.endswith(b"}")]
     lost = {"error": f"it takes over {seconds} s, or {_MEMORY / 1e9:.0f} GB of memory"}
-    return rows + [lost] * (len(json.loads(asked)["conversations"]) - len(rows))
+    return rows + [lost] * (len(json.loads(request)["conversations"]) - len(rows))
 
 
 _LONGEST = 10**6  # characters of a rendered conversation
@@ -97,19 +97,19 @@ def main(seconds: int, memory: int) -> None:
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    asked = json.load(sys.stdin.buffer)
+    request = json.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # output of libraries goes to stderr, which is not read
-    for conversation in asked["conversations"]:
+    for conversation in request["conversations"]:
         _limit(seconds, memory)
-        answers.write(json.dumps(_rendered(render_jinja_template, asked, conversation)) + "\n")
+        answers.write(json.dumps(_rendered(render_jinja_template, request, conversation)) + "\n")
         answers.flush()
 
 
-def _rendered(render: Any, asked: dict[str, Any], conversation: list[dict[str, str]]) -> dict[str, str]:
+def _rendered(render: Any, request: dict[str, Any], conversation: list[dict[str, str]]) -> dict[str, str]:
 
     try:
-        ((text,), _) = render(conversations=[conversation], chat_template=asked["template"], **asked["names"])
+        ((text,), _) = render(conversations=[conversation], chat_template=request["template"], **request["names"])
     except MemoryError:
         return {"error": "it takes too much memory"}
     except Exception as error:

@@ -136,30 +136,21 @@ def _become_package(name: str) -> None:
 
 
 class _Stage:
-    """A loader that leaves out what a module's own code does."""
+    """A loader that leaves out what a module's own code does, or runs it and then changes some of its functions."""
 
-    def __init__(self, loader: SourceFileLoader, known: Mapping[str, Any]) -> None:
-        self._loader, self._known = loader, known
+    def __init__(self, loader: SourceFileLoader) -> None:
+        self._loader = loader
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return Understudy(spec.name)
-
-    def exec_module(self, module: ModuleType) -> None:
-        vars(module).update(self._known, _loader=self._loader)
-
-
-class _Changing:
-    """A loader that runs a module, and then puts others in the place of some of its functions."""
-
-    def __init__(self, loader: SourceFileLoader, changed: Mapping[str, Any]) -> None:
-        self._loader, self._changed = loader, changed
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return Understudy(spec.name) if spec.name in PLAYED else None
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        vars(module).update({name: other for name, other in self._changed.items() if name in vars(module)})
+        name = module.__name__
+        if name in PLAYED:
+            vars(module).update(PLAYED[name](), _loader=self._loader)
+        else:
+            self._loader.exec_module(module)
+            vars(module).update({own: other for own, other in CHANGED[name].items() if own in vars(module)})
 
 
 class _Casting:
@@ -173,8 +164,7 @@ class _Casting:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(loader := spec.loader, SourceFileLoader):
-            changed = CHANGED.get(name)
-            staged: Any = _Stage(loader, PLAYED[name]()) if changed is None else _Changing(loader, changed)
+            staged: Any = _Stage(loader)
             spec.loader = staged
         return spec
 

@@ -11,8 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from kvtool.core.checkpoint.files import looks_local
-from kvtool.core.checkpoint.fingerprint import file_digest
+from kvtool.core.checkpoint.files import file_digest, looks_local
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.plugins import Plugin, PluginError, found
@@ -218,7 +217,7 @@ def _static(folder: Path) -> tuple[Encode, Count]:
 def _sentence(folder: Path) -> tuple[Encode, Count]:
     from sentence_transformers import SentenceTransformer
 
-    from kvtool.core.checkpoint.load import quiet
+    from kvtool.core.common.collecting import quiet
 
     with quiet():
         model: Any = SentenceTransformer(

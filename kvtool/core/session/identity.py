@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 from kvtool.core.cache.entries import ChunkSpec
 from kvtool.core.cache.identity import HERE, Origin, chunk_id, ids_digest
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
-from kvtool.core.checkpoint.hub import resolve
+from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.support import ONLY_EXACTLY
 from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic

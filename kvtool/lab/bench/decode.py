@@ -13,9 +13,8 @@ import torch
 
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import UsageError
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
-from kvtool.core.model.decode.native import PARTS, Engine, engine_of
+from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
+from kvtool.core.model.decode.native import PARTS, CompiledModel, compiled_model
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.lab.bench.machine import Host, copied_bytes_per_s
 
@@ -110,13 +109,13 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
     decoder.check_length(options.context + options.new_tokens, "take a shorter --context")
     events.status("make the machine code")
     started = time.perf_counter()
-    engine = engine_of(decoder)
+    compiled = compiled_model(decoder)
     make_ms = (time.perf_counter() - started) * 1e3
-    notes = [f"no native steps: {engine}"] if isinstance(engine, str) else []
-    found = None if isinstance(engine, str) else engine
+    notes = [f"no native steps: {compiled}"] if isinstance(compiled, str) else []
+    found = None if isinstance(compiled, str) else compiled
     names = [name for name in options.steppers if name != "native" or found is not None]
     if not names:
-        raise UsageError(f"there are no native steps of this model: {engine}", "--stepper torch")
+        raise UsageError(f"there are no native steps of this model: {compiled}", "--stepper torch")
     run = _Run(decoder, names, options)
     run.all(events)
     memcpy = copied_bytes_per_s()
@@ -210,10 +209,10 @@ def filled_cache(decoder: Decoder, options: DecodeOptions) -> PromptCache:
     return cache
 
 
-def _parts(engine: Engine, kv_bytes: int) -> tuple[PartRow, ...]:
+def _parts(compiled: CompiledModel, kv_bytes: int) -> tuple[PartRow, ...]:
     """The parts of a token one by one, each over and over."""
-    reads = {"products": engine.weights_bytes, "attention": kv_bytes}
-    times = {part: _median(partial(engine.run_parts, kinds)) * 1e3 for part, kinds in PARTS.items()}
+    reads = {"products": compiled.weights_bytes, "attention": kv_bytes}
+    times = {part: _median(partial(compiled.run_parts, kinds)) * 1e3 for part, kinds in PARTS.items()}
     return tuple(PartRow(part, ms, reads.get(part, 0)) for part, ms in times.items())
 
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from kvtool.core.checkpoint.files import ModelFiles
-from kvtool.core.checkpoint.load import Loaded, own_dtype, quiet, resolve_device
+from kvtool.core.checkpoint.load import Loaded, own_dtype, resolve_device
+from kvtool.core.common.collecting import quiet
 from kvtool.core.common.machine import is_out_of_memory
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 

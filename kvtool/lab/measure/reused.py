@@ -120,7 +120,7 @@ def watch_rows(decoder: Decoder, ids: Sequence[int], start: int, cache: PromptCa
     """Compute the rows of a prompt from `start` on, into their places in the cache, and show each layer's queries and
     keys."""
     rows = QueryRows.of(torch.arange(start, start + len(ids)), decoder.device)
-    decoder.walk(ids, replace(rows, watch=watch), cache)
+    decoder.fill_cache(ids, replace(rows, watch=watch), cache)
 
 
 def cache_of(decoder: Decoder, length: int) -> PromptCache:

@@ -13,8 +13,7 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import selector_for
 from kvtool.core.fusion.source import StoreSource
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import DecodeBackend
+from kvtool.core.model.decode import DecodeBackend, decode_backend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.checkpoint.files import ModelFiles
-from kvtool.core.checkpoint.fingerprint import model_fingerprint
-from kvtool.core.checkpoint.hub import find_packaged, resolve
+from kvtool.core.checkpoint.hub import find_packaged, model_fingerprint, resolve
 from kvtool.core.checkpoint.load import resolve_dtype
 from kvtool.core.common.children import python
 from kvtool.core.common.installing import extra_line

@@ -9,7 +9,8 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from kvtool.core.checkpoint.hub import resolve
-from kvtool.core.checkpoint.load import quiet, resolve_dtype
+from kvtool.core.checkpoint.load import resolve_dtype
+from kvtool.core.common.collecting import quiet
 from kvtool.core.model.modules import cache_name
 from samples.benchmarks.systems.task import About, PeerPrompt, Task
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
-from kvtool.core.model.decode.native import Engine, NativeBackend, engine_of
+from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
+from kvtool.core.model.decode.native import CompiledModel, NativeBackend, compiled_model
 from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
@@ -28,9 +27,9 @@ def steps(backend: DecodeBackend, ids: tuple[int, ...]) -> torch.Tensor:
 def both(decoder: Decoder, isa: Isa, prompt: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     ids, more = tokens(prompt, 3), tokens(count, 9)
     own, other = decoder.prefill(ids)[1], decoder.prefill(ids)[1]
-    engine = Engine(decoder, isa)
-    engine.self_check_error = ""
-    return steps(TorchBackend(decoder, own), more), steps(NativeBackend(decoder, engine, other), more)
+    compiled = CompiledModel(decoder, isa)
+    compiled.self_check_error = ""
+    return steps(TorchBackend(decoder, own), more), steps(NativeBackend(decoder, compiled, other), more)
 
 
 @pytest.mark.parametrize("isa", [ISAS[name] for name in runnable()], ids=str)
@@ -59,15 +58,15 @@ def test_a_hundred_tokens_stay_near() -> None:
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_the_number_of_threads_changes_no_bit(count: int, threads: None) -> None:
     decoder, ids, more = case("qwen3").decoder, tokens(300, 3), tokens(6, 9)
-    engine = Engine(decoder, ISAS[runnable()[0]])
-    engine.self_check_error = ""
+    compiled = CompiledModel(decoder, ISAS[runnable()[0]])
+    compiled.self_check_error = ""
     torch.set_num_threads(1)
     caches = [decoder.prefill(ids)[1] for _ in range(2)]
-    alone = steps(NativeBackend(decoder, engine, caches[0]), more)
+    alone = steps(NativeBackend(decoder, compiled, caches[0]), more)
     torch.set_num_threads(count)
-    engine = Engine(decoder, ISAS[runnable()[0]])
-    engine.self_check_error = ""
-    assert torch.equal(alone, steps(NativeBackend(decoder, engine, caches[1]), more))
+    compiled = CompiledModel(decoder, ISAS[runnable()[0]])
+    compiled.self_check_error = ""
+    assert torch.equal(alone, steps(NativeBackend(decoder, compiled, caches[1]), more))
     for one, other in zip(caches[0].buffers, caches[1].buffers, strict=True):
         assert torch.equal(one.view()[0], other.view()[0])
         assert torch.equal(one.view()[1], other.view()[1])
@@ -159,7 +158,7 @@ def test_an_engine_does_not_keep_its_model() -> None:
     import weakref
 
     decoder = new_case("llama").decoder
-    engine_of(decoder)
+    compiled_model(decoder)
     gone = weakref.ref(decoder)
     del decoder
     gc.collect()

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode import DecodeBackend, decode_backend, step_together
 from kvtool.core.model.decode import native as native_steps
-from kvtool.core.model.decode.backend import DecodeBackend
-from kvtool.core.model.decode.native import Engine, NativeBackend
+from kvtool.core.model.decode.native import CompiledModel, NativeBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.native.isa import ISAS, Isa, runnable
@@ -28,9 +27,9 @@ def caches(decoder: Decoder, count: int) -> list[PromptCache]:
 
 
 def backends(decoder: Decoder, count: int, isa: Isa | None = None) -> list[NativeBackend]:
-    engine = Engine(decoder, isa or ISAS[runnable()[0]])
-    engine.self_check_error = ""
-    return [NativeBackend(decoder, engine, cache) for cache in caches(decoder, count)]
+    compiled = CompiledModel(decoder, isa or ISAS[runnable()[0]])
+    compiled.self_check_error = ""
+    return [NativeBackend(decoder, compiled, cache) for cache in caches(decoder, count)]
 
 
 def given(step: int, count: int) -> list[int]:

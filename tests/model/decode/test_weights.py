@@ -14,9 +14,8 @@ from kvtool.core.checkpoint.load import load_model
 from kvtool.core.kernels.linear.modules import PackedLinear
 from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
-from kvtool.core.model.decode import decode_backend
-from kvtool.core.model.decode.backend import TorchBackend
-from kvtool.core.model.decode.native import Engine, engine_of
+from kvtool.core.model.decode import TorchBackend, decode_backend
+from kvtool.core.model.decode.native import CompiledModel, compiled_model
 from kvtool.core.model.decode.weights import WeightSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
@@ -33,9 +32,9 @@ def opened(folder: Path, dtype: str, packed: bool = False) -> Decoder:
 
 
 def kinds(decoder: Decoder) -> tuple[str, ...]:
-    engine = engine_of(decoder)
-    assert isinstance(engine, Engine), engine
-    return engine.kinds
+    compiled = compiled_model(decoder)
+    assert isinstance(compiled, CompiledModel), compiled
+    return compiled.kinds
 
 
 def apart(decoder: Decoder) -> float:

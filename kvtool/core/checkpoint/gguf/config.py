@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
+from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, TensorInfo
 from kvtool.core.errors import ModelError
 
 GPT_OSS, _GEMMA4 = "gpt-oss", "gemma4"
@@ -69,7 +69,7 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
 
 def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
     """Read what `transformers` reads, by its names."""
-    from transformers import PreTrainedConfig
+    import transformers
 
     if header.architecture == GPT_OSS:
         read = {ours: header.value(theirs) for theirs, ours in _GPT_OSS.items() if header.value(theirs) is not None}
@@ -79,11 +79,11 @@ def _read(gguf: Path, header: GgufHeader, alone: Path) -> dict[str, Any]:
     if header.architecture not in known:
         raise ModelError(
             f"{gguf} holds a model of the architecture {header.architecture!r}, whose GGUF files "
-            f"{_reader()} does not read; that would need a reader that knows its names and layouts, as it does of "
-            f"{', '.join(sorted(known))}",
-            "use the model's original safetensors, or another model",
+            f"transformers {transformers.__version__} does not read; that would need a reader that knows its names and "
+            f"layouts, as it does of {', '.join(sorted(known))}",
+            OTHER_MODEL,
         )
-    return dict(PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])
+    return dict(transformers.PreTrainedConfig.get_config_dict(str(alone.parent), gguf_file=alone.name)[0])
 
 
 def _architectures() -> set[str]:
@@ -100,12 +100,6 @@ def _architectures() -> set[str]:
     return legacy | set(GGUF_CONFIG_ARCHS) | {GPT_OSS, _GEMMA4}
 
 
-def _reader() -> str:
-    import transformers
-
-    return f"transformers {transformers.__version__}"
-
-
 def _told(header: GgufHeader, kind: Any) -> dict[str, Any]:
     """Return the values of the file that a kind of configuration has. A window of 0 is none (Phi-4)."""
     known = kind.__dataclass_fields__
@@ -118,6 +112,12 @@ def _gemma4(header: GgufHeader) -> dict[str, Any]:
     windowed = [bool(one) for one in header.value("attention.sliding_window_pattern")]
     heads, widths = header.value("attention.head_count_kv"), header.value("feed_forward_length")
     full = windowed.index(False)
+    experts = {
+        "enable_moe_block": True,
+        "num_experts": header.value("expert_count"),
+        "top_k_experts": header.value("expert_used_count"),
+        "moe_intermediate_size": header.value("expert_feed_forward_length"),
+    }
     alike = f"blk.{full}.attn_v.weight" not in header.tensors  # keys that are their values, too
     return {
         "layer_types": ["sliding_attention" if one else "full_attention" for one in windowed],
@@ -132,18 +132,7 @@ def _gemma4(header: GgufHeader) -> dict[str, Any]:
         "hidden_size_per_layer_input": header.value("embedding_length_per_layer_input") or 0,
         "vocab_size_per_layer_input": header.metadata.get("tokenizer.ggml.tokens"),
         "final_logit_softcapping": header.value("final_logit_softcapping"),
-        **_gemma4_experts(header),
-    }
-
-
-def _gemma4_experts(header: GgufHeader) -> dict[str, Any]:
-    if not header.value("expert_count"):
-        return {}
-    return {
-        "enable_moe_block": True,
-        "num_experts": header.value("expert_count"),
-        "top_k_experts": header.value("expert_used_count"),
-        "moe_intermediate_size": header.value("expert_feed_forward_length"),
+        **(experts if header.value("expert_count") else {}),
     }
 
 
@@ -163,7 +152,6 @@ _ORIGINAL = "original_max_position_embeddings"
 _LLAMA3_FACTORS = (8.0, 32.0)  # Llama 3.1 and 3.2
 _LLAMA3_REST = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, _ORIGINAL: 8192}
 _FULL, _SLIDING = "full_attention", "sliding_attention"
-_OTHER_MODEL = "use the model's original safetensors, or another model"
 
 
 def restore_rope(gguf: Path, header: GgufHeader, config: Any) -> None:
@@ -222,7 +210,7 @@ def _longrope(gguf: Path, header: GgufHeader) -> dict[str, Any]:
     original = header.value("rope.scaling.original_context_length")
     if long is None or short is None or not original:
         needed = "both rope_factors_long and rope_factors_short, and the length that the short ones are for"
-        raise ModelError(f"{gguf} uses longrope, and lacks what that takes: {needed}", _OTHER_MODEL)
+        raise ModelError(f"{gguf} uses longrope, and lacks what that takes: {needed}", OTHER_MODEL)
     factors = {"short_factor": _numbers(gguf, short).tolist(), "long_factor": _numbers(gguf, long).tolist()}
     scaling = {"rope_type": "longrope", **factors, _ORIGINAL: original}
     if grown := header.value("rope.scaling.attn_factor"):
@@ -246,7 +234,7 @@ def _llama3(gguf: Path, header: GgufHeader, stored: npt.NDArray[np.float32]) -> 
         if len(stored) and np.allclose(stored, wanted, rtol=1e-3):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3_REST}
     needed = "that would need one of Llama 3's scalings, or a file that says which it is"
-    raise ModelError(f"{gguf} scales its RoPE frequencies in a way that is not known; {needed}", _OTHER_MODEL)
+    raise ModelError(f"{gguf} scales its RoPE frequencies in a way that is not known; {needed}", OTHER_MODEL)
 
 
 def llama3_divisors(base: float, pairs: int, factor: float) -> list[float]:

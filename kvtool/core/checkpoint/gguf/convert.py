@@ -17,9 +17,18 @@ from typing import Any
 
 from filelock import FileLock
 
-from kvtool.core.checkpoint.files import PACKED, SOURCE, UNPACK, Once, reading, unnoticed
-from kvtool.core.checkpoint.fingerprint import file_digest, note_origin, read_origin
-from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
+from kvtool.core.checkpoint.files import (
+    PACKED,
+    SOURCE,
+    UNPACK,
+    Once,
+    file_digest,
+    note_origin,
+    read_origin,
+    reading,
+    unnoticed,
+)
+from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, read_header
 from kvtool.core.common.places import cache_dir
 from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
@@ -114,9 +123,9 @@ def _alone(gguf: Path, folder: Path) -> Iterator[Path]:
 def _convert(gguf: Path, alone: Path, header: GgufHeader, target: Path) -> None:
     from kvtool.core.checkpoint.gguf.config import model_config
     from kvtool.core.checkpoint.gguf.weights import load_weights
-    from kvtool.core.checkpoint.load import quiet
     from kvtool.core.checkpoint.packed import pack_folder
     from kvtool.core.checkpoint.support import check_supported
+    from kvtool.core.common.collecting import quiet
 
     # the reader draws a progress bar of its own
     with quiet(), contextlib.redirect_stderr(io.StringIO()), _plain_arrays():
@@ -162,9 +171,6 @@ def _check_header(gguf: Path, header: GgufHeader) -> None:
             raise ModelError(f"{gguf} asks for {header.architecture}.{name} = {value!r}", "download it again")
 
 
-_OTHER_MODEL = "use the model's original safetensors, or another model"
-
-
 @contextlib.contextmanager
 def _guarded(gguf: Path) -> Iterator[None]:
     """Turn any exception of the reader into an error about the file, which came from elsewhere."""
@@ -183,7 +189,7 @@ def _guarded(gguf: Path) -> Iterator[None]:
             raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
         what = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
         needed = "that would need a file as llama.cpp's converter writes it"
-        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", _OTHER_MODEL) from error
+        raise ModelError(f"{gguf} could not be converted: {what}; {needed}", OTHER_MODEL) from error
 
 
 def _cannot_write(folder: Path, error: OSError) -> KvtoolError:

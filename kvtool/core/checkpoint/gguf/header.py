@@ -16,6 +16,7 @@ from typing import Any
 from kvtool.core.checkpoint.files import reading
 from kvtool.core.errors import ModelError
 
+OTHER_MODEL = "use the model's original safetensors, or another model"
 _VERSIONS = (2, 3)
 _MAX_KEYS = 10_000
 _MAX_TENSORS = 200_000

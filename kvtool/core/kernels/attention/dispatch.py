@@ -42,8 +42,8 @@ class AttentionBackend(Protocol):
 
         Return `[batch, heads, rows, value_dim]`, best laid out with rows before heads. Row i sees the keys in `ranges`,
         which already hold the window of `params`. Keys before `ranges.begin(0)` and after `ranges.last[-1]` may be
-        undefined, NaN included, and must not be read. With `ranges.on_device` the end of a row's keys is `ranges.at`,
-        and `last` an upper bound.
+        undefined, NaN included, and must not be read. With `ranges.on_device` a row's last key is `ranges.limits`, and
+        `last` an upper bound.
         """
         ...
 

@@ -47,7 +47,7 @@ def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> torch.Tensor:
     """Attend: see `AttentionBackend`."""
-    return attend_packed(query, key, value, params, Spans([(0, len(ranges.last), 0)], ranges.at, ranges.begins))
+    return attend_packed(query, key, value, params, Spans([(0, len(ranges.last), 0)], ranges.limits, ranges.begins))
 
 
 def attend_packed(

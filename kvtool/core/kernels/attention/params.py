@@ -47,15 +47,15 @@ class KeyRanges:
     Attributes
     ----------
     last : the last place of each row's, less than the number of keys.
-    at : the same as an int64 tensor on the model's device.
+    limits : the same as an int64 tensor on the model's device.
     first : the first one's place; None: 0 for all.
     begins : the same as an int64 tensor on the model's device.
     dense : row i is at place i, so that a plain causal attention serves where there are no further keys.
-    on_device : only the device knows `at` and `begins`, as in a captured graph; `last` is an upper bound, `first` None.
+    on_device : only the device knows `limits` and `begins` (a captured graph); `last` is an upper bound, `first` None.
     """
 
     last: Sequence[int]
-    at: torch.Tensor
+    limits: torch.Tensor
     first: Sequence[int] | None = None
     begins: torch.Tensor | None = None
     dense: bool = False
@@ -73,7 +73,7 @@ class KeyRanges:
 
     def __getitem__(self, rows: slice) -> KeyRanges:
         first = None if self.first is None else self.first[rows]
-        return KeyRanges(self.last[rows], self.at[rows], first, None if self.begins is None else self.begins[rows])
+        return KeyRanges(self.last[rows], self.limits[rows], first, None if self.begins is None else self.begins[rows])
 
     def begin(self, row: int) -> int:
         """Return the first key that a row sees, and so none of the rows after it an earlier one."""
@@ -86,8 +86,8 @@ class KeyRanges:
 
     def hidden(self, rows: slice, first: int, stop: int) -> torch.Tensor:
         """Return bool `[rows, stop - first]`: which of the keys from `first` on some rows do not see."""
-        keys = torch.arange(first, stop, device=self.at.device)
-        hidden = keys > self.at[rows, None]
+        keys = torch.arange(first, stop, device=self.limits.device)
+        hidden = keys > self.limits[rows, None]
         return hidden if self.begins is None else hidden | (keys < self.begins[rows, None])
 
     def mask(self, rows: slice, first: int, stop: int, dtype: torch.dtype) -> torch.Tensor:

@@ -136,7 +136,7 @@ def _check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams, ranges: KeyRanges
 ) -> None:
     """Check everything that the kernel relies upon to stay inside its arrays, but the positions' own size."""
-    at = ranges.at
+    at = ranges.limits
     if query.ndim != 4 or key.shape != value.shape or key.ndim != 4 or len(query) != 1 or len(key) != 1:
         raise ValueError("queries, keys and values are [1, heads, rows, head_dim], those of one length")
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3]:
@@ -179,7 +179,7 @@ def _launch(
 ) -> None:
     """Run the kernel over `out` `[splits, 1, heads, rows, head_dim]`."""
     _, heads, rows, head_dim = query.shape
-    kv_heads, at = key.shape[1], ranges.at
+    kv_heads, at = key.shape[1], ranges.limits
     blocks = -(-rows * (heads // kv_heads) // tile.rows)
     kernel()[(blocks, kv_heads, splits)](
         query, key, value, out, out if sums is None else sums, at,

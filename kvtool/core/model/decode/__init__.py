@@ -7,14 +7,57 @@ other code is the fast one for it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
-from kvtool.core.model.decode.backend import DecodeBackend, TorchBackend
 from kvtool.core.model.decode.cuda_graph import CudaGraphBackend
-from kvtool.core.model.decode.native import NativeBackend, engine_of
+from kvtool.core.model.decode.native import NativeBackend, compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
+
+
+class DecodeBackend(Protocol):
+    """Appends tokens to one prompt cache.
+
+    Between two steps the cache is whole: it holds the rows of all tokens that were given. Other code that reads or
+    extends it may go on from there.
+
+    Attributes
+    ----------
+    name : how steps are computed: "native", "cuda graph", "torch".
+    why : the reason, where it is not the fastest backend that there is.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
+
+    def step(self, token: int) -> torch.Tensor:
+        """Append one token to the cache; return the logits after it, float32 `[vocabulary]`, on the model's device.
+
+        They are the caller's until the next step, which may overwrite them.
+        """
+
+
+class TorchBackend:
+    """Steps by the model's own forward, hooks and all: any family, any device; `why` another backend does not serve.
+
+    Other backends are measured against it.
+    """
+
+    name = "torch"
+
+    def __init__(self, decoder: Decoder, cache: PromptCache, why: str = "") -> None:
+        self._decoder = decoder
+        self._cache = cache
+        self.why = why
+
+    def step(self, token: int) -> torch.Tensor:
+        """Append one token; return float32 `[vocabulary]`."""
+        return self._decoder.extend([token], self._cache)[-1]
 
 
 def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
@@ -27,10 +70,10 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
         return TorchBackend(decoder, cache, "the model keeps states")
     if decoder.device.startswith("cuda"):
         return CudaGraphBackend(decoder, cache)
-    engine = engine_of(decoder)
-    if isinstance(engine, str):
-        return TorchBackend(decoder, cache, engine)
-    return NativeBackend(decoder, engine, cache)
+    compiled = compiled_model(decoder)
+    if isinstance(compiled, str):
+        return TorchBackend(decoder, cache, compiled)
+    return NativeBackend(decoder, compiled, cache)
 
 
 def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
@@ -50,6 +93,6 @@ def _groups(backends: Sequence[DecodeBackend]) -> list[dict[int, NativeBackend]]
     """Group those that can go together, by their places; a single one, or one not trusted yet, is in no group."""
     by_model: dict[int, dict[int, NativeBackend]] = {}
     for at, one in enumerate(backends):
-        if isinstance(one, NativeBackend) and one.engine.self_check_error == "":
-            by_model.setdefault(id(one.engine), {})[at] = one
+        if isinstance(one, NativeBackend) and one.compiled.self_check_error == "":
+            by_model.setdefault(id(one.compiled), {})[at] = one
     return [group for group in by_model.values() if len(group) > 1]

@@ -11,7 +11,6 @@ import torch
 
 from kvtool.core.kernels.attention.dispatch import attend
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
-from kvtool.core.model.decode.backend import TorchBackend
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 
@@ -32,7 +31,6 @@ class CudaGraphBackend:
 
     def __init__(self, decoder: Decoder, cache: PromptCache) -> None:
         self._decoder, self._cache = decoder, cache
-        self._plain = TorchBackend(decoder, cache)
         self._step: StaticStep | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits = torch.empty(0, dtype=torch.float32)
@@ -46,10 +44,10 @@ class CudaGraphBackend:
     def step(self, token: int) -> torch.Tensor:
         """Append one token; return float32 `[vocabulary]`, overwritten by the next step."""
         if self.why:
-            return self._plain.step(token)
+            return self._decoder.extend([token], self._cache)[-1]
         step = self._current_step()
         if self._graph is None and self._warm >= _WARM_UP and not self._capture(step):
-            return self._plain.step(token)
+            return self._decoder.extend([token], self._cache)[-1]
         step.give(token)
         if self._graph is not None:
             self._graph.replay()
@@ -130,7 +128,7 @@ class StaticStep:
         self._row.look()
         self._cache.set_length(self._row.capacity)
         try:
-            return self._decoder.compute_there(self._token[0], self._row, self._cache, position_ids=self._position)[-1]
+            return self._decoder.compute(self._token[0], self._row, self._cache, position_ids=self._position)[-1]
         finally:
             self._cache.set_length(length)
 

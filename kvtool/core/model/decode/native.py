@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from functools import cache
+from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,7 +16,6 @@ from kvtool.core.common.switches import STEPPER, asked
 from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.decode_ir import CONTEXT, Code, module, multiply_name, products
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor
-from kvtool.core.model.decode.backend import TorchBackend
 from kvtool.core.model.decode.program import CosSinCache, Step, code_of
 from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.decoder import Decoder
@@ -39,7 +38,7 @@ _MOST_AT_ONCE = {AVX512: 4, AVX2: 3, NEON: 3, SCALAR: 3}
 MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 
 
-class Engine:
+class CompiledModel:
     """A model's code, and the programs that it runs: one for each number of sequences that go on together.
 
     Parameters
@@ -63,7 +62,7 @@ class Engine:
         codes = _compiled(isa, code_of(self._spec, self._weights, FORMATS[decoder.dtype]))
         self._codes = codes
         self._steps = {1: self._new_step(1)}
-        self._angles = CosSinCache()
+        self._angles = CosSinCache(decoder.rotary)
         self._barrier, self._taken = Barrier(), np.zeros(1, np.int64)
 
     def _new_step(self, sequences: int) -> Step:
@@ -81,7 +80,7 @@ class Engine:
         for one in caches:
             one.set_length(one.buffers[0].length + 1)
         step.bind(caches, self._windows)
-        angles = [self._angles.at(decoder.rotary, position) for position in positions]
+        angles = [self._angles.at(position) for position in positions]
         step.place(angles, [kind.rotation for kind in decoder.kinds])
         step.buffers.embedded.copy_(embedded).mul_(self._spec.embedding)
         self._run(step.program)
@@ -143,102 +142,103 @@ def _check_sizes(spec: ModelSpec) -> None:
 class NativeBackend:
     """Steps in machine code over one cache; by the model's own forward if the first step came out otherwise."""
 
-    def __init__(self, decoder: Decoder, engine: Engine, cache: PromptCache) -> None:
-        self._decoder, self.engine, self._cache = decoder, engine, cache
-        self._torch = TorchBackend(decoder, cache)
+    def __init__(self, decoder: Decoder, model: CompiledModel, cache: PromptCache) -> None:
+        self._decoder, self.compiled, self._cache = decoder, model, cache
 
     @property
     def name(self) -> str:
         """Return "native", or "torch" after a first step that came out otherwise."""
-        return "torch" if self.engine.self_check_error else "native"
+        return "torch" if self.compiled.self_check_error else "native"
 
     @property
     def why(self) -> str:
         """Return the reason, where it is "torch"."""
-        return self.engine.self_check_error or ""
+        return self.compiled.self_check_error or ""
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
         """Append one token; return float32 `[vocabulary]`."""
-        with self.engine.lock:
-            if self.engine.self_check_error is None:
+        with self.compiled.lock:
+            if self.compiled.self_check_error is None:
                 return self._compared(token)
-            if self.engine.self_check_error:
-                return self._torch.step(token)
-            return self.engine.step(self._decoder, [token], [self._cache])[0]
+            if self.compiled.self_check_error:
+                return self._step_by_torch(token)
+            return self.compiled.step(self._decoder, [token], [self._cache])[0]
+
+    def _step_by_torch(self, token: int) -> torch.Tensor:
+        return self._decoder.extend([token], self._cache)[-1]
 
     def _compared(self, token: int) -> torch.Tensor:
         """Compute the process's first step with a model both ways, of which the model's own is right."""
         start = self._cache.buffers[0].length
-        expected = self._torch.step(token)
+        expected = self._step_by_torch(token)
         self._cache.set_length(start)
-        found = self.engine.step(self._decoder, [token], [self._cache])[0]
+        found = self.compiled.step(self._decoder, [token], [self._cache])[0]
         try:
             check_trial(found, expected, self._decoder.dtype, len(self._decoder.layers))
         except UnsupportedArchitecture as error:
-            self.engine.self_check_error = f"the first step in machine code came out otherwise: {error}"
+            self.compiled.self_check_error = f"the first step in machine code came out otherwise: {error}"
             self._cache.set_length(start)
-            return self._torch.step(token)
-        self.engine.self_check_error = ""
+            return self._step_by_torch(token)
+        self.compiled.self_check_error = ""
         return found
 
     @staticmethod
     @torch.inference_mode()
     def step_together(backends: Sequence[NativeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
-        """Append a token to each of several caches of one self-checked engine: bit by bit as each separately."""
-        engine, decoder = backends[0].engine, backends[0]._decoder
+        """Append a token to each of several caches of one self-checked model: bit by bit as each separately."""
+        model, decoder = backends[0].compiled, backends[0]._decoder
         rounds = -(-len(tokens) // MOST_TOGETHER)
         logits: list[torch.Tensor] = []
         for number in range(rounds):  # as even as can be
             part = slice(len(tokens) * number // rounds, len(tokens) * (number + 1) // rounds)
-            with engine.lock:
-                logits += engine.step(decoder, tokens[part], [one._cache for one in backends[part]])
+            with model.lock:
+                logits += model.step(decoder, tokens[part], [one._cache for one in backends[part]])
         return logits
 
 
-_engines: WeakKeyDictionary[Decoder, Future[Engine | str]] = WeakKeyDictionary()
+_models: WeakKeyDictionary[Decoder, Future[CompiledModel | str]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def prepare_engine(decoder: Decoder) -> None:
-    """Begin to make a model's engine in a thread of its own: 0.1 s of one core, most of it LLVM's."""
+def prepare_compiled_model(decoder: Decoder) -> None:
+    """Begin to make a model's code in a thread of its own: 0.1 s of one core, most of it LLVM's.
+
+    It is no daemon: a process that ends waits for LLVM to be done.
+    """
     if decoder.keeps_states:
         return
-    future, is_new = _future(decoder)
-    if is_new:  # no daemon: a process that ends waits for LLVM to be done
-        threading.Thread(target=_make, args=(decoder, future), name="kvtool-decode").start()
+    _future(decoder, lambda make: threading.Thread(target=make, name="kvtool-decode").start())
 
 
-def engine_of(decoder: Decoder) -> Engine | str:
-    """Return a model's engine, or the reason why it has none."""
-    future, is_new = _future(decoder)
-    if is_new:
-        _make(decoder, future)
-    return future.result()
+def compiled_model(decoder: Decoder) -> CompiledModel | str:
+    """Return a model's compiled code, or the reason why it has none."""
+    return _future(decoder, lambda make: make()).result()
 
 
-def _future(decoder: Decoder) -> tuple[Future[Engine | str], bool]:
+def _future(decoder: Decoder, run: Callable[[Callable[[], None]], None]) -> Future[CompiledModel | str]:
     with _lock:
-        future = _engines.get(decoder)
-        if future is not None:
-            return future, False
-        return _engines.setdefault(decoder, Future()), True
+        if (future := _models.get(decoder)) is not None:
+            return future
+        future = _models.setdefault(decoder, Future())
+    run(partial(_make, decoder, future))
+    return future
 
 
-def _make(decoder: Decoder, future: Future[Engine | str]) -> None:
+def _make(decoder: Decoder, future: Future[CompiledModel | str]) -> None:
     try:
         future.set_result(_made(decoder))
     except BaseException as error:  # raised where it is waited for
         future.set_exception(error)
 
 
-def _made(decoder: Decoder) -> Engine | str:
+def _made(decoder: Decoder) -> CompiledModel | str:
     wanted, isa = asked(STEPPER), best_isa()
     if wanted == "torch":
         return f"{STEPPER} asks for it"
     if isa is None:
         return "there is no machine code here"
     try:
-        return Engine(decoder, isa)
+        return CompiledModel(decoder, isa)
     except (UnsupportedArchitecture, RuntimeError) as error:  # RuntimeError: it cannot be compiled here
         return str(error)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -344,20 +345,18 @@ def _addresses(caches: Sequence[PromptCache], side: str) -> I64:
 class CosSinCache:
     """Cos and sin of positions, computed some at a time and kept for the next steps."""
 
-    def __init__(self) -> None:
-        self._tables: dict[int, dict[str, torch.Tensor]] = {}
+    def __init__(self, rotary: Rotary) -> None:
+        self._rotary = rotary
+        self._table = lru_cache(_MOST_TABLES)(self._computed)
 
-    def at(self, rotary: Rotary, position: int) -> dict[str | None, tuple[int, int]]:
+    def _computed(self, start: int) -> dict[str, torch.Tensor]:
+        angles = self._rotary.table(torch.arange(start, start + _POSITIONS)).by_name
+        return {name: torch.stack([one.cos[0], one.sin[0]]).contiguous() for name, one in angles.items()}
+
+    def at(self, position: int) -> dict[str | None, tuple[int, int]]:
         """Return a position's cos and sin by rotation, as addresses for one step; 0 where nothing is rotated."""
         start = position // _POSITIONS * _POSITIONS
-        table = self._tables.pop(start, None)
-        if table is None:
-            angles = rotary.table(torch.arange(start, start + _POSITIONS)).by_name
-            table = {name: torch.stack([one.cos[0], one.sin[0]]).contiguous() for name, one in angles.items()}
-        self._tables[start] = table  # last: those that were not used for longest go first
-        while len(self._tables) > _MOST_TABLES:
-            del self._tables[next(iter(self._tables))]
         found: dict[str | None, tuple[int, int]] = {None: (0, 0)}
-        for name, (cos, sin) in table.items():
+        for name, (cos, sin) in self._table(start).items():
             found[name] = cos[position - start].data_ptr(), sin[position - start].data_ptr()
         return found

@@ -65,7 +65,12 @@ class WeightSource:
     """
 
     def __init__(self, decoder: Decoder) -> None:
-        self._mapped = _Mapped(decoder)
+        self._files = _bfloat16_files(decoder.loaded.files)
+        self._open: dict[Path, Any] = {}
+        self._names = {id(module): name for name, module in decoder.model.named_modules()} if self._files else {}
+        head, embedding = decoder.model.get_output_embeddings(), decoder.model.get_input_embeddings()
+        if head is not None and head.weight is embedding.weight:
+            self._names[id(head)] = self._names.get(id(embedding), "")
 
     def linear(self, product: Projection) -> Linear:
         """Return a product as rows of a matrix."""
@@ -89,26 +94,14 @@ class WeightSource:
         plain = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16)
         if plain and weight.dtype == torch.bfloat16:
             return dense(weight)
-        mapped = self._mapped.weight(module)
+        mapped = self._mapped(module)
         if mapped is not None and _is_same(weight, mapped):
             return dense(mapped)
         if plain:
             return dense(weight)
         raise UnsupportedArchitecture("its weights lie in oneDNN's own layout, and the checkpoint has other ones")
 
-
-class _Mapped:
-    """The bfloat16 weights in a checkpoint's files, by the modules that they belong to."""
-
-    def __init__(self, decoder: Decoder) -> None:
-        self._files = _bfloat16_files(decoder.loaded.files)
-        self._open: dict[Path, Any] = {}
-        self._names = {id(module): name for name, module in decoder.model.named_modules()} if self._files else {}
-        head, embedding = decoder.model.get_output_embeddings(), decoder.model.get_input_embeddings()
-        if head is not None and head.weight is embedding.weight:
-            self._names[id(head)] = self._names.get(id(embedding), "")
-
-    def weight(self, module: Any) -> torch.Tensor | None:
+    def _mapped(self, module: Any) -> torch.Tensor | None:
         """Return a module's weight as the file has it, if it has it in bfloat16."""
         name = f"{self._names.get(id(module), '')}.weight"
         path = self._files.get(name)
