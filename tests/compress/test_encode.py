@@ -95,6 +95,7 @@ def test_running_again_encodes_nothing(
     assert files_below(path) == before
 
 
+@pytest.mark.slow
 def test_a_new_chunk_alone_is_encoded(fitted: Path, tmp_path: Path) -> None:
     count = len(chunks_in(fitted))
     (tmp_path / "new.md").write_text("A mill that nobody has seen, by a river that has no name.")
@@ -183,6 +184,7 @@ def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pyte
 # ---- records that are there but will not do ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_profile_takes_all_lossy_levels_of_a_chunk(fitted: Path) -> None:
     """Nothing may refine a record of another profile, and no level that was there is lost."""
     old, there = state_of(fitted)["profile"], levels_in(fitted)
@@ -236,6 +238,7 @@ def test_what_cannot_be_read_is_encoded_again(hurt: str, fitted: Path) -> None:
     check_sound(fitted)
 
 
+@pytest.mark.slow
 def test_damage_deep_inside_says_what_to_do(fitted: Path) -> None:
     one, two, *_ = chunks_in(fitted)
     replace_record(fitted, one, "1", LAYERS - 1, flip)
@@ -265,6 +268,7 @@ def test_exact_records_go(fitted: Path) -> None:
     assert (again.encoded, again.kept, again.dropped) == (0, len(chunks), 0)
 
 
+@pytest.mark.slow
 def test_lossless_records_that_were_asked_for_stay(plain: Path) -> None:
     chunks = chunks_in(plain)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks}
@@ -339,7 +343,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.some(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", BROKEN)
 @pytest.mark.parametrize("level", ["1", "lossless"])
 def test_exact_records_stay_where_the_others_do_not_come_back(

@@ -41,6 +41,7 @@ from tests.compress.making import (
 from tests.families import save_tiny
 
 
+@pytest.mark.slow
 def test_the_first_time_a_profile_is_fitted(plain: Path) -> None:
     said: list[str] = []
     report = run(plain, events=Events(warn=lambda text, hint: said.append(f"{text}: {hint}")))
@@ -58,6 +59,7 @@ def test_the_first_time_a_profile_is_fitted(plain: Path) -> None:
     assert (again.fitted, state_of(plain)["profile"]) == (False, digest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [("cachegen-2",), ("lossless",), ("cachegen-1", "cachegen-4")])
 def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -> None:
     report = run(plain, *levels)
@@ -70,6 +72,7 @@ def test_what_needs_no_profile_fits_none(levels: tuple[str, ...], plain: Path) -
         assert all(error_of(plain, chunk, level) < 0.9 for level in levels)
 
 
+@pytest.mark.slow
 def test_records_of_an_earlier_version_without_a_profile_are_read_and_made_anew(plain: Path) -> None:
     without_profile(plain, "2")
     chunks = chunks_in(plain)
@@ -85,7 +88,7 @@ def test_records_of_an_earlier_version_without_a_profile_are_read_and_made_anew(
 # ---- numbers -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.some(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("levels", [("1",), ("4", "2"), NESTED, ("lossless", "3")], ids=" ".join)
 @pytest.mark.parametrize("profile", [False, True], ids=["no profile", "profile"])
 def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, fitted: Path, plain: Path) -> None:
@@ -122,6 +125,7 @@ def test_bits_are_of_all_that_is_stored(levels: tuple[str, ...], profile: bool, 
         assert row["ratio_vs_8bit"] == pytest.approx(8 / bits, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_what_is_read(fitted: Path) -> None:
     report = run(fitted, *NESTED, "lossless")
     with Store.open(fitted) as store:
@@ -133,6 +137,7 @@ def test_errors_are_those_of_what_is_read(fitted: Path) -> None:
     assert found["lossless"] == 0 < found["1"] < found["2"] < found["3"] < found["4"]
 
 
+@pytest.mark.slow
 def test_the_loss_is_measured_and_remembered(fitted: Path) -> None:
     report = run(fitted, *NESTED, questions=2)
     lost = [level.to_json()["kl_answer"] for level in report.levels]
@@ -144,6 +149,7 @@ def test_the_loss_is_measured_and_remembered(fitted: Path) -> None:
     assert kept["losses"] == {kept["profile"]: {level.level: level.loss for level in report.levels}}
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = fixed_losses(monkeypatch)
     run(fitted, "2", questions=1)
@@ -153,6 +159,7 @@ def test_what_is_known_is_not_measured_again(fitted: Path, monkeypatch: pytest.M
     assert [level.to_json()["kl_answer"] for level in report.levels] == [LOSSES["2"], LOSSES["3"]]
 
 
+@pytest.mark.slow
 def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
     fitted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +181,7 @@ def test_a_record_is_judged_by_what_was_measured_of_its_own_profile(
     } == {"2": LOSSES["2"]}
 
 
+@pytest.mark.slow
 def test_losses_kept_by_level_alone_are_those_of_the_profile_in_use(
     fitted: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +285,7 @@ def test_a_lost_profile_is_an_error_until_it_is_had_again(lose: Callable[[Path],
     assert damages(fitted) == []
 
 
+@pytest.mark.slow
 def test_fitting_again_changes_nothing(fitted: Path) -> None:
     """The same chunks give the same profile: neither it nor any record is written again."""
     before = files_below(fitted)
@@ -303,6 +312,7 @@ def test_auto_takes_the_smallest_that_is_allowed(
     assert any("no level loses as little" in text for text in report.warnings) == (chosen == "lossless")
 
 
+@pytest.mark.slow
 def test_auto_beside_others(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fixed_losses(monkeypatch)
     report = run(plain, "1", "auto", "2", questions=1, chunks=tuple(chunks_in(plain)[:1]))
@@ -336,6 +346,7 @@ def test_auto_needs_questions(options: dict[str, object]) -> None:
 # ---- which chunks ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_only_these_chunks(plain: Path) -> None:
     """By their ids' beginnings too, each once."""
     one, two, *others = chunks_in(plain)
@@ -346,6 +357,7 @@ def test_only_these_chunks(plain: Path) -> None:
     assert all(found[chunk] == ["raw"] for chunk in (*others, prefix_of(plain)))
 
 
+@pytest.mark.slow
 def test_only_these_chunks_lose_their_raw_records(plain: Path) -> None:
     one, *others = chunks_in(plain)
     run(plain, "2", chunks=(one,), keep_raw=False)

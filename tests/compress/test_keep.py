@@ -207,7 +207,7 @@ def watch_all(decoder: Decoder, text: Sequence[int], seen: list[torch.Tensor]) -
     def watch(layer: int, query: torch.Tensor, key: torch.Tensor, scoring: AttentionParams) -> None:
         seen.append(attention_weights(query[0], key[0], rows_of_text.seen(scoring.window), scoring))
 
-    decoder.walk(text, replace(rows_of_text, watch=watch), cache)
+    decoder.fill_cache(text, replace(rows_of_text, watch=watch), cache)
 
 
 # ---- what is read ------------------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def test_every_level_loses_what_it_states(stored: Path) -> None:
     assert all(torch.equal(a, b) for one, other in same for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_a_question_over_a_level(stored: Path, tmp_path: Path) -> None:
     path = Path(shutil.copytree(stored, tmp_path / "store"))
     for mode in ("reuse", "union"):
@@ -126,6 +127,7 @@ def profile() -> Profile:
     return fit_profile(lambda layer: wide_sides(kvs[layer], channels), matters, default_groups(shapes), {}, 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [*NESTED, "cachegen-2"])
 def test_layers_of_different_shapes(level: str, profile: Profile) -> None:
     kvs = layers_of(37, 1)

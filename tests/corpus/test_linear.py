@@ -47,7 +47,7 @@ def in_time(program: str) -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=GUARD)
 
 
-@pytest.mark.some(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", HOSTILE)
 def test_readers(ending: str) -> None:
     in_time(f"from tests.corpus import test_linear\ntest_linear.read_hostile({ending!r})")
@@ -83,6 +83,7 @@ def test_ignore_files() -> None:
     )
 
 
+@pytest.mark.slow
 def test_patterns_of_ignore_files_mean_what_they_meant() -> None:
     made, matched = random.Random(1), 0
     segments = ["**", "*", "a", "b", "a*", "*b", "*a*", "*a*b", "a?b", "[ab]", "*[ab]*", "?", "*a*a*b", "ab", "a**b"]

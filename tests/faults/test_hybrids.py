@@ -253,6 +253,7 @@ def talk_over_http(url: str, about: str) -> list[str]:
     return [message["content"] for message in messages]
 
 
+@pytest.mark.slow
 def test_two_conversations_with_a_server(store: Path) -> None:
     with serving(store) as served:
         alone = [talk_over_http(served.url, about) for about in ("first", "third")]
@@ -305,6 +306,7 @@ def test_a_store_of_float16(family: Path) -> None:
     assert damages(family / "store") == []
 
 
+@pytest.mark.slow
 def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp_path: Path) -> None:
     """Of the same shapes: their names tell of the model's weights, and a pack of another model is refused."""
     other = save_tiny("qwen3.5", tmp_path / "model", seed=1)

@@ -162,6 +162,7 @@ def _others(path: Path, uid: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_nothing_of_a_store_or_a_cache_is_open_to_others(users: tuple[User, User], kept: Path) -> None:
     """Files are their user's alone, under a umask that would let others read them, too."""
     first, second = users
@@ -180,6 +181,7 @@ def test_nothing_of_a_store_or_a_cache_is_open_to_others(users: tuple[User, User
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_store_that_others_may_read_is_answered_from_and_not_written(users: tuple[User, User], kept: Path) -> None:
     """Its owner has opened it on purpose: the other user reads it, and nothing of it changes."""
     first, second = users
@@ -224,7 +226,7 @@ def _new(folder: Path, uid: int) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.lstat().st_uid == uid)
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", ["symlink", "fifo", "folder", "file"])
 def test_what_another_user_has_put_where_a_store_shall_be(users: tuple[User, User], planted: str) -> None:
     """It is refused; nothing hangs, and nothing of the first user is written."""

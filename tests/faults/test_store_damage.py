@@ -106,6 +106,7 @@ def _rows(path: Path) -> list[tuple[bytes, bytes]]:
         return [(table, key) for table in tables.TABLES for key in snapshot.keys(table)]
 
 
+@pytest.mark.slow
 def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
     """Flip a byte of every row in turn, and drop every row in turn; repair; ingest what is missing; all is sound."""
     original = make_store(tmp_path / "original", files=1)

@@ -74,6 +74,7 @@ def locked(data: bytes) -> bytes:
     return data.replace(b"/Root 1 0 R", lock.encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["pdf", *_PACKED, "eml", "ipynb"])
 def test_broken_files(ending: str, reading: Reading, sound: dict[str, bytes]) -> None:
     data = sound[ending]

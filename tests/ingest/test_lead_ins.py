@@ -14,7 +14,7 @@ from kvtool.core.model.options import DEFAULT_SYSTEM, EARLIER_SYSTEM
 from tests.cli.working import CHUNKS, QUESTION, SHORT, chunks_of, kvtool, listing, payloads, prefix_chunk, write_corpus
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["warm", "prefix", "neighbour", "bos", "sink:4", "none", "FILE"])
 def test_every_lead_in(mode: str, tiny: Path, tmp_path: Path) -> None:
     folder, path = write_corpus(tmp_path / "in", 3), tmp_path / "s"
@@ -93,6 +93,7 @@ def test_another_lead_in_for_one_more_document(store: Path, tmp_path: Path) -> N
     assert {chunk["status"] for chunk in found} == {"hit"}
 
 
+@pytest.mark.slow
 def test_the_words_of_a_file_count_not_its_name(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, lead, path = write_corpus(tmp_path / "in", 1), tmp_path / "lead.txt", tmp_path / "s"
     args = ("ingest", folder, "--store", path, "--model", tiny, "--json")
@@ -117,6 +118,7 @@ def test_a_lead_in_file_that_cannot_be_used(content: Any, tiny: Path, corpus: Pa
     assert not (tmp_path / "s").exists()
 
 
+@pytest.mark.slow
 def test_a_store_of_an_earlier_version_with_a_learned_lead_in(store: Path, corpus: Path) -> None:
     """Its chunks are used as they are stored, and it is said; an ingest computes them behind the warm lead-in."""
     kvtool("ingest", corpus, "--store", store, "--lead-in", "learned").failed(2, "is no lead-in")
@@ -147,6 +149,7 @@ def test_a_lead_in_longer_than_the_context(tiny: Path, corpus: Path, tmp_path: P
     kvtool("ingest", corpus, "--store", tmp_path / "s", "--model", tiny, "--lead-in", "sink:2047").failed(2, "2048")
 
 
+@pytest.mark.slow
 def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
     """`--system`: a new prefix; the old one's record goes, and a query that asks for it computes it fresh."""
     folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
@@ -169,6 +172,7 @@ def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
     assert kvtool(*asked).fine().json["tokens"]["fresh"] == len(plain["segments"]["question"])
 
 
+@pytest.mark.slow
 def test_the_model_may_move(tiny: Path, tmp_path: Path) -> None:
     """A model is known by what it holds, not by where it lies."""
     folder, path = write_corpus(tmp_path / "in", 1), tmp_path / "s"
@@ -181,6 +185,7 @@ def test_the_model_may_move(tiny: Path, tmp_path: Path) -> None:
     assert kvtool(*args).fine().json["documents"]["unchanged"] == 1
 
 
+@pytest.mark.slow
 def test_a_store_keeps_the_instruction_that_it_was_made_with(tiny: Path, tmp_path: Path) -> None:
     """Manifests named none for the default once; another default since then computes no chunk of theirs anew."""
     folder, path = write_corpus(tmp_path / "in", 1), tmp_path / "s"

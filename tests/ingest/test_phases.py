@@ -17,6 +17,7 @@ from tests.checkpoint.gguf_files import write_gguf
 from tests.cli.working import kvtool, write_corpus
 
 
+@pytest.mark.slow
 def test_a_first_run_tells_its_phases_and_an_idle_one_loads_nothing(fresh: Any, tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "in", 1, 1)
     first = fresh(folder).fine().json

@@ -58,7 +58,6 @@ def test_recompute_nothing_is_reuse(like: Case) -> None:
         test_2_recompute_nothing.holds(like, at_its_end(idle(name)))
 
 
-@pytest.mark.every_family
 def test_one_chunk_is_full_prefill(steady: Case) -> None:
     for name in MODES:
         test_3_one_chunk.holds(steady, SELECTORS[name]())

@@ -138,6 +138,7 @@ def test_what_else_is_refused(store: Path, tmp_path: Path) -> None:
         kvtool(*words, "--store", store).failed(2, "recurrent state", "that would need", "--fusion prefix")
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_path: Path) -> None:
     folder = save_tiny("jamba", tmp_path / "jamba")
     kvtool("ingest", made / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()
@@ -149,6 +150,7 @@ def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_p
 # ---- what is kept, and how long ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_where_nothing_may(store: Path) -> None:
     assert "could not be stored" in ask(store, FIRST, "--keep-states", "10kB").err
     ask(store, FIRST, "--keep-states", "0")
@@ -182,6 +184,7 @@ def test_a_store_that_cannot_be_written_answers(store: Path) -> None:
     assert keys_of(store) == before
 
 
+@pytest.mark.slow
 def test_forgetting_a_document_takes_its_stretches(store: Path) -> None:
     ask(store, FIRST)
     ask(store, FIRST, documents="mill3.md")
@@ -241,7 +244,7 @@ def each_kind(store: Path) -> Iterator[bytes]:
     yield from by_kind.values()
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -> None:
     ask(store, FIRST)
@@ -260,6 +263,7 @@ def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -
         assert verify(opened) == []
 
 
+@pytest.mark.slow
 def test_a_state_that_is_no_number_is_computed_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its digest is right: it was written so."""
 
@@ -287,6 +291,7 @@ def test_what_is_left_of_others_is_looked_for_once_a_writer(store: Path, monkeyp
     assert len(looked) == 1
 
 
+@pytest.mark.slow
 def test_repair_drops_the_stretch_whole(store: Path) -> None:
     ask(store, FIRST)
     before = stretches(store)["count"]
@@ -310,6 +315,7 @@ def test_a_missing_part_is_damage(store: Path) -> None:
         assert verify(opened) == []
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a stretch whose parts came in several transactions."""
     monkeypatch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)
@@ -365,6 +371,7 @@ def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) 
     assert ask(tmp_path / "again", SECOND).json["answer"] == second["answer"]
 
 
+@pytest.mark.slow
 def test_documents_are_shared_without_stretches(store: Path, tmp_path: Path) -> None:
     ask(store, FIRST)
     tier = f"file://{tmp_path / 'tier'}"

@@ -53,6 +53,7 @@ def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
     assert [turn.question for turn in talk.turns] == [FIRST, FIRST, SECOND]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "union"])
 def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, corpus: Path, tiny: Path, tmp_path: Path) -> None:
     """In `full`, and in `union` at ratio 1, the next token is that of plain `transformers` behind the same text."""
@@ -84,6 +85,7 @@ def test_a_question_that_finds_nothing_is_asked_of_what_stands(cache: package.Ca
     assert reply.tokens["standing"] > 0
 
 
+@pytest.mark.slow
 def test_documents_and_modes_may_change_between_turns(cache: package.Cache) -> None:
     talk = cache.conversation(**ASKING)
     talk.ask(FIRST, QueryOptions(fusion="auto", **ASKING))
@@ -166,6 +168,7 @@ def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path)
         talk.ask(SECOND)
 
 
+@pytest.mark.slow
 def test_a_model_that_keeps_states(tmp_path: Path) -> None:
     """All new text is computed behind the states that stand, exactly."""
     folder = save_tiny("qwen3-next", tmp_path / "model")
@@ -206,7 +209,7 @@ def level_made_anew(store: Path) -> None:
     compress(store, CompressOptions(levels=("4",), fit=True, fit_prompts=3, questions=0))
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [another_instruction, level_made_anew])
 def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
     store: Path, change: Callable[[Path], None]

@@ -45,6 +45,7 @@ def statuses(row: dict[str, Any]) -> list[str]:
     return [chunk["status"] for chunk in row["chunks"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "prefix"])
 def test_a_hole_in_every_mode(mode: str, store: Path) -> None:
     before = payloads(store)
@@ -89,7 +90,7 @@ def levels_of(store: Path, chunk: str) -> list[str]:
         return opened.levels(bytes.fromhex(chunk))
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "left"),
     [
@@ -110,6 +111,7 @@ def test_only_the_level_that_is_damaged_goes(broken: str, left: list[str], store
     assert damages(store) == []
 
 
+@pytest.mark.slow
 def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
     """Of a compressed store one level is damaged: the chunk is computed, and what else there was of it is kept."""
     compress = ("compress", "--level", "cachegen-1", "--level", "cachegen-2", "--questions", "0")
@@ -186,6 +188,7 @@ def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.Mo
     assert ask(store, "--fusion", "reuse").json["chunks"] == whole["chunks"]
 
 
+@pytest.mark.slow
 def test_a_locked_store_is_answered_from_and_not_written(store: Path) -> None:
     chunk = chunks_of(store, "mill2.md")[0]
     drop_records(store, chunk)
@@ -198,6 +201,7 @@ def test_a_locked_store_is_answered_from_and_not_written(store: Path) -> None:
     assert statuses(ask(store).json)[0] == "hit"
 
 
+@pytest.mark.slow
 def test_a_full_store_is_answered_from(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drop_records(store, chunks_of(store, "mill2.md")[0])
     monkeypatch.setenv("KVTOOL_DISK_RESERVE", str(2**60))

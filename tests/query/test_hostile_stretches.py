@@ -133,7 +133,7 @@ PAYLOADS: dict[str, Callable[[Tensors], bytes]] = {
 }
 
 
-@pytest.mark.some(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_state_of_another_make_is_computed_again(payload: str, store: Path) -> None:
     whole = ask(store, SECOND).json
@@ -185,7 +185,7 @@ def test_a_layer_that_no_key_has_room_for_is_damage(store: Path, tmp_path: Path)
         assert verify(opened) == []
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
 @pytest.mark.parametrize("side", ["state", "rows"])
 def test_no_answer_is_made_of_what_is_no_number(side: str, number: float, store: Path) -> None:

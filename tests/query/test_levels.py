@@ -59,6 +59,7 @@ def lossless(both: tuple[Path, Path]) -> Path:
     return both[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "prefix"])
 def test_lossless_answers_as_raw_does(mode: str, both: tuple[Path, Path]) -> None:
     """The same tokens, the same answer, fewer bytes."""
@@ -178,6 +179,7 @@ def test_a_chunk_of_an_older_profile_is_not_read_for_what_the_new_one_loses(
     assert ask(fitted, "--level", "auto").json["bytes_read"] == exactly - saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("level", "read"), [("raw", "raw"), ("4", "4"), ("3", "34"), ("2", "234"), ("1", "1234")])
 def test_a_level_is_read_with_what_it_refines(level: str, read: str, fitted: Path) -> None:
     done = ask(fitted, "--level", level)
@@ -185,6 +187,7 @@ def test_a_level_is_read_with_what_it_refines(level: str, read: str, fitted: Pat
     assert done.json["bytes_read"] == payload_bytes(fitted, *([read] if level == "raw" else read))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("losses", "read"),
     [
@@ -205,6 +208,7 @@ def test_auto_reads_the_smallest_that_loses_little_enough(losses: dict[str, floa
     assert (done.json["bytes_read"] < exact["bytes_read"]) == (read != "raw")
 
 
+@pytest.mark.slow
 def test_auto_without_anything_exact_reads_what_loses_least(fitted: Path) -> None:
     know(fitted, l1=0.1, l2=0.2, l3=0.3, l4=0.4)
     for level in ("raw", "1"):
@@ -242,6 +246,7 @@ def test_mixed_stores_are_normal(fitted: Path) -> None:
     assert damages(fitted) == []
 
 
+@pytest.mark.slow
 def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "smallest_allowed", lambda *_: None)  # as if all lost more
     gone = chunks_of(fitted, "mill0.md")[1]
@@ -267,7 +272,7 @@ def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: p
     assert files_below(fitted) == before
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload", "not these numbers"])
 @pytest.mark.parametrize("level", ["2", "4"])
 def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitted: Path) -> None:
@@ -293,6 +298,7 @@ def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitt
     assert ask(fitted, "--level", "raw").json["answer"] == sound["answer"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", [drop_profile, damage_profile])
 def test_without_their_profile_lossy_records_are_holes(lose: Callable[[Path], None], fitted: Path) -> None:
     """Every chunk is computed and stored anew; the answer is the exact one."""

@@ -45,7 +45,7 @@ def taken(store: Store, chunk_id: bytes, level: str) -> list[int]:
     return [sum(len(one.payload) for one in record.chain()) for record in records]
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("level", [RAW, "1", "2"])
 def test_read_and_spared_are_all_that_there_is(level: str, store: Path) -> None:
     with kvtool.open(store) as cache:

@@ -60,7 +60,7 @@ def test_threads_do_not_matter(store: Path) -> None:
     assert {name: one[name] for name in FIELDS} == {name: two[name] for name in FIELDS}
 
 
-@pytest.mark.some(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["reuse", "epic", "blend"])
 @pytest.mark.parametrize("layer", [0, 3])
 def test_a_flipped_bit_in_a_record(mode: str, layer: int, store: Path, tmp_path: Path) -> None:
@@ -99,6 +99,7 @@ def test_a_flipped_bit_in_the_prefix(store: Path) -> None:
     assert payloads(store) == before
 
 
+@pytest.mark.slow
 def test_a_bit_nobody_reads_is_found_by_verify(store: Path, corpus: Path) -> None:
     """`verify --repair`, then ingest: as before."""
     before, chunk = payloads(store), chunks_of(store, "mill5.md")[0]
@@ -122,6 +123,7 @@ def overwrite(path: Path, table: bytes, key: bytes) -> None:
         store.environment.write(lambda transaction: transaction.put(table + key, bytes(data)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["chunks", "levels"])
 def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
     """The chunk's ids come from the document's text then."""
@@ -142,6 +144,7 @@ def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
     assert damages(store) == []
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_in_a_document(store: Path, corpus: Path) -> None:
     """What it says is unknown then: an error with the way out, not an answer."""
     before = payloads(store)

@@ -36,6 +36,7 @@ def facts(reply: Reply) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_pool_of_threads_answers_as_one_thread_does(cache: Cache) -> None:
     def ask(one: tuple[str, str]) -> tuple[object, ...]:
         return facts(cache.query(one[0], fusion=one[1], max_tokens=4, top_k=3))
