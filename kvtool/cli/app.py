@@ -41,7 +41,7 @@ from kvtool.core.errors import (
 
 SHOWN = {  # what the overview lists, by heading
     "Documents": {
-        "ingest": "Read documents, and store the KV cache of each passage.",
+        "ingest": "Read documents and store each passage's KV cache.",
         "watch": "Ingest files and folders again whenever they change.",
         "compress": "Make the stored KV caches several times smaller.",
     },

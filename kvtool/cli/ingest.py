@@ -38,7 +38,7 @@ def ingest(
     run: Run,
     paths: Annotated[list[Path], typer.Argument(metavar="PATH...", help="Files and folders.", show_default=False)],
 ) -> int | None:
-    """Read documents, and store the KV cache of each passage. Only changes are computed."""
+    """Read documents and store each passage's KV cache. Only changes are computed."""
     options = replace(run.get(IngestOptions), paths=tuple(paths))
     tell_budget(run, options.max_size)
     report = _ingest(run, options)

@@ -11,12 +11,12 @@ from jinja2.exceptions import TemplateError
 from tokenizers import AddedToken, processors
 
 from kvtool.core.errors import ModelError
+from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model import prompt
 from kvtool.core.model.options import DEFAULT_SYSTEM
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens, warm_passage
 from kvtool.core.model.tokens import count_tokens, encode, encode_batch, encode_control, holds_control
 from kvtool.core.options.option import options_of
-from kvtool.core.query.options import QueryOptions
 from tests.families import tiny_tokenizer
 
 CHATML = (
@@ -254,4 +254,4 @@ def test_the_default_instruction_is_documented() -> None:
     """It was named nowhere: not in the page of concepts, nor in the help, nor by `inspect`."""
     page = Path(prompt.__file__).parents[2] / "docs" / "concepts.md"
     assert f"> {DEFAULT_SYSTEM}\n" in page.read_text(encoding="utf-8")
-    assert DEFAULT_SYSTEM in options_of(QueryOptions)["system"].default_text
+    assert DEFAULT_SYSTEM in options_of(IngestOptions)["system"].default_text

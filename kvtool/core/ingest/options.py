@@ -15,7 +15,7 @@ from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.crew.options import CrewOptions
 from kvtool.core.errors import UsageError
-from kvtool.core.model.options import ModelOptions, system_option
+from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, system_option
 from kvtool.core.options.option import option
 from kvtool.core.retrieval.options import embedder_option
 
@@ -169,7 +169,7 @@ class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)
         check=_check_lead_in,
         instead="the store's own, else warm",
     )
-    system: str | None = system_option(STORING)
+    system: str | None = system_option(STORING, instead=f"the store's own, else: {DEFAULT_SYSTEM}")
     embedder: str | None = embedder_option(STORING)
     max_size: int | None = max_size_option()
 

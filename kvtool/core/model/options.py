@@ -50,7 +50,7 @@ class ModelOptions(NetworkOptions):
     )
 
 
-def system_option(group: str) -> str | None:
+def system_option(group: str, *, instead: str = "the store's own") -> str | None:
     """Declare the instruction: in Python its text; elsewhere its text, or `@` and a file that holds it."""
     return option(
         None,
@@ -60,7 +60,7 @@ def system_option(group: str) -> str | None:
         unit="text",
         check=lambda text: "" if text.strip() else "is empty",
         read=system_text,
-        instead="the store's own",
+        instead=instead,
     )
 
 
