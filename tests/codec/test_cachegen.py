@@ -656,7 +656,6 @@ def test_a_refinement_knows_no_marks() -> None:
         decoded(dataclasses.replace(chain["1"], payload=payload), "1", of)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("odd", [float("inf"), float("-inf"), float("nan")])
 def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
     keys, values = torch.randn(2, 5, 16), torch.randn(2, 5, 16)

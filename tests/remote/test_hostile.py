@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import json
 import random
 import struct
@@ -225,15 +226,15 @@ def damaged_by(blobs: Blobs, place: Path) -> list[str]:
     return [row["what"] for row in pull(place, blobs).damaged]
 
 
-@pytest.mark.parametrize(
-    "info",
-    [
-        ChunkInfo(ids_of("another"), LEAD_IN, LAYERS),
-        ChunkInfo(ids_of("f0.1"), b"another lead-in-----", LAYERS),
-        ChunkInfo(ids_of("f0.1"), LEAD_IN, LAYERS + 1),
-        ChunkInfo((), LEAD_IN, LAYERS),
-    ],
+OTHER_CHUNKS = (
+    ChunkInfo(ids_of("another"), LEAD_IN, LAYERS),
+    ChunkInfo(ids_of("f0.1"), b"another lead-in-----", LAYERS),
+    ChunkInfo(ids_of("f0.1"), LEAD_IN, LAYERS + 1),
+    ChunkInfo((), LEAD_IN, LAYERS),
 )
+
+
+@pytest.mark.parametrize("info", OTHER_CHUNKS)
 def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
     """Its tokens, or what it was computed behind, would be another text's."""
     key = id_of("f0.1")
@@ -243,6 +244,18 @@ def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp
     with Store.open(tmp_path / "other") as other:
         assert other.sources() == ["f1"]
         assert other.chunk_info(key) is None
+
+
+def test_a_sealed_value_is_held_to_its_name() -> None:
+    """The seal alone does not say so: who writes to the tier seals what he likes under any name."""
+    key = id_of("f0.1")
+    for info in OTHER_CHUNKS:
+        with pytest.raises(DamagedError, match="describes another chunk"):
+            values.open_chunk(key, seal(key, Kind.CHUNK, info.to_bytes()), IDENTITY, LAYERS)
+    digest = hashlib.blake2b(b"profile", digest_size=16).digest()
+    assert values.open_profile(digest.hex(), seal(digest, Kind.PROFILE, b"profile")) == b"profile"
+    with pytest.raises(DamagedError, match="another profile"):
+        values.open_profile(digest.hex(), seal(digest, Kind.PROFILE, b"another"))
 
 
 def file_of(entry: FileEntry, *documents: DocumentEntry, key: str = "f0") -> bytes:
