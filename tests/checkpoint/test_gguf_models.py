@@ -19,6 +19,7 @@ from tests.checkpoint.gguf_writing import written
 from tests.fusion.making import CHUNKS, PREFIX
 
 
+@pytest.mark.some(3)
 @pytest.mark.some(5)
 @pytest.mark.parametrize("name", IN_GGUF)
 def test_a_file_is_its_model(name: str, tmp_path: Path) -> None:

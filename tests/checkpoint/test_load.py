@@ -206,7 +206,7 @@ def test_old_torch_dtype_key(files: ModelFiles) -> None:
 
 
 def test_importing_is_light() -> None:
-    names = [f"checkpoint.{name}" for name in ("files", "fingerprint", "gguf.convert", "hub", "load", "support")]
+    names = [f"checkpoint.{name}" for name in ("files", "gguf.convert", "hub", "load", "support")]
     names += ["checkpoint.text_submodel", "model.tokens", "model.prompt"]
     code = f"import sys\nfor n in {names!r}: __import__('kvtool.core.' + n)\n"
     code += "assert not {'torch', 'transformers', 'numpy', 'huggingface_hub'} & set(sys.modules)"

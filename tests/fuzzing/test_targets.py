@@ -12,6 +12,7 @@ _SLOW = {"gguf_model": 4, "config": 30, "safetensors": 30, "generation_config": 
 _TARGETS = registry.targets()
 
 
+@pytest.mark.some(5)
 @pytest.mark.some(12)
 @pytest.mark.parametrize("name", sorted(_TARGETS))
 def test_seeds_and_changes_of_them(name: str, unpacked: None) -> None:

@@ -52,6 +52,7 @@ def test_recompute_everything_is_full_prefill(steady: Case) -> None:
         test_1_recompute_everything.holds(steady, at_its_end(lossless(name)), BOS, tokens)
 
 
+@pytest.mark.some(12)
 @pytest.mark.every_family
 def test_recompute_nothing_is_reuse(like: Case) -> None:
     for name in ("epic", "blend", "union"):

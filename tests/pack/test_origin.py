@@ -179,6 +179,7 @@ def test_verify_says_that_texts_could_not_be_compared(scene: Scene, tiny: Path, 
 # ---- KV ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_own_chunks_take_no_records_of_others(way: str, scene: Scene) -> None:
     """Own exact KV, and a foreign level with its own measured loss: it would win under `--level auto`."""
@@ -194,6 +195,7 @@ def test_own_chunks_take_no_records_of_others(way: str, scene: Scene) -> None:
     assert scene.ask("--level", "auto")["answer"] == answered["answer"]
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("way", ["import", "merge", "pull"])
 def test_an_own_document_computes_its_own_records(way: str, scene: Scene, tmp_path: Path) -> None:
     """A pack first, the own document later."""
@@ -619,6 +621,7 @@ def test_a_push_takes_no_records_of_others_for_own_ones(signed: bool, scene: Sce
         assert records_of(store, chunk, "raw", info.layers) == records_of(own, chunk, "raw", info.layers)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("signed", [True, False])
 def test_a_push_adds_no_level_of_others_to_an_own_chunk(signed: bool, scene: Scene, tmp_path: Path) -> None:
     """This machine has the chunk from somebody else, the shared store has it as it was made by the pusher."""

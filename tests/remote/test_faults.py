@@ -99,6 +99,7 @@ def check_said(error: KvtoolError, cell: Cell) -> None:
     assert not SECRETS.search(f"{error.message} {error.hint} {error.__cause__}")
 
 
+@pytest.mark.some(3)
 @pytest.mark.some(8)
 @pytest.mark.parametrize(("site", "cell"), cells(READING), indirect=["site"])
 def test_a_pull(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
@@ -119,6 +120,7 @@ def test_a_pull(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> Non
 MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once|half|crawls|nobody", fault)}
 
 
+@pytest.mark.some(2)
 @pytest.mark.some(6)
 @pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
 def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None:
@@ -212,6 +214,7 @@ def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Ha
         blobs.put({name: value for name, value, _ in values.values()})
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("harm", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,6 +237,7 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
     check(tmp_path / "pulled", pristine, whole=True)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
     """Such as a cache gives that stands between: an older store, and all of it."""

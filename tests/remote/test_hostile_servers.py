@@ -176,12 +176,14 @@ def _push(store: Path, blobs: object) -> None:
         push(opened, blobs)  # type: ignore[arg-type]
 
 
+@pytest.mark.some(7)
 @pytest.mark.parametrize("name", REDIS)
 def test_a_hostile_redis(name: str, store: Path) -> None:
     with closing(HostileRedis(getrange=REDIS[name], time=REDIS[name])) as server:
         both_ways(server.url, store)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
     """Sizes, a scan, leases, and a reader: each by itself."""
@@ -376,6 +378,7 @@ RAW: dict[str, tuple[bytes, bytes, float]] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("name", RAW)
 def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(RawServer(*RAW[name])) as server:

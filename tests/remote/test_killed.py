@@ -48,6 +48,7 @@ def killed(processes: Any, target: Callable[..., None], *given: object) -> None:
     assert child.exitcode == -signal.SIGKILL
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "moment",
     [("put", 1, True), ("swap", 1, False), ("swap", 1, True), ("delete", 1, True)],
@@ -93,6 +94,7 @@ def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> N
     assert is_whole(blobs)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("moment", [("set_manifest", 1, True), ("put_chunk", 3, True), ("commit_files", 1, True)])
 def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
     """What is there is sound; the next pull does the rest, and fetches nothing again that was taken in."""

@@ -89,6 +89,7 @@ def test_several_packs_are_sent_together(
     assert is_whole(blobs)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("before", [1, 3])
 def test_a_tier_of_before_is_read_and_goes_on(before: int, store: Store, blobs: Blobs, tmp_path: Path) -> None:
     """As kvtool 0.1 pushed this store, in two versions of it: a value for every record, and packs."""

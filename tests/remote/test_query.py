@@ -66,6 +66,7 @@ def far(store: Path, behind: Link) -> Link:
     return behind
 
 
+@pytest.mark.some(7)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize(("mode", "slo"), [(mode, slo) for mode in MODES for slo in ((), SLO)])
 def test_the_answer_of_the_local_store(mode: str, slo: tuple[str, ...], store: Path, shared: str) -> None:
@@ -92,6 +93,7 @@ def test_what_came_once_is_not_fetched_again(shared: str, redis_server: RedisSer
     assert said(again) == said(first)
 
 
+@pytest.mark.some(1)
 def test_who_never_saw_corpus_or_prefill(tiny: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One machine ingests and pushes; another one has the model, and nothing else."""
     write_corpus(tmp_path / "corpus")
@@ -120,6 +122,7 @@ def test_what_is_pushed_later_is_seen(store: Path, shared: str, tmp_path: Path) 
     assert any(one["source"].endswith("seventh.md") for one in done.json["chunks"])
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("slow_machine")
 def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kvtool("compress", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
@@ -145,6 +148,7 @@ def listing_of(path: Path) -> list[list[str]]:
         return [store.levels(chunk) for chunk in store.chunk_ids()]
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("slow_machine")
 def test_lossy_levels_of_unknown_loss_are_streamed_as_they_would_be_read(store: Path, url: str) -> None:
     kvtool("compress", "--level", "2", "--drop-raw", "--yes", "--store", store, "--questions", "0").fine()
@@ -171,6 +175,7 @@ def test_other_commands(shared: str, store: Path, tmp_path: Path) -> None:
 # ---- trouble -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.some(4)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
 @pytest.mark.parametrize(("mode", "behind"), [*zip(MODES_THERE, FAR, strict=True)], indirect=["behind"])
@@ -188,6 +193,7 @@ def test_the_tier_dies_in_the_middle(mode: str, slo: tuple[str, ...], store: Pat
         assert all(one["status"] != "miss" for one in ask(far.url, mode=mode).fine().json["chunks"])
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("slo", "behind"), [*zip(cycle([(), ("--slo-ms", "2000")]), FAR, strict=False)], indirect=["behind"]
 )
@@ -204,6 +210,7 @@ def test_a_tier_that_crawls(slo: tuple[str, ...], store: Path, far: Link) -> Non
         assert "within 0.5 s" in done.err
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("slo", [(), SLO], ids=["as asked", "streamed"])
 def test_damaged_values(slo: tuple[str, ...], store: Path, url: str) -> None:
@@ -224,6 +231,7 @@ def computed_meanwhile(done: Done) -> set[str]:
     return {row["chunk"] for row in done.json.get("stream", ()) if row["decision"] == "text, computed meanwhile"}
 
 
+@pytest.mark.some(2)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize(("mode", "behind"), [*zip(cycle(["union", "reuse"]), FAR, strict=False)], indirect=["behind"])
 def test_what_does_not_come_is_computed_while_the_others_do(

@@ -104,6 +104,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
     assert is_whole(blobs)
 
 
+@pytest.mark.some(1)
 def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -115,6 +116,7 @@ def test_who_pushes_waits_for_a_sweep_and_a_dead_one_ends(
     assert blobs.held() == set()
 
 
+@pytest.mark.some(1)
 def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
         assert local_place(url).is_relative_to(tmp_path / "reader")
 
 
+@pytest.mark.some(1)
 @pytest.mark.usefixtures("small_shards")
 def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     with store:
@@ -114,6 +115,7 @@ def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: B
     assert pull(tmp_path / "pulled", blobs).damaged == []
 
 
+@pytest.mark.some(1)
 def test_many_small_packs_of_descriptions_are_put_together(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -327,6 +327,7 @@ def test_what_is_lost_here_stays_there(store: Store, blobs: Blobs) -> None:
     assert id_of("f1.0").hex() in read_catalogue(blobs).chunks
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("table", [tables.DOCUMENTS, tables.CHUNKS])
 @pytest.mark.parametrize("harm", ["damaged", "lost"])
 def test_what_is_damaged_or_lost_here_is_not_deleted_there(

@@ -120,6 +120,7 @@ def whole(records: list[Record]) -> set[Record]:
     return {(chunk, level, layer) for chunk, level, _ in records for layer in range(LAYERS)}
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("mode", ["reuse", "epic"])
 def test_what_is_asked_for_is_what_the_pass_reads(mode: str, store: Path, shared: str) -> None:
     wanted, reads = read_here(store, fusion=mode)

@@ -41,6 +41,7 @@ def ran(code: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     "code",
     [

@@ -61,6 +61,7 @@ def test_kvtool_and_transformers_answer_the_same_ids(tiny: Path, tmp_path: Path,
     assert "<svg" in plot.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_stopped(
     tiny: Path, tmp_path: Path, here: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,6 +43,7 @@ def slower() -> StreamBench:
     return bench_stream(subject("a40", 1000, 20e9), generate(), StreamOptions((300, 500, 1000, 2000), depth=4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["result", "slower"])
 def test_adaptive_is_in_time_as_often_as_the_best_fixed_policy_of_each_class_and_loses_less(
     which: str, request: pytest.FixtureRequest
@@ -60,6 +61,7 @@ def test_adaptive_is_in_time_as_often_as_the_best_fixed_policy_of_each_class_and
     assert found.row(ADAPTIVE).met_share > best  # over all classes no fixed policy keeps up
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["result", "slower"])
 def test_what_is_computed_meanwhile_costs_no_class_a_request_and_loses_less(
     which: str, request: pytest.FixtureRequest

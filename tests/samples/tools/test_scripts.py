@@ -55,6 +55,7 @@ def answered(score: float, distance: float) -> dict[str, object]:
     return {**scores, **distances, **counts, "ttft_ms": 1.0, "speedup": 1.0}
 
 
+@pytest.mark.slow
 def test_tables_of_several_sets_and_of_all_together(tmp_path: Path) -> None:
     a, b = journal(tmp_path / "a.jsonl", 1), journal(tmp_path / "b.jsonl", 0, 6)
     said = run("tools/quality_tables.py", f"A={a}", f"B, of six={b}", "--default", "reuse")
@@ -87,6 +88,7 @@ def test_an_import_against_the_order_is_drawn_and_named(tmp_path: Path) -> None:
     assert len(Xml.parse(figure).getroot().findall("{http://www.w3.org/2000/svg}path")) == 2
 
 
+@pytest.mark.slow
 def test_windows_read_less_and_latents_keep_less() -> None:
     lines = run("tools/layer_bytes.py", "gemma-3-1b", "deepseek-v2-lite", "--context", "1024", "--chunk-tokens", "128")
     gemma, deepseek = (line.split(" | ") for line in lines.splitlines()[2:])

@@ -14,6 +14,7 @@ from tests.families import save_tiny
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
 
 
+@pytest.mark.slow
 def test_keys_and_windows(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus", 2)
     (corpus / "kellhaven.md").write_text("The observatory at Kellhaven was founded by a baker.\n")
