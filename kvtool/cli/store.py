@@ -261,10 +261,13 @@ def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
     if options.max_size is not None:
         raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")
     size = budget_of(budget)
+    if size is None and (options.max_age, options.unused, options.cold) != (None, None, None):
+        raise UsageError("--budget none lifts the limit and prunes nothing", "give the other options without it")
     if not options.dry_run:
         keep_budget(run.folder, size, lock_wait=options.lock_wait)
     if size is None:
-        run.out.report({"budget": None}, human=lambda: run.out.print("the store has no size budget"))
+        would = "would have" if options.dry_run else "has"
+        run.out.report({"budget": None}, human=lambda: run.out.print(f"the store {would} no size budget"))
     return size
 
 

@@ -200,6 +200,12 @@ def test_the_command_keeps_a_budget_and_prunes_to_it(tmp_path: Path) -> None:
     done = kvtool(*words, str(before // 2), "--yes").fine().json
     assert done["steps"] == rehearsed["steps"] != []
     assert bytes_in(path) <= before // 2
+    kvtool(*words, "none", "--unused", "1d").failed(2, "prunes nothing")
+    for form in ((), ("--json",)):
+        done = kvtool("store", "prune", "--store", path, "--budget", "none", "--dry-run", *form).fine()
+        assert form or "would have no size budget" in done.out
+    with Store.open(path) as store:
+        assert store.budget() == before // 2
     assert kvtool(*words, "none").fine().json["budget"] is None
     with Store.open(path) as store:
         assert store.budget() is None

@@ -225,8 +225,9 @@ def test_machine_code_sees_no_wrong_sizes(tiling: Tiling) -> None:
         own(query, key, key, PLAIN, Spans([(0, 10, 1)], rows.limits))
     with pytest.raises(ValueError, match="lead-in"):
         own(query, key, key, PLAIN, rows, (key[..., :8], key))
-    with pytest.raises(ValueError, match="lead-in"):
-        own(query, key, key, PLAIN, rows, (key[:1], key[:1]))
+    for lead_in in ((key[:1], key[:1]), (key, key[:, :9]), (key[:, :9], key)):
+        with pytest.raises(ValueError, match="lead-in"):
+            own(query, key, key, PLAIN, rows, lead_in)
     other = query.half() if tiling.stored != "float16" else query.float()
     with pytest.raises(ValueError, match="no kernel"):
         own(other, other[:2], other[:2], PLAIN, rows)
