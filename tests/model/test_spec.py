@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 
+from kvtool.core.model.decode.weights import decoding_weights
 from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from tests.families import tiny_model
-from tests.fusion.making import case, decoder_of
+from tests.fusion.making import Case, case, decoder_of, distance, lossless, plain_logits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -97,3 +100,38 @@ def test_a_trial_takes_rounding_and_nothing_else(dtype: torch.dtype) -> None:
     check_trial(worse, expected, dtype, layers=4)
     with pytest.raises(UnsupportedArchitecture):
         check_trial(expected * torch.nan, expected, dtype, layers=100)
+
+
+class LargestNorm(torch.nn.Module):
+    """A norm that no code of the product knows: by the largest number in place of the root mean square."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+        self.variance_epsilon = 1e-6
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.weight * hidden / (hidden.abs().amax(-1, keepdim=True) + self.variance_epsilon)
+
+
+def test_a_norm_that_nobody_knows_needs_no_file() -> None:
+    """A family with a new norm is served at once: fused layers call its module, native decoding declines by name."""
+    model = tiny_model("llama")
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "LlamaRMSNorm":
+                setattr(module, name, LargestNorm(child.weight.data))
+    untouched = copy.deepcopy(model)
+    tried = Case("llama", "float32", decoder_of(model))
+    assert not any(norm.is_rms for layer in tried.decoder.spec.layers for norm in layer.norms)
+    plan = tried.plan()
+    selector = lossless("union")
+    assert selector is not None
+    fused = tried.fuse(plan, selector, reserve=8)
+    assert tried.decoder.unfused == ""
+    with torch.inference_mode():
+        plain = untouched(input_ids=torch.tensor([list(plan.ids)]), use_cache=False).logits[0, -1]
+        assert distance(fused.logits, plain) <= 1e-4
+        assert distance(fused.logits, plain_logits("llama", "float32", tuple(plan.ids))) > 1
+    with pytest.raises(UnsupportedArchitecture, match="LargestNorm is no root mean square norm"):
+        decoding_weights(tried.decoder)
