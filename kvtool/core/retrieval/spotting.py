@@ -1,0 +1,176 @@
+"""Spot stored chunks in the token ids of a prompt, wherever a client has pasted them.
+
+A chunk is rarely pasted token by token as it is stored: the text next to a passage changes the tokens at its ends, and
+a client may cut, quote or escape it. So the index holds a few short runs of each chunk, its *anchors*. Where a prompt
+has one of them, the match is extended token by token in both directions. Every matched id is compared: hashes that
+agree by accident cost time and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtool.core.cache.identity import ID_BYTES
+
+WIDTH = 12  # tokens of an anchor
+SEAM = 8  # tokens at either end of a chunk that often differ by what is next to them
+FEWEST = 24  # tokens; a shorter run is computed as quickly as it is read
+_ANCHORS = 3  # at most, of one chunk
+_COPIES = 16  # anchors compared at one place of a prompt; further chunks of the same text add nothing
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and its bits look random: 2^64 by the golden ratio
+_BYTE, _IN_BYTE = np.uint64(3), np.uint64(7)
+
+Tokens = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens `start` … `stop` of a prompt are those of a chunk from its token `skipped` on."""
+
+    chunk_id: bytes
+    start: int
+    stop: int
+    skipped: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Spotter:
+    """An index of chunks by their token ids, of at most 60 bytes a chunk.
+
+    Parameters
+    ----------
+    read : returns the token ids of a chunk, or none if it is gone.
+    """
+
+    def __init__(self, read: Callable[[bytes], Sequence[int]]) -> None:
+        self._read = read
+        self._ids = b""  # of all chunks, one after another
+        self._hashes = np.empty(0, np.uint64)  # of their anchors, ascending
+        self._entries = np.empty(0, np.uint32)  # a chunk's number times `_ANCHORS`, and its anchor's
+        self._shift, self._filter = np.uint64(0), np.empty(0, np.uint8)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the memory that is held."""
+        return len(self._ids) + self._hashes.nbytes + self._entries.nbytes + self._filter.nbytes
+
+    def update(self, chunk_ids: Iterable[bytes]) -> None:
+        """Hold these chunks and no others; the token ids of new ones are read."""
+        wanted, held = set(chunk_ids), [self._id(number) for number in range(len(self._ids) // ID_BYTES)]
+        stays = np.array([chunk_id in wanted for chunk_id in held], bool)
+        new = sorted(wanted.difference(held))
+        windows, entries = list[Sequence[int]](), list[int]()
+        for number, chunk_id in enumerate(new, int(stays.sum())):
+            ids = self._read(chunk_id)
+            for which, at in enumerate(_anchors(len(ids))):
+                windows.append(ids[at : at + WIDTH])
+                entries.append(number * _ANCHORS + which)
+        new_windows = np.fromiter(chain.from_iterable(windows), np.uint32).reshape(-1, WIDTH)
+        numbers, which_of = np.divmod(self._entries, np.uint32(_ANCHORS))
+        keep = stays[numbers]
+        moved = (stays.cumsum(dtype=np.uint32) - np.uint32(1))[numbers[keep]] * np.uint32(_ANCHORS) + which_of[keep]
+        hashes = np.concatenate((self._hashes[keep], _hashes(new_windows.T)))
+        order = np.argsort(hashes)
+        self._hashes = hashes[order]
+        self._entries = np.concatenate((moved, np.array(entries, np.uint32)))[order]
+        bits = max(3, 2 + (len(hashes) - 1).bit_length())  # 4 to 8 for each hash
+        self._shift = np.uint64(64 - bits)
+        known = np.zeros(1 << bits, bool)
+        known[hashes >> self._shift] = True
+        self._filter = np.packbits(known, bitorder="little")
+        self._ids = b"".join(chain((chunk_id for chunk_id, stay in zip(held, stays, strict=True) if stay), new))
+
+    def spot(self, ids: Sequence[int]) -> list[Span]:
+        """Return the chunks in a prompt, in its order. None overlap; of two that would, the longer one wins."""
+        prompt = np.asarray(ids, np.uint32)
+        read = dict[bytes, Tokens]()
+        reached = dict[tuple[bytes, int], int]()  # by chunk and where its first token would be: the last match's end
+        spans = list[Span]()
+        for place, entry in self._places(prompt):
+            chunk_id, which = self._id(entry // _ANCHORS), entry % _ANCHORS
+            if chunk_id not in read:
+                read[chunk_id] = np.asarray(self._read(chunk_id), np.uint32)
+            own = read[chunk_id]
+            for at in _anchors(len(own))[which : which + 1]:
+                if reached.get((chunk_id, place - at), 0) <= place:
+                    span = _extended(prompt, place, chunk_id, own, at)
+                    reached[chunk_id, place - at] = span.stop
+                    spans.append(span)
+        return _without_overlap(spans)
+
+    def _id(self, number: int) -> bytes:
+        return self._ids[number * ID_BYTES : (number + 1) * ID_BYTES]
+
+    def _places(self, prompt: Tokens) -> Iterator[tuple[int, int]]:
+        """Yield places of the prompt where an anchor may begin, ascending, with its entry."""
+        if len(prompt) < WIDTH or not len(self._hashes):
+            return
+        hashes = _hashes(np.lib.stride_tricks.sliding_window_view(prompt, WIDTH).T)
+        bits = hashes >> self._shift
+        known = self._filter[bits >> _BYTE] >> (bits & _IN_BYTE).astype(np.uint8) & np.uint8(1)
+        places = np.flatnonzero(known)  # most windows of other text end here
+        places = places[np.argsort(hashes[places])]  # so that each search is near the last one
+        firsts = np.searchsorted(self._hashes, hashes[places])
+        found = self._hashes[np.minimum(firsts, len(self._hashes) - 1)] == hashes[places]
+        places, firsts = places[found], firsts[found]
+        lasts = np.minimum(np.searchsorted(self._hashes, hashes[places], side="right"), firsts + _COPIES)
+        for place, first, last in sorted(zip(places.tolist(), firsts.tolist(), lasts.tolist(), strict=True)):
+            for entry in self._entries[first:last].tolist():
+                yield place, entry
+
+
+def _anchors(tokens: int) -> list[int]:
+    """Return where the anchors of a chunk begin: behind the first seam, before the last one, and between them."""
+    last = tokens - WIDTH - SEAM
+    if last < SEAM:
+        return [(tokens - WIDTH) // 2] if tokens >= FEWEST else []
+    count = min(_ANCHORS, 1 + (last - SEAM) // FEWEST)
+    return [SEAM + (last - SEAM) * number // max(1, count - 1) for number in range(count)]
+
+
+def _hashes(columns: NDArray[np.uint32]) -> NDArray[np.uint64]:
+    """Return a hash of each window, uint64 `[windows]`; `columns`: uint32 `[WIDTH, windows]`."""
+    hashes = np.zeros(columns.shape[1], np.uint64)
+    for column in columns:
+        hashes = (hashes ^ column) * _FACTOR
+        hashes ^= hashes >> np.uint64(32)
+    return hashes
+
+
+def _extended(prompt: Tokens, place: int, chunk_id: bytes, own: Tokens, at: int) -> Span:
+    """Extend a match to both sides of a place; an empty span where nothing matches there."""
+    ahead = _common(prompt[place:], own[at:])
+    if ahead < WIDTH:
+        return Span(chunk_id, place, place, at)
+    behind = _common(prompt[:place][::-1], own[:at][::-1])
+    return Span(chunk_id, place - behind, place + ahead, at - behind)
+
+
+def _common(one: Tokens, other: Tokens) -> int:
+    """Count the first tokens that are the same."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def _without_overlap(spans: list[Span]) -> list[Span]:
+    """Return spans of which none overlap: the longest first, of the others what is left and worth it."""
+    taken = list[Span]()
+    for span in sorted(spans, key=lambda span: (-len(span), span.start)):
+        start, stop = span.start, span.stop
+        for other in taken:
+            if other.start <= start < other.stop:
+                start = other.stop
+            elif start < other.start < stop:
+                stop = other.start
+        if stop - start >= FEWEST:
+            taken.append(Span(span.chunk_id, start, stop, span.skipped + start - span.start))
+    return sorted(taken, key=lambda span: span.start)

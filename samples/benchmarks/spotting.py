@@ -1,0 +1,120 @@
+"""How much of a corpus is found again in prompts that its passages are pasted into, form by form.
+
+    python samples/benchmarks/spotting.py TOKENIZER (FOLDER | {hotpotqa|musique|squad}:FILE) [--group N]
+
+TOKENIZER is a `tokenizer.json`. Documents are cut into chunks as an ingest does; groups of N chunks are shuffled and
+pasted with what clients write around them. No language model is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from kvtool.core.corpus.split import SplitSettings, split
+from kvtool.core.retrieval.spotting import Spotter
+from samples.tools.eval import READERS, load
+
+Form = Callable[[int, str], str]
+FORMS: dict[str, Form] = {
+    "blank line": lambda number, text: f"{text}\n\n",
+    "newline": lambda number, text: f"{text}\n",
+    "space": lambda number, text: f"{text} ",
+    "nothing": lambda number, text: text,
+    "`Passage 1: `": lambda number, text: f"Passage {number}: {text}\n\n",
+    "`[1] `": lambda number, text: f"[{number}] {text}\n",
+    "`- `": lambda number, text: f"- {text}\n",
+    "`---`": lambda number, text: f"{text}\n---\n",
+    "Markdown fence": lambda number, text: f"```\n{text}\n```\n\n",
+    "`<doc>`": lambda number, text: f'<doc id="{number}">{text}</doc>\n',
+    "quoted (`> `)": lambda number, text: textwrap.indent(text, "> ", lambda line: True) + "\n\n",
+    "JSON string": lambda number, text: json.dumps({"text": text}, ensure_ascii=False) + "\n",
+    "wrapped at 80": lambda number, text: "\n".join(textwrap.fill(line, 80) for line in text.splitlines()) + "\n\n",
+    "second half": lambda number, text: text[len(text) // 2 :] + "\n\n",
+    "middle third": lambda number, text: text[len(text) // 3 : 2 * len(text) // 3] + "\n\n",
+}
+SHARES = {"second half": 1 / 2, "middle third": 1 / 3}  # of a chunk that are pasted
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokenizer", type=Path)
+    parser.add_argument("corpus")
+    parser.add_argument("--group", type=int, default=5, help="chunks in a prompt")
+    given = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(given.tokenizer))
+
+    def ids_of(texts: Sequence[str]) -> list[list[int]]:
+        return [encoded.ids for encoded in tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+
+    documents = list(dict.fromkeys(documents_of(given.corpus)))
+    chunks = list(dict.fromkeys(cut(documents, ids_of)))
+    ids = {digest(text): tokens for text, tokens in zip(chunks, ids_of([f"{text}\n\n" for text in chunks]), strict=True)}
+    spotter = Spotter(ids.__getitem__)
+    started = time.thread_time()
+    spotter.update(ids)
+    built = time.thread_time() - started
+    total = sum(map(len, ids.values()))
+    print(f"{len(ids):,} chunks of {total:,} tokens; {spotter.nbytes / len(ids):.0f} bytes a chunk, {built:.2f} s\n")
+    shuffled = random.Random(0).sample(chunks, len(chunks))
+    groups = [shuffled[first : first + given.group] for first in range(0, len(shuffled), given.group)]
+    print("| pasted with | chunks found | of their tokens | ms a prompt of 8,000 tokens |\n| --- | --- | --- | --- |")
+    for name, form in FORMS.items():
+        texts = ["".join(form(number, text) for number, text in enumerate(group, 1)) for group in groups]
+        row(name, texts, ids_of, spotter, len(chunks), total * SHARES.get(name, 1))
+    row("whole documents", [f"{text}\n\n" for text in documents], ids_of, spotter, len(chunks), total)
+
+
+def row(
+    name: str,
+    texts: Sequence[str],
+    ids_of: Callable[[Sequence[str]], list[list[int]]],
+    spotter: Spotter,
+    chunks: int,
+    tokens: float,
+) -> None:
+    """Print one form's row."""
+    prompts = ids_of([f"Use these passages.\n\n{text}Question: who was it?" for text in texts])
+    started = time.thread_time()
+    spans = [(number, span) for number, prompt in enumerate(prompts) for span in spotter.spot(prompt)]
+    each = 8000 * (time.thread_time() - started) / sum(map(len, prompts))
+    found = len({(number, span.chunk_id) for number, span in spans})
+    share = sum(len(span) for _, span in spans) / tokens
+    print(f"| {name} | {found / chunks:.1%} | {share:.1%} | {1000 * each:.2f} |", flush=True)
+
+
+def documents_of(corpus: str) -> Iterable[str]:
+    """Read the texts of a folder, or the paragraphs of a set of questions."""
+    form, _, path = corpus.partition(":")
+    if form in READERS:
+        yield from (p.body for example in READERS[form](load(Path(path))) for p in example.paragraphs)
+        return
+    for file in sorted(Path(corpus).rglob("*")):
+        if file.suffix in (".md", ".txt", ".rst", ".tex"):
+            yield file.read_text(encoding="utf-8")
+
+
+def cut(documents: Iterable[str], ids_of: Callable[[Sequence[str]], list[list[int]]]) -> Iterable[str]:
+    """Cut documents into chunks."""
+    for text in documents:
+        spans = split(text, SplitSettings(), lambda texts: [len(ids) for ids in ids_of(texts)], "markdown")
+        yield from (text[span.start : span.end].strip() for span in spans)
+
+
+def digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(), digest_size=20).digest()
+
+
+if __name__ == "__main__":
+    main()
