@@ -25,7 +25,7 @@ from kvtool.serve.wire import Refusal, body_of, status_of
 _BEFORE_HEADERS = 10.0  # seconds in which what fails has a status of its own
 _ALIVE_EVERY = 10.0  # seconds between two signs of life
 _ANY_NAME = "kvtool"  # what the model is always called, too
-Read = Callable[[Mapping[str, Any], QueryOptions], Wanted]
+Read = Callable[[Mapping[str, Any], QueryOptions, bool], Wanted]
 
 
 class Answers:
@@ -34,10 +34,11 @@ class Answers:
     Parameters
     ----------
     options : of questions, where the client says nothing.
+    spot : reuse stored passages that messages hold.
     """
 
-    def __init__(self, engine: Engine, options: QueryOptions) -> None:
-        self._engine, self._options = engine, options
+    def __init__(self, engine: Engine, options: QueryOptions, spot: bool) -> None:
+        self._engine, self._options, self._spot = engine, options, spot
 
     async def chat(self, request: Request) -> Response:
         """`POST /v1/chat/completions`."""
@@ -55,7 +56,7 @@ class Answers:
         return JSONResponse({"object": "list", "data": rows})
 
     async def _answered(self, request: Request, read: Read, chat: bool) -> Response:
-        wanted = read(await body_of(request), self._options)
+        wanted = read(await body_of(request), self._options, self._spot)
         name = self._engine.model_name
         if wanted.model not in ("", _ANY_NAME, name):
             hint = f"this server has {name!r}" if name else "nothing is ingested yet"

@@ -73,7 +73,7 @@ def make_app(
 def _routes(
     engine: Engine, options: ServeOptions, asking: QueryOptions, ingesting: IngestOptions, metrics: Metrics
 ) -> list[Route]:
-    answers, embeddings = Answers(engine, asking), Embeddings(engine)
+    answers, embeddings = Answers(engine, asking, options.spot), Embeddings(engine)
     documents = Documents(engine, ingesting, options.root, options.uploads)
 
     async def health(request: Request) -> Response:

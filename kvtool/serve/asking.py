@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.model.prompt import Message
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, Turns
@@ -19,7 +20,7 @@ ALLOWED = (
     *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "only", "retriever", "order"),
     *("min_score", "stop_repeats", "defer", "defer_first", "defer_threshold", "slo_ms"),
 )
-_OWN = ("documents", "chunks", *ALLOWED)
+_OWN = ("documents", "chunks", "spot", *ALLOWED)
 # What the API has beside, and the values at which it changes nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
@@ -71,31 +72,39 @@ class Wanted:
     user: str
 
 
-def read_chat(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
+def read_chat(value: Mapping[str, Any], options: QueryOptions, spot: bool) -> Wanted:
     """Read a body of `/v1/chat/completions`.
 
     Parameters
     ----------
-    options : what holds where the client says nothing.
+    options, spot : what holds where the client says nothing; `spot`: reuse stored passages that the messages hold.
 
     Raises
     ------
     Refusal, UsageError : it asks for nothing, or for what cannot be had.
     """
-    system, turns, question = _conversation(taken(value, "messages", list, []))
-    return _wanted(value, "messages", question, replace(options, system=system or options.system), turns)
+    said = _messages(taken(value, "messages", list, []))
+    system, turns, question = _conversation(said)
+    return _wanted(
+        value, "messages", question, replace(options, system=system or options.system), turns, said if spot else ()
+    )
 
 
-def read_completion(value: Mapping[str, Any], options: QueryOptions) -> Wanted:
+def read_completion(value: Mapping[str, Any], options: QueryOptions, spot: bool) -> Wanted:
     """Read a body of `/v1/completions`; see `read_chat`. Its prompt is the question."""
     prompts = texts(value, "prompt", LONGEST_TEXT)
     if len(prompts) != 1:
         raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
-    return _wanted(value, "prompt", prompts[0], options)
+    return _wanted(value, "prompt", prompts[0], options, messages=(("user", prompts[0]),) if spot else ())
 
 
 def _wanted(
-    value: Mapping[str, Any], asked: str, question: str, options: QueryOptions, turns: Turns | None = None
+    value: Mapping[str, Any],
+    asked: str,
+    question: str,
+    options: QueryOptions,
+    turns: Turns | None = None,
+    messages: Sequence[Message] = (),
 ) -> Wanted:
     _check_names(value, asked)
     own = taken(value, "kvtool", dict, {})
@@ -110,10 +119,14 @@ def _wanted(
     }
     given |= {name: number for name, number in numbers.items() if number is not None}
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
+    is_named = bool(choice.chunks or choice.documents)
+    request = Request(question, choice.chunks, choice.documents)
+    if taken(own, "spot", bool, True) and not is_named:
+        request = replace(request, messages=tuple(messages))
     stream = taken(value, "stream_options", dict, {})
     stop = texts(value, "stop", _LONGEST_STOP, _MOST_STOPS)
     return Wanted(
-        ask=Ask(Request(question, choice.chunks, choice.documents), replace(options, **given), stop, turns),
+        ask=Ask(request, replace(options, **given), stop, turns),
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),
@@ -150,13 +163,17 @@ def _shown(value: Any) -> str:
     return reprlib.repr(value)
 
 
-def _conversation(messages: list[Any]) -> tuple[str, Turns, str]:
-    """The instruction, the turns before the last question, and that."""
+def _messages(messages: list[Any]) -> list[Message]:
+    """Return the role and the text of each message. Raises Refusal."""
     if len(messages) > _MOST_MESSAGES:
         raise Refusal(
             400, "too_many", f"there are {len(messages):,} messages", f"at most {_MOST_MESSAGES:,}", "messages"
         )
-    said = [_message(message, number) for number, message in enumerate(messages)]
+    return [_message(message, number) for number, message in enumerate(messages)]
+
+
+def _conversation(said: Sequence[Message]) -> tuple[str, Turns, str]:
+    """The instruction, the turns before the last question, and that."""
     system = "\n\n".join(text for role, text in said if role in ("system", "developer"))
     spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
     if not spoken or spoken[-1][0] != "user":

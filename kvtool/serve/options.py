@@ -78,6 +78,13 @@ class ServeOptions(Options, sections=("serve",)):
         instead="1GB",
     )
 
+    spot: bool = option(
+        True,
+        "Reuse stored passages that a client's messages contain, and retrieve none for them.",
+        group=DOCUMENTS,
+        flag="--spot/--no-spot",
+        setting="serve_spot",
+    )
     keep_conversations: int = option(
         5 * 10**8,
         "Memory for conversations that may continue; 0 keeps none.",

@@ -210,11 +210,17 @@ def begun_for(job: Job, session: Session, talks: Talks) -> Generator[PreparedAns
     """
     from kvtool.core.query.answer import begin_answer
     from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.spotted import lay_out_messages
 
     ask = job.ask
-    if ask.turns is None:
-        with session.lock, session.store.view():
-            begun = begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
+    with session.lock, session.store.view():
+        asked = lay_out_messages(session, ask.request, ask.options)
+        if asked is None:
+            ask = job.ask = replace(ask, request=replace(ask.request, messages=()))
+        if asked is None and ask.turns is None:
+            asked = lay_out(session, ask.request, ask.options)
+        begun = None if asked is None else begin_answer(session, asked, ask.options)
+    if begun is not None:
         yield begun
         return
     for talk in talks.begin(session, ask):

@@ -16,6 +16,7 @@ from types import TracebackType
 
 import torch
 
+from kvtool.core.codec.base import LayerKV
 from kvtool.core.common.timeline import Timeline, add_span
 from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, Placing
 from kvtool.core.fusion.plan import Plan, Segment
@@ -336,7 +337,8 @@ class Loader:
         if not segments:
             return
         started = time.perf_counter()
-        layers = self._source.read(segments, layer, worker.stats)
+        read = self._source.read(segments, layer, worker.stats)
+        layers = [_part(segment, kv) for segment, kv in zip(segments, read, strict=True)]
         add_span(self._timeline, "read and decode", started, layer=layer)
         if self._stop:
             return
@@ -352,6 +354,14 @@ class _Worker:
     def __init__(self, placing: Placing, layers: Mapping[int, Sequence[int]]) -> None:
         self.placing = placing
         self.stats = ReadStats(room=placing.room, layers=layers)
+
+
+def _part(segment: Segment, kv: LayerKV) -> LayerKV:
+    """Return the rows of a segment among those of its stored chunk."""
+    if (part := segment.source.part) is None:
+        return kv
+    keys, values = (side[:, part.first : part.stop].contiguous() for side in kv)
+    return keys, values
 
 
 def _layers_of(read: Sequence[Sequence[Segment]]) -> dict[int, list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 
@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 Status = Literal["hit", "exact", "miss", "fresh", "resident"]
 
 
+class Part(NamedTuple):
+    """Tokens `first` … `stop` of a chunk of so many."""
+
+    first: int
+    stop: int
+    of: int
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """A wanted segment: its token ids, and where its KV is stored.
@@ -31,6 +39,7 @@ class Candidate:
     stored : True if a record exists although `level` is None: at another level, or too slow to wait for.
     sensitivity : one little-endian float16 a token (records/encode.py); empty where none was stored.
     relevance : to the question; records of higher relevance are read first.
+    part : of a longer stored chunk, whose rows are read whole: its tokens, and which of them are `ids`; None: all.
     """
 
     ids: Ids
@@ -42,6 +51,12 @@ class Candidate:
     sensitivity: bytes = b""
     relevance: float = 0.0
     kept: Ids | None = None
+    part: Part | None = None
+
+    @property
+    def stored_tokens(self) -> int:
+        """Return the number of tokens of the stored chunk."""
+        return len(self.ids) if self.part is None else self.part.of
 
     @property
     def rows(self) -> Sequence[int]:
@@ -139,6 +154,11 @@ class Plan:
     @property
     def chunks(self) -> tuple[Segment, ...]:
         return self.segments[1:-1]
+
+    @property
+    def passages(self) -> tuple[Segment, ...]:
+        """Return the chunks that a store knows; any others are a client's own text between them."""
+        return tuple(segment for segment in self.chunks if segment.source.chunk_id)
 
     @property
     def cached(self) -> list[Segment]:
@@ -240,5 +260,5 @@ def _place(candidate: Candidate, before: list[int]) -> Segment:
     if candidate.level is None:
         status = "miss"
     elif candidate.lead_in == ids_digest(before) and level_of(candidate.level).lossless:
-        status = "exact"
+        status = "exact" if candidate.part is None or candidate.part.first == 0 else "hit"
     return Segment(candidate.ids, len(before), status, candidate, candidate.reason)

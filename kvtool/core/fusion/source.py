@@ -114,7 +114,7 @@ class StoreSource:
 
         started = time.perf_counter()
         chunk_ids = [segment.source.chunk_id for segment in segments]
-        shapes = [stored_shape(self.decoder.shapes[layer], len(segment.source.ids)) for segment in segments]
+        shapes = [stored_shape(self.decoder.shapes[layer], segment.source.stored_tokens) for segment in segments]
         # Only records that need no decoding are uploaded as their bytes are.
         room = stats.room if level_of(level).verbatim else aligned
         ahead = [stats.layers[segment.start] for segment in segments] if stats.layers else None

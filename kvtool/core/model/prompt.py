@@ -15,6 +15,8 @@ from kvtool.core.model.template import TemplateFailed, render
 from kvtool.core.model.tokens import encode, encode_batch, encode_control, holds_control
 
 Cut = TypeVar("Cut")
+Message = tuple[str, str]
+"""A role and a text."""
 _SEPARATOR = "\n\n"
 _ASKS = "Question:"
 _SYSTEM = "kvtoolSystemText"
@@ -62,6 +64,39 @@ def chunk_tokens(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
 def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
     """Tokenise the last segment: the question as ordinary text, then the answer's header."""
     return (*encode(tokenizer, f"{_ASKS} {question.strip()}"), *parts.answer_header)
+
+
+def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
+    """Tokenise a client's messages by the model's chat template, with the header of the next answer.
+
+    Returns
+    -------
+    None : there is no template, or it does not show each message once and in order.
+    """
+    if not tokenizer.chat_template:
+        return None
+    words = [f"kvtoolMessage{number}Text" for number in range(len(messages))]
+    shown = [{"role": role, "content": word} for (role, _), word in zip(messages, words, strict=True)]
+    (text,) = render(tokenizer, [shown])
+    if isinstance(text, TemplateFailed):
+        return None
+    between = list[str]()
+    for word in words:
+        before, found, text = text.partition(word)
+        if not found:
+            return None
+        between.append(before)
+    if any(word in piece for piece in (*between, text) for word in words):
+        return None
+    contents = [content.strip() for _, content in messages]
+    if any(holds_control(tokenizer, content) for content in contents):
+        pairs = zip(between, contents, strict=True)
+        ids = [
+            id for before, content in pairs for id in (*encode_control(tokenizer, before), *encode(tokenizer, content))
+        ]
+        return _one_bos(tokenizer, [*ids, *encode_control(tokenizer, text)])
+    whole = "".join(piece for pair in zip(between, contents, strict=True) for piece in pair)
+    return _one_bos(tokenizer, encode_control(tokenizer, whole + text))
 
 
 def stop_texts(tokenizer: Any) -> tuple[str, ...]:

@@ -21,11 +21,12 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Marks, PromptLayout, lay_out, plan_marks
+from kvtool.core.query.layout import Marks, PromptLayout, plan_marks
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.reply import Reply, ReplyChunk, Request
+from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request
 from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
 from kvtool.core.query.since import with_changes
+from kvtool.core.query.spotted import lay_out_request
 from kvtool.core.query.streaming import Streamed, stream_prompt
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def answer(
     """
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        return answer_asked(session, lay_out(session, request, options), options, on_text, again)
+        return answer_asked(session, lay_out_request(session, request, options), options, on_text, again)
 
 
 def answer_asked(
@@ -159,6 +160,8 @@ def _choose(
 ) -> tuple[PromptLayout, QueryOptions, Choice | None]:
     """Resolve `auto` to a fusion mode. A remote backend and an extended prompt cannot be weighed in advance: they get
     the mode that loses a little."""
+    if asked.request.messages:  # their text is as it is: nothing of it is left out, or read at another level
+        options = replace(options, defer=False, fusion=WEIGHED if options.fusion == AUTO else options.fusion)
     if options.fusion != AUTO:
         return asked, options, None
     if asked.behind is not None or _streams(session, options):
@@ -174,7 +177,8 @@ def _streams(session: Session, options: QueryOptions) -> bool:
 
 def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selector: Selector) -> Streamed:
     """Fetch what the prompt lacks, as far as an objective allows; without one it is read as it is needed."""
-    if asked.behind is not None or not _streams(session, options) or not selector.reads(asked.plan, session.layers):
+    on_its_own = asked.behind is not None or bool(asked.request.messages)
+    if on_its_own or not _streams(session, options) or not selector.reads(asked.plan, session.layers):
         return Streamed(asked.plan, session.source)
     return stream_prompt(session, asked, options, selector)
 
@@ -206,7 +210,7 @@ def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
 
 def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[ReplyChunk]:
     """Return the reply's entry of each chunk that was loaded."""
-    hits = asked.hits[: len(plan.chunks)]
+    hits = asked.hits[: len(plan.passages)]
     return [
         ReplyChunk.of(
             session.store,
@@ -215,7 +219,7 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
             status=segment.status,
             reason=segment.reason if segment.status == "miss" else "",
         )
-        for hit, segment in zip(hits, plan.chunks, strict=True)
+        for hit, segment in zip(hits, plan.passages, strict=True)
     ]
 
 
@@ -238,9 +242,13 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     if session.recent_chunks is not None:
         for segment in cached:
             session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
-    missed = len(fused.plan.chunks) - len(cached)
+    missed = len(fused.plan.passages) - len(cached)
     session.store.note_access([one.source.chunk_id for one in cached], missed, again)
-    holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
+    holes = [
+        segment
+        for segment in fused.plan.segments[:-1]
+        if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT
+    ]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
     if holes:
@@ -302,7 +310,7 @@ def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> 
         scores=asdict(score(text, asked.request.answers)) if asked.request.answers else {},
         rounds=begun.outcome.rounds,
         cut=asked.cut,
-        left=len(asked.hits) - len(fused.plan.chunks),
+        left=len(asked.hits) - len(fused.plan.passages),
         resolved={
             "device": session.decoder.device,
             "dtype": session.decoder.loaded.arithmetic.dtype,

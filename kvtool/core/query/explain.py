@@ -100,7 +100,7 @@ def backends_of(decoder: Decoder, rows: int, keys: int) -> list[LayerBackends]:
 
 def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
     """Return an entry for each chunk, in prompt order."""
-    return [ChunkSpans(tuple(_spans(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.chunks]
+    return [ChunkSpans(tuple(_spans(segment, _fates(fused, segment), tokenizer))) for segment in fused.plan.passages]
 
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:

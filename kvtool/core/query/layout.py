@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.codec.levels import enough_loss, known
+from kvtool.core.codec.levels import enough_loss, known, whole
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan, extend_plan, with_stored_rows
+from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
@@ -230,6 +230,23 @@ def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candi
     return _stored(session, wanted, info, level, max_loss)
 
 
+def part_of_chunk(session: Session, chunk_id: bytes, ids: Ids, skipped: int, options: QueryOptions) -> Candidate:
+    """Return some tokens of a chunk, from number `skipped` on, with the level at which their rows are read.
+
+    A level that drops rows is passed over.
+    """
+    info = _info(session, chunk_id)
+    if info is None or info.token_ids[skipped : skipped + len(ids)] != ids:
+        return Candidate(ids, chunk_id, reason="its description is lost or damaged")
+    wanted = Candidate(info.token_ids, chunk_id, info.lead_in)
+    found = _stored(session, wanted, info, options.level, options.max_loss, every_row=True)
+    if len(ids) == len(info.token_ids):
+        return found
+    part = Part(skipped, skipped + len(ids), len(info.token_ids))
+    some = found.sensitivity[2 * part.first : 2 * part.stop]  # a number of two bytes for each token
+    return replace(found, ids=ids, sensitivity=some, part=part)
+
+
 def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
     """Return True for a passage of somebody else that no split of this store gives: one that is longer than the model's
     context, and found by every question, would end all of them."""
@@ -239,7 +256,15 @@ def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
     return len(text) > _MOST_CHARACTERS * most or len(chunk_tokens(session.tokenizer, [text])[0]) > most
 
 
-def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: str, max_loss: float) -> Candidate:
+def _stored(
+    session: Session,
+    wanted: Candidate,
+    info: ChunkInfo | None,
+    level: str,
+    max_loss: float,
+    *,
+    every_row: bool = False,
+) -> Candidate:
     """A segment with the level at which it is read, or with why nothing of it serves."""
     if info is None:
         return replace(wanted, reason="not stored")
@@ -248,6 +273,7 @@ def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: 
     if info.layers not in (0, session.layers):  # 0: nothing is stored of it by design
         return replace(wanted, reason="stored with another number of layers")
     levels = session.store.levels(wanted.chunk_id)
+    levels = whole(levels) if every_row else levels
     best: str | None = level
     if level == "auto":
         losses = session.losses.of(wanted.chunk_id, levels)

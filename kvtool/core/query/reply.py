@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _SHOWN = 400  # characters of a text that a notebook or a prompt shows
 _CHUNKS_SHOWN = 12
+OWN_TEXT = "the client's own text"
+"""Why tokens of a prompt are computed that no chunk ever was (query/spotted.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Request:
     answers, sources : of an evaluation: accepted answers, and documents that retrieval should find.
     made_by : the model that wrote the question; "": people did.
     search : the text to search for instead of the question itself; "": the question.
+    messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
+        of the store in it are reused where they are, and none is retrieved (query/spotted.py).
     """
 
     question: str
@@ -46,6 +50,7 @@ class Request:
     sources: tuple[str, ...] = ()
     made_by: str = ""
     search: str = ""
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ class Reply:
         """Why tokens before the question were computed that nothing was reused of: how many, by reason."""
         counts: dict[str, int] = {}
         for segment in self.fused.plan.segments[:-1]:
-            if segment.status == "miss" and segment.ids:
+            if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT:
                 counts[segment.reason] = counts.get(segment.reason, 0) + len(segment.ids)
         return counts
 

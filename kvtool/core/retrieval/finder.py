@@ -24,6 +24,7 @@ from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, recent_first, stands_in
 from kvtool.core.retrieval.places import Places
 from kvtool.core.retrieval.search import Search
+from kvtool.core.retrieval.spotting import Span, Spotter
 from kvtool.core.retrieval.tables import Array
 from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms
 from kvtool.core.retrieval.vectors import Meaning, remember, remembered
@@ -74,6 +75,7 @@ class Finder:
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
         self._embedders: dict[str, Embeds] = {}
+        self._spotter, self._spotted = Spotter(self._token_ids), -1
         self._read = lru_cache(maxsize=_DOCUMENTS)(lambda source, revision: store.document(source))
 
     @property
@@ -113,6 +115,15 @@ class Finder:
             kept = search.helpful(question, hits, retrieval.min_score)
             return Found(kept, len(hits) - len(kept))
 
+    def spot(self, ids: Sequence[int]) -> list[Span]:
+        """Find the chunks of the store that stand in a prompt's token ids, with the rows of each."""
+        with self._store.view():
+            self.follow()
+            if self._spotted != self.index.revision:
+                self._spotter.update(self.index.chunk_ids())
+                self._spotted = self.index.revision
+            return self._spotter.spot(ids)
+
     def named(self, chunks: Sequence[str], documents: Sequence[str]) -> list[Hit]:
         """Look up chunks by their names, or all chunks of documents. Raises UsageError for an unknown one."""
         hits: list[Hit] = []
@@ -137,6 +148,12 @@ class Finder:
                 "no chunk matches the question", "use words that stand in the documents, or name the documents"
             )
         return hits
+
+    def _token_ids(self, chunk_id: bytes) -> Sequence[int]:
+        with suppress(DamagedError):
+            if (info := self._store.chunk_info(chunk_id)) is not None:
+                return info.token_ids
+        return ()
 
     def document(self, source: str) -> DocumentEntry | None:
         """Return a document as it is now; its chunks are asked for one after the other, so it is kept for a while.

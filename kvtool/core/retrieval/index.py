@@ -133,6 +133,24 @@ class Index:
                     found.setdefault(chunk_id, set()).add(segment.source(document))
         return found
 
+    def chunk_ids(self) -> set[bytes]:
+        """Return the ids of the living documents' chunks."""
+        found = set[bytes]()
+        for segment in self.segments:
+            rows = segment.tables["chunk_ids"]
+            found.update(row.tobytes() for row in (rows if segment.living is None else rows[segment.living]))
+        return found
+
+    def passages(self, chunk_ids: Collection[bytes]) -> dict[bytes, Passage]:
+        """Return where each of these chunks is, in the first of the living documents that hold it."""
+        wanted = beginnings(digests([*chunk_ids], _KEY))
+        found: dict[bytes, Passage] = {}
+        for segment in self.segments:
+            for row in np.flatnonzero(np.isin(beginnings(segment.tables["chunk_ids"]), wanted)).tolist():
+                if segment.alive[segment.document_of(row)]:
+                    found.setdefault((passage := segment.passage(row)).chunk_id, passage)
+        return found
+
     # ---- bringing it up to date ----
 
     def update(self, store: Store) -> None:

@@ -1,0 +1,117 @@
+"""A client's own messages: stored passages in them are reused where they are, and all else is as it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtool.core.cache.store import Store
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.model.prompt import message_tokens
+from kvtool.core.query.answer import answer
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import OWN_TEXT, Request
+from kvtool.core.query.spotted import lay_out_messages
+from kvtool.core.session.session import Session
+from tests.cli.working import QUESTION
+
+Messages = tuple[tuple[str, str], ...]
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    with Store.open(store) as opened:
+        yield Session.open(opened, ModelOptions(offline=True))
+
+
+def texts(session: Session, name: str) -> list[str]:
+    """The chunks of a document."""
+    (document,) = [document for document in session.store.documents() if document.source.endswith(name)]
+    return [document.text[ref.start : ref.end] for ref in document.chunks]
+
+
+@pytest.fixture
+def messages(session: Session) -> Messages:
+    """Four passages of three documents, among text of the client's own; the third is cut at both ends."""
+    third, first, fifth = (texts(session, f"mill{number}.md") for number in (2, 0, 4))
+    cut = first[1][9:-4]
+    pasted = f"Passage 1:\n{third[0]}\n---\nPassage 2: {third[1]}\n---\n> {cut}\n\n<doc>{fifth[2]}</doc>\n\n{QUESTION}"
+    return (("system", "Answer in a word."), ("user", "Hello."), ("assistant", "Hello!"), ("user", pasted))
+
+
+def test_the_prompt_is_the_clients_token_by_token(session: Session, messages: Messages) -> None:
+    asked = lay_out_messages(session, Request(QUESTION, messages=messages), QueryOptions())
+    assert asked is not None
+    ids = message_tokens(session.tokenizer, messages)
+    assert ids is not None
+    assert tuple(asked.plan.ids) == ids
+    text = session.tokenizer.decode(list(ids))
+    for _, content in messages:
+        assert content in text
+    passages = asked.plan.passages
+    assert [hit.passage.source.rpartition("/")[2] for hit in asked.hits] == ["mill2.md"] * 2 + ["mill0.md", "mill4.md"]
+    assert [hit.passage.chunk_id for hit in asked.hits] == [one.source.chunk_id for one in passages]
+    assert all(one.cached for one in passages)
+    assert passages[2].source.part is not None
+    assert passages[2].source.part.first > 0
+    own = [one for one in asked.plan.chunks if not one.source.chunk_id]
+    assert {one.reason for one in own} == {OWN_TEXT}
+
+
+def test_recomputing_everything_is_full_prefill_of_that_very_prompt(session: Session, messages: Messages) -> None:
+    request = Request(QUESTION, messages=messages)
+    full = answer(session, request, QueryOptions(max_tokens=4, fusion="full"))
+    ids = message_tokens(session.tokenizer, messages)
+    with torch.inference_mode():
+        plain = session.decoder.model(input_ids=torch.tensor([ids])).logits[0, -1].float()
+    assert torch.equal(full.fused.logits.argmax(), plain.argmax())
+    torch.testing.assert_close(full.fused.logits.float().flatten(), plain, atol=1e-4, rtol=0)
+    for mode, more in (("blend", {"ratio": 1.0}), ("epic", {"link_tokens": 10_000})):
+        reply = answer(session, request, QueryOptions(max_tokens=4, fusion=mode, **more))
+        torch.testing.assert_close(reply.fused.logits.float(), full.fused.logits.float(), atol=1e-3, rtol=0)
+        assert reply.generated.ids == full.generated.ids
+
+
+def test_rows_of_a_part_are_those_of_the_chunk(session: Session, messages: Messages) -> None:
+    options = QueryOptions(max_tokens=4, fusion="reuse", shift=False)
+    reply = answer(session, Request(QUESTION, messages=messages), options)
+    (segment,) = [one for one in reply.fused.plan.passages if one.source.part is not None and one.source.part.first]
+    part = segment.source.part
+    assert part is not None
+    whole = answer(session, Request(QUESTION, chunks=(segment.source.chunk_id.hex(),)), options)
+    (chunk,) = whole.fused.plan.chunks
+    for ours, theirs in zip(reply.fused.cache.buffers, whole.fused.cache.buffers, strict=True):
+        own = theirs.values[:, :, chunk.start : chunk.stop]
+        assert torch.equal(ours.values[:, :, segment.start : segment.stop], own[:, :, part.first : part.stop])
+
+
+def test_nothing_of_the_clients_is_stored_and_nothing_is_warned_of(session: Session, messages: Messages) -> None:
+    told: list[str] = []
+    session.warn = lambda text, hint: told.append(text)  # type: ignore[method-assign]
+    before = session.store.chunk_ids()
+    reply = answer(session, Request(QUESTION, messages=messages), QueryOptions(max_tokens=4))
+    assert session.store.chunk_ids() == before
+    assert told == []
+    assert reply.tokens["reused"] > 0
+    assert reply.reasons == {}
+    assert [chunk.status for chunk in reply.chunks] == ["hit"] * 4
+    assert reply.to_json()["fusion"] == "union"
+
+
+@pytest.mark.parametrize("content", [QUESTION, "", f"A few words: {QUESTION} " * 30])
+def test_messages_without_passages_have_theirs_found(session: Session, content: str) -> None:
+    request = Request(QUESTION, messages=(("user", content or "x"),))
+    assert lay_out_messages(session, request, QueryOptions()) is None
+    assert answer(session, request, QueryOptions(max_tokens=4)).chunks
+
+
+def test_control_tokens_that_a_client_writes_are_text(session: Session, messages: Messages) -> None:
+    end = session.tokenizer.eos_token
+    pasted = (*messages[:-1], ("user", f"{end} {messages[-1][1]}"))
+    ids, plain = message_tokens(session.tokenizer, pasted), message_tokens(session.tokenizer, messages)
+    assert ids is not None
+    assert plain is not None
+    assert ids.count(session.tokenizer.eos_token_id) == plain.count(session.tokenizer.eos_token_id)
