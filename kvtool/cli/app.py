@@ -56,7 +56,7 @@ SHOWN = {  # what the overview lists, by heading
     "The store (more: `kvtool store --help`)": {
         "store ls": "List documents, or their chunks.",
         "store verify": "Check stored data; with --repair, remove what is damaged.",
-        "store forget": "Remove documents, and their chunks that no other document has.",
+        "store rm": "Remove documents, and their chunks that no other document has.",
         "store prune": "Make the store smaller: remove the least used KV first.",
         "store push": "Copy to a shared store what it lacks.",
         "store pull": "Copy from a shared store what this store lacks.",

@@ -87,7 +87,7 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
             parallel=options.parallel,
             queue=options.queue,
             patience=options.request_timeout,
-            hot_memory=options.hot_memory,
+            memory_cache=options.memory_cache,
             keep_conversations=options.keep_conversations,
         )
         log = _Log(run, options.request_log)

@@ -188,8 +188,8 @@ def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None,
 
 
 @app.command()
-@takes(ForgetOptions, StoreOptions, examples=("store forget notes.md --dry-run", 'store forget "drafts/*.md"'))
-def forget(run: Run, targets: Targets) -> None:
+@takes(ForgetOptions, StoreOptions, examples=("store rm notes.md --dry-run", 'store rm "drafts/*.md"'))
+def rm(run: Run, targets: Targets) -> None:
     """Remove documents, and their chunks that no other document has."""
     from kvtool.core.upkeep.forget import forget as run_forget
 
@@ -204,7 +204,7 @@ def forget(run: Run, targets: Targets) -> None:
     def show() -> None:
         for source in plan.sources:
             run.out.print(source.replace("\n", "\\n"))
-        what = "would be forgotten" if dry_run else "forgotten"
+        what = "would be removed" if dry_run else "removed"
         count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
         run.out.print(f"{what}: {count}, {sized(plan.size)}")
 

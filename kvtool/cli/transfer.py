@@ -30,7 +30,7 @@ Url = Annotated[
 
 _SHARED = "redis://cache:6379/0"
 _AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
-_REPLACE = "`kvtool store forget PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
+_REPLACE = "`kvtool store rm PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))

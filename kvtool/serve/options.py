@@ -68,11 +68,11 @@ class ServeOptions(Options, sections=("serve",)):
     max_body: int = option(
         16 * 10**6, "Maximum size of a request.", group=LIMITS, unit="size", lowest=1, instead="16MB"
     )
-    hot_memory: int = option(
+    memory_cache: int = option(
         10**9,
         "Memory for loaded chunks.",
         group=LIMITS,
-        setting="serve_hot_memory",
+        setting="serve_memory_cache",
         unit="size",
         lowest=0,
         instead="1GB",

@@ -40,9 +40,9 @@ class Shelf:
                 self._open[0].close()
                 self._open = None
 
-    def search(self, question: str, top_k: int, only: Sequence[str]) -> Found:
+    def search(self, question: str, top_k: int, source: Sequence[str]) -> Found:
         """Find chunks. Raises as `Finder.find` does."""
-        options = replace(self._options, only=tuple(only) or self._options.only)
+        options = replace(self._options, source=tuple(source) or self._options.source)
         with self._reading() as (store, finder):
             hits = finder.find(question, top_k, options.retrieval).hits
             since = changes(store, [hit.passage.source for hit in hits])

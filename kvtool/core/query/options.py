@@ -57,7 +57,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         lowest=0,
         highest=1,
     )
-    only: tuple[str, ...] = option(
+    source: tuple[str, ...] = option(
         (), "Search only documents whose path matches.", group=CHUNKS, setting=False, metavar="GLOB"
     )
     retriever: str = option(
@@ -98,7 +98,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     level: str = option(
         "auto", "Compression level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
     )
-    keep_states: int = option(
+    state_cache_size: int = option(
         4 * 10**9,
         "Space in the store for the prompts of recurrent models; 0 stores none.",
         group=FUSION,
@@ -197,7 +197,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         from kvtool.core.retrieval.finder import Retrieval
 
         min_score = 0.0 if self.defer else self.min_score
-        return Retrieval(self.retriever, self.embedder, self.only, self.offline, min_score)
+        return Retrieval(self.retriever, self.embedder, self.source, self.offline, min_score)
 
     def find(self, finder: Finder, request: Request, prefer: Container[bytes] | None = None) -> Found:
         """Find the chunks for a request, or look up those that it names, in the order of the prompt.
