@@ -190,7 +190,7 @@ def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None,
 @app.command()
 @takes(ForgetOptions, StoreOptions, examples=("store rm notes.md --dry-run", 'store rm "drafts/*.md"'))
 def rm(run: Run, targets: Targets) -> None:
-    """Remove documents, and their chunks that no other document has."""
+    """Remove documents, and the chunks that only they use."""
     from kvtool.core.upkeep.forget import forget as run_forget
 
     options = run.get(ForgetOptions)
@@ -233,9 +233,9 @@ class BudgetOptions(Options, settings=False, group=WHICH):
     examples=("store prune --budget 20GB", "store prune --max-size 20GB --unused 30d --dry-run"),
 )
 def prune(run: Run) -> int | None:
-    """Make the store smaller: remove the least used KV first.
+    """Make the store smaller: evict the least used KV first.
 
-    Of a chunk exact records go before compressed ones, and KV before text.
+    Exact KV is evicted before compressed KV, and KV before text.
     """
     from kvtool.core.upkeep.job import prune as run_prune
 

@@ -9,7 +9,7 @@ from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Who may ask", "Limits and log", "Documents"
+ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Access", "Limits and log", "Documents"
 ANY_ORIGIN = "*"
 
 

@@ -26,15 +26,15 @@ ASKED = (*RETRIEVAL, "level", "max_loss")
 class EvidenceOptions(Options, settings=False, group=RUNS):
     """Options of the references for runs, besides full recompute."""
 
-    no_context: bool = option(False, "Answer without any chunk, too, and tell what share of the gap a run recovers.")
-    holdout: bool = option(False, "Choose a run on the first half of the questions, and tell it of the other half.")
+    no_context: bool = option(False, "Also answer without chunks, and report what share of the gap a run recovers.")
+    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the second.")
     max_kl: float = option(
-        0.05, "KL of the answer, in nats, that is near enough to be chosen.", metavar="NATS", lowest=0
+        0.05, "Maximum KL divergence of a mode that is recommended, in nats per token.", metavar="NATS", lowest=0
     )
 
 
 def quality(desk: Desk) -> Findings:
-    """Answer questions in every mode beside full recompute: how near each comes, how fast, and how sure that is."""
+    """Answer questions in every mode and by full recompute. Report quality and speed, with intervals."""
     flags, evidence = desk.get(RunOptions), desk.get(EvidenceOptions)
     requests = desk.get(BatchOptions).requests("quality")
     options = desk.query_options(*ASKED, max_tokens=flags.max_tokens, force=flags.force)
