@@ -34,7 +34,7 @@ BANNED = {
     r"behind": "after",
     r"in front": "before",
     r"whoever|(?:those|one|he|she) who": "name the person: a user, a client, a caller",
-    r"room (?:for|in|is|left)|(?:no|make|makes|making|made|find|finds|found|more|little) room": "space, memory",
+    r"room (?:for|in|left)|(?:no|make|makes|making|made|find|finds|found|more|little) room": "space, memory",
     r"warm|warmer|warmest|warmth|cold|colder|coldest": "recently used, least used; cached",
     r"lies?|lay|lain": "is, is stored",
     r"apart(?! from)": "separate",
