@@ -43,13 +43,13 @@ BANNED = {
     r"there (?:is|are|was|were) none": "none exists",
 }
 OLD_TERMS = {
-    r"forget|forgets|forgot|forgotten": "remove",
-    r"halves": "holdout",
-    r"stretch|stretches": "prompt cache",
+    r"forget|forgets|forgetting|forgot|forgotten": "remove",
+    r"stretch|stretches": "state checkpoint",
     r"tiers?": "shared store",
     r"hot": "memory cache",
     r"verdicts?": "gate",
-    r"quotations?": "copy task",
+    r"quotations?": "loss",
+    r"naked|bare chunks?": "lead-in",
 }
 PLAIN = re.compile(
     r"behind an? (?:\w+ )?proxy|(?:cold|warm)(?: and a (?:cold|warm))? page cache|If they do not tell, say so",
