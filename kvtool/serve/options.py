@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtool.core.common.places import data_dir
 from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Who may ask", "Limits and log", "Documents"
+ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Access", "Limits and log", "Documents"
 ANY_ORIGIN = "*"
 
 
@@ -68,11 +69,11 @@ class ServeOptions(Options, sections=("serve",)):
     max_body: int = option(
         16 * 10**6, "Maximum size of a request.", group=LIMITS, unit="size", lowest=1, instead="16MB"
     )
-    hot_memory: int = option(
+    memory_cache: int = option(
         10**9,
         "Memory for loaded chunks.",
         group=LIMITS,
-        setting="serve_hot_memory",
+        setting="serve_memory_cache",
         unit="size",
         lowest=0,
         instead="1GB",
@@ -111,6 +112,11 @@ class ServeOptions(Options, sections=("serve",)):
     request_log: Path | None = option(
         None, "Write one line per request to this file.", group=LIMITS, metavar="FILE", unit="path", instead="stdout"
     )
+
+    @property
+    def key_path(self) -> Path:
+        """Return the path of the key's file."""
+        return self.key_file or data_dir() / "serve.key"
 
     @property
     def is_local(self) -> bool:

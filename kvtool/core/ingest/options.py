@@ -13,7 +13,7 @@ from kvtool.core.codec.levels import WHOLE
 from kvtool.core.corpus.commands import commands_of, complaint
 from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
-from kvtool.core.crew.options import CrewOptions
+from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, system_option
 from kvtool.core.options.option import option
@@ -22,7 +22,7 @@ from kvtool.core.retrieval.options import embedder_option
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
 
-FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
+FILES, SPLITTING, STORING = "Files", "Chunks", "Storage"  # headings in the command's help
 LEAD_INS = ("warm", "prefix", "neighbour", "bos", "none")
 _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
@@ -42,7 +42,7 @@ def _check_lead_in(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)):
+class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",)):
     """Options of what to ingest, and how; None means: as the store has it, else the default.
 
     Attributes
@@ -214,7 +214,7 @@ class WatchOptions(IngestOptions):
     ray_workers: int = option(0, "Without one.", flag=None, setting=False)
     debounce: float = option(
         0.5,
-        "How long files must rest before they are read.",
+        "Time without changes after which a file is read.",
         group=FILES,
         setting=False,
         unit="duration",
