@@ -60,7 +60,9 @@ def main() -> None:
 
     documents = list(dict.fromkeys(documents_of(given.corpus)))
     chunks = list(dict.fromkeys(cut(documents, ids_of)))
-    ids = {digest(text): tokens for text, tokens in zip(chunks, ids_of([f"{text}\n\n" for text in chunks]), strict=True)}
+    ids = {
+        digest(text): tokens for text, tokens in zip(chunks, ids_of([f"{text}\n\n" for text in chunks]), strict=True)
+    }
     spotter = Spotter(ids.__getitem__)
     started = time.thread_time()
     spotter.update(ids)
