@@ -18,9 +18,9 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.record import Record
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import job
-from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
+from kvtool.core.compress.report import CompressReport
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.encode import sealed
 from kvtool.core.records.read import read_chunk

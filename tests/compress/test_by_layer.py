@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvtool.core.compress.by_layer import Toll, tolls
+from kvtool.core.compress.loss import Toll, tolls
 
 
 def test_by_hand() -> None:

@@ -15,7 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.transform_codec import TransformCodec
-from kvtool.core.compress import encode, encoding
+from kvtool.core.compress import encoders, level_writer
 from kvtool.core.errors import DamagedError
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool
 from tests.compress.making import (
@@ -87,7 +87,7 @@ def test_running_again_encodes_nothing(
     path = fitted if profile else plain
     run(path, *NESTED, "lossless")
     before = files_below(path)
-    monkeypatch.setattr(encoding, "encode_levels", None)
+    monkeypatch.setattr(encoders, "encode_levels", None)
     report = run(path, *NESTED, "lossless")
     assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
     assert report.bytes_before == report.bytes_after
@@ -128,10 +128,10 @@ def test_an_interrupted_run_is_taken_up_again(
     error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every chunk has either what it had or what it shall have; the rest is done by the next run."""
-    monkeypatch.setattr(encode, "_AT_ONCE", 2)
+    monkeypatch.setattr(level_writer, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     with monkeypatch.context() as patch:
-        breaking(patch, encoding, "encode_levels", 5, error)
+        breaking(patch, encoders, "encode_levels", 5, error)
         with pytest.raises(type(error)):
             run(plain, "1", "2", keep_raw=keep_raw)
     done = ["1", "2", "raw"] if keep_raw else ["1", "2"]
@@ -169,7 +169,7 @@ def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch
 def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No record is left on another profile's base, at no commit."""
     old = state_of(fitted)["profile"]
-    monkeypatch.setattr(encode, "_AT_ONCE", 1)
+    monkeypatch.setattr(level_writer, "_AT_ONCE", 1)
     with monkeypatch.context() as patch:
         breaking(patch, writers.Writer, "_commit", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):

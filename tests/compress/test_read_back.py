@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvtool.core.compress.read_back import _within
+from kvtool.core.compress.level_writer import _within
 
 
 def test_only_what_is_within_its_stated_error_and_of_the_same_shape() -> None:

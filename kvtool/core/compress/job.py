@@ -24,13 +24,11 @@ from kvtool.core.codec.levels import (
 )
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.compress_report import CompressReport
-from kvtool.core.compress.encode import Encoder
 from kvtool.core.compress.fitting import fit, keep_profile, profile_of
-from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
+from kvtool.core.compress.level_writer import LevelWriter
+from kvtool.core.compress.loss import HeavyRows, LevelScheme, mean_loss, measure, own_prompts
 from kvtool.core.compress.options import AUTO, CompressOptions
-from kvtool.core.compress.prompts import own_prompts
-from kvtool.core.compress.rows import HeavyRows
+from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.read import exact_level
@@ -120,7 +118,7 @@ class _Job:
             raise self._refusal(levels)
         if any(level_of(level).share < 100 for level in levels):
             self._load()
-        Encoder(self.store, self.writer, profile, self.options, report, self.events, self.heavy).run(chunks, levels)
+        LevelWriter(self.store, self.writer, profile, self.options, report, self.events, self.heavy).run(chunks, levels)
         for row in report.levels:
             row.loss = losses.get(row.level, {})
         report.bytes_after = self.store.stats()["bytes"]
