@@ -26,8 +26,8 @@ from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneO
 if TYPE_CHECKING:
     from kvtool.core.cache.damage import Damage
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.job import PruneReport
     from kvtool.core.upkeep.listing import DocumentRow, Row
+    from kvtool.core.upkeep.prune import PruneReport
 
 Targets = Annotated[
     list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
@@ -55,7 +55,7 @@ def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep import listing
-    from kvtool.core.upkeep.naming import named_documents
+    from kvtool.core.upkeep.selectors import named_documents
 
     options = run.get(ListOptions)
     in_order = listing.parse_sort(options.sort or "source")
@@ -237,7 +237,7 @@ def prune(run: Run) -> int | None:
 
     Of a chunk exact records go before compressed ones, and KV before text.
     """
-    from kvtool.core.upkeep.job import prune as run_prune
+    from kvtool.core.upkeep.prune import prune as run_prune
 
     options, budget = run.get(PruneOptions), run.get(BudgetOptions).budget
     if budget is not None and (size := _keep_budget(run, budget, options)) is None:
@@ -256,7 +256,7 @@ def prune(run: Run) -> int | None:
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
     """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
-    from kvtool.core.upkeep.budget import budget_of, keep_budget
+    from kvtool.core.upkeep.size_report import budget_of, keep_budget
 
     if options.max_size is not None:
         raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")
@@ -298,7 +298,7 @@ def compact(run: Run) -> None:
 
     Chunks that no document refers to are removed. The store can be read meanwhile.
     """
-    from kvtool.core.upkeep.compact import compact as run_compact
+    from kvtool.core.upkeep.prune import compact as run_compact
 
     done = run_compact(run.folder, lock_wait=run.lock_wait)
 
@@ -319,7 +319,7 @@ def pin(run: Run, targets: Optional = None) -> None:
     Chunks can be protected, too.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.pins import pin as run_pin
+    from kvtool.core.upkeep.forget import pin as run_pin
 
     path = run.folder
     if targets:
@@ -334,7 +334,7 @@ def pin(run: Run, targets: Optional = None) -> None:
 @takes(StoreOptions, LockOptions, examples=("store unpin handbook.md", 'store unpin "drafts/*.md"'))
 def unpin(run: Run, targets: Targets) -> None:
     """Let `store prune` remove documents again."""
-    from kvtool.core.upkeep.pins import unpin as run_unpin
+    from kvtool.core.upkeep.forget import unpin as run_unpin
 
     _show_pins(run, run_unpin(run.folder, targets, lock_wait=run.lock_wait))
 

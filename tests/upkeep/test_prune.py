@@ -19,11 +19,10 @@ from kvtool.core.cache.stretches import StretchInfo
 from kvtool.core.cache.verify import verify
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import NoSpaceError, UsageError
-from kvtool.core.upkeep.budget import keep_budget
-from kvtool.core.upkeep.compact import compact
-from kvtool.core.upkeep.job import PruneReport, prune
+from kvtool.core.upkeep.forget import pin, unpin
 from kvtool.core.upkeep.options import PruneOptions
-from kvtool.core.upkeep.pins import pin, unpin
+from kvtool.core.upkeep.prune import PruneReport, compact, prune
+from kvtool.core.upkeep.size_report import keep_budget
 from tests.cache.making import add_file, check_file, id_of, make_store, noise
 from tests.cli.working import QUESTION, SHORT, damages, emptied, environment, kvtool, prefix_chunk
 from tests.compress.making import chunks_in, levels_in, refit, replace_record

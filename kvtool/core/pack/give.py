@@ -24,7 +24,7 @@ from kvtool.core.remote.entries import Chunk, File, Level, chunk_name, digest_of
 from kvtool.core.remote.head import Head, seal_head
 from kvtool.core.remote.signing import SigningKey, seal_of
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.upkeep.naming import named_documents
+from kvtool.core.upkeep.selectors import named_documents
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ def export(
 
     Parameters
     ----------
-    only : documents (see `core/upkeep/naming`); a file with several is taken whole. Empty: all.
+    only : documents (see `core/upkeep/selectors`); a file with several is taken whole. Empty: all.
     levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
     force : replace a file that is there.
     key : signs the pack's catalogue, and with it all but states of answered prompts.

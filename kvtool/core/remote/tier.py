@@ -29,7 +29,7 @@ from kvtool.core.remote.front import bytes_of, make_room, plan_room
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.offers import Offers
 from kvtool.core.remote.survey import base_of
-from kvtool.core.upkeep.budget import LOW_WATER
+from kvtool.core.upkeep.size_report import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
