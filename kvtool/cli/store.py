@@ -24,7 +24,7 @@ from kvtool.core.options.option import Options, option
 from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.damage import Damage
+    from kvtool.core.cache.integrity import Damage
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep.listing import DocumentRow, Row
     from kvtool.core.upkeep.prune import PruneReport
@@ -139,8 +139,9 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
 @takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
 def verify(run: Run) -> int | None:
     """Check stored data; with --repair, remove what is damaged."""
+    from kvtool.core.cache.integrity import repair
+    from kvtool.core.cache.integrity import verify as check
     from kvtool.core.cache.store import Store
-    from kvtool.core.cache.verify import verify as check
 
     options = run.get(VerifyOptions)
     sample = Fraction(options.sample) if options.sample is not None else None
@@ -150,7 +151,7 @@ def verify(run: Run) -> int | None:
         left, repaired = damaged, 0
         if damaged and options.repair:
             with store.writer(run.lock_wait) as writer:
-                repaired = writer.repair(damaged)
+                repaired = repair(store, writer, damaged)
             left = check(store, sample)
         sizes, concerns = store.stats(), store.concerns()
     for concern in concerns:

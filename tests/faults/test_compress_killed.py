@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.compress.making import (
     check_sound,

@@ -11,7 +11,7 @@ import pytest
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
-from kvtool.core.cache.nodes import Leaf
+from kvtool.core.cache.pages import Leaf
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import Tree
 from kvtool.core.retrieval.index import index_of

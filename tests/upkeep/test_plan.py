@@ -192,7 +192,7 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
 def test_what_nobody_refers_to_goes_first() -> None:
     stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
     plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
-    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", (chunk_of("loose"),))]
+    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
 
 
 @pytest.mark.parametrize("seed", range(40))

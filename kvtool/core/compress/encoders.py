@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from kvtool.core.cache.buffers import aligned
 from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.cache.record import aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, no_profiles
 from kvtool.core.codec.encode import encode_levels, encode_rows

@@ -121,7 +121,7 @@ def _has(store: Store, profile: Profile) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """A prompt made of stored chunks: which, and a question and an answer that stand in one of them."""
+    """A prompt of stored chunks, by number, with a question and an answer copied from one of them."""
 
     chunks: tuple[int, ...]
     question: Ids
@@ -157,7 +157,7 @@ def fisher(
     Parameters
     ----------
     prefix, chunks : stored KV.
-    advance : told after each prompt.
+    advance : called after each prompt.
 
     Returns
     -------

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -36,6 +35,7 @@ from kvtool.core.records.read import exact_level, read_records, stored_rows
 from kvtool.core.session.identity import ProfileCache
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
+_SLACK = 1.01  # of a stated error: products of other sizes round otherwise
 
 
 class LevelWriter:
@@ -149,11 +149,11 @@ class LevelWriter:
             self._bare += not stored
             self._events.advance(1)
             return None
-        doomed = [level for level in stale if level in wanted]
+        outdated = [level for level in stale if level in wanted]
         if nested(stale) and nested(wanted):  # one may refine another: they go together
-            doomed = [*nested(), *(level for level in doomed if not level_of(level).nested)]
+            outdated = [*nested(), *(level for level in outdated if not level_of(level).nested)]
             wanted = [level for level in wanted if not level_of(level).nested] + nested([*levels, *stored])
-        for level in doomed:
+        for level in outdated:
             self._writer.drop_level([chunk], level)
         info = self._store.chunk_info(chunk)
         if info is None:
@@ -189,20 +189,6 @@ class LevelWriter:
         return [read_records(self._store, [plan.chunk], level, layer)[0] for layer in range(plan.info.layers)]
 
 
-_SLACK = 1.01  # of a stated error: products of other sizes round otherwise
-
-
-@dataclass(slots=True)
-class _Count:
-    """Counts what one layer of some chunks takes at a level."""
-
-    bytes: int = 0
-    elements: int = 0
-    error: float = 0.0
-    decoded_bytes: int = 0
-    seconds: float = 0.0
-
-
 class ReadBack:
     """Reads what was written, layer by layer, several layers at a time."""
 
@@ -222,33 +208,31 @@ class ReadBack:
         sources = {chunk: exact_level(self._store, chunk) for chunk in there}
         for report in (report for report in self._report.levels if report.level in levels):
             report.chunks += len(there)
-            for count in self._pool.map(partial(self._layer, report, sources), range(layers)):
-                self._add(report, count)
+            for count, decoded_bytes, seconds in self._pool.map(
+                partial(self._layer, report.level, sources), range(layers)
+            ):
+                report.bytes += count.bytes
+                report.elements += count.elements
+                report.error += count.error
+                self._report.decoded_bytes += decoded_bytes
+                self._report.decode_seconds += seconds
         return there
 
-    def _add(self, report: LevelReport, count: _Count) -> None:
-        report.bytes += count.bytes
-        report.elements += count.elements
-        report.error += count.error
-        self._report.decoded_bytes += count.decoded_bytes
-        self._report.decode_seconds += count.seconds
-
-    def _layer(self, report: LevelReport, sources: dict[bytes, str | None], layer: int) -> _Count:
-        chunks = [*sources]
-        items = read_records(self._store, chunks, report.level, layer)
+    def _layer(self, level: str, sources: dict[bytes, str | None], layer: int) -> tuple[LevelReport, int, float]:
+        """Compare one layer; return its counts, and the bytes and seconds of its decoding."""
+        items = read_records(self._store, [*sources], level, layer)
         started = time.thread_time()
-        made = CODECS[report.level].decode(items, layer, self._profiles)
-        count = _Count(seconds=time.thread_time() - started)
-        stated = [CODECS[report.level].stated_error(item.payload) for item in items]
-        for item, kv, errors in zip(items, made, stated, strict=True):
+        made = CODECS[level].decode(items, layer, self._profiles)
+        seconds = time.thread_time() - started
+        count = LevelReport(level)
+        stated = [CODECS[level].stated_error(item.payload) for item in items]
+        for item, errors in zip(items, stated, strict=True):
             elements = 2 * math.prod(item.shape)
             count.bytes += sum(len(record.payload) + OVERHEAD_BYTES for record in item.chain())
             count.elements += elements
-            count.decoded_bytes += sum(side.nbytes for side in kv)
             count.error += elements * sum(errors) / 2
-        rows = [stored_rows(item, report.level) for item in items]
-        self._compare(report.level, layer, sources, made, stated, rows)
-        return count
+        self._compare(level, layer, sources, made, stated, [stored_rows(item, level) for item in items])
+        return count, sum(side.nbytes for kv in made for side in kv), seconds
 
     def _compare(
         self,

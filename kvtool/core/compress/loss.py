@@ -97,7 +97,7 @@ class LevelScheme:
 class PromptKV:
     """A prompt's cached KV in memory, by layer and by the position at which a segment starts.
 
-    Filled before the model runs: work beside it, on its own cores, would take several times as long.
+    Filled before the model runs: concurrent work on its cores would take several times as long.
     """
 
     layers: list[dict[int, LayerKV]]
@@ -190,7 +190,7 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
 
 
 def mean_loss(rows: Sequence[Row]) -> dict[str, float]:
-    """Average a scheme's rows, and tell over how many questions."""
+    """Average a scheme's rows, and count its questions."""
     return means(rows) | {"questions": len(rows)}
 
 
@@ -234,7 +234,7 @@ class Toll:
         return 8 * self.bytes / self.elements if self.elements else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Tell the bits, and the norm of the error over that of the exact keys and values."""
+        """Return the bits, and the norm of the error over that of the exact keys and values."""
         errors = [(wrong / size) ** 0.5 if size else 0.0 for wrong, size in zip(self.wrong, self.size, strict=True)]
         return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
 

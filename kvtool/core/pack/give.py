@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
@@ -133,7 +133,7 @@ class _Export:
         return files, list(wanted)
 
     def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
-        key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
+        key, value = tables.name_key(entry.path), values.file_value(self.store, entry)
         _, documents = values.open_file(key, value)
         files[key.hex()] = File(digest_of(value), entry.mtime_ns, foreign=entry.origin.is_foreign)
         self.out.add(file_name(key.hex(), files[key.hex()]), value)

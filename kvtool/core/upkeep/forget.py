@@ -47,7 +47,7 @@ def forget(
     ----------
     yes : also where more than half of several documents would go.
     dry_run : change nothing; the plan's `refusal` says why this would not be done, where it would not.
-    before : called under the writer's lock with the sources that are about to go; nothing goes if it raises.
+    before : called under the writer's lock with the sources that are about to be forgotten; if it raises, none is.
 
     Raises
     ------
@@ -94,7 +94,7 @@ def apply(store: Store, writer: Writer, plan: Plan) -> set[bytes]:
 
     Returns
     -------
-    Chunks whose exact records stay after all: what was to stand for them is damaged, and dropped.
+    Chunks whose exact records stay after all: the level that was to replace them is damaged, and dropped.
     """
     spared: set[bytes] = set()
     for step in plan.steps:
@@ -123,7 +123,7 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
         going.setdefault(chunk, set()).add(level)
     lossless = {chunk for level in exact(by_level) for chunk in by_level[level]}
     spared = {chunk for chunk in lossless if not _stands_in(store, chunk, going[chunk])}
-    for level in lossy() if spared else ():  # what cannot be read stands for nothing: the exact record does
+    for level in lossy() if spared else ():  # a level that cannot be read replaces nothing
         writer.drop_level(spared, level)
     for level, chunks in by_level.items():
         writer.drop_level([chunk for chunk in chunks if chunk not in spared], level)
@@ -144,7 +144,7 @@ def _stands_in(store: Store, chunk: bytes, going: set[str]) -> bool:
 
 
 def bring_index_up_to_date(store: Store) -> None:
-    """Update the retrieval index, so that no question has to; `store verify` tells of damaged documents."""
+    """Update the retrieval index, so that no question has to; `store verify` reports damaged documents."""
     with suppress(DamagedError):
         index_of(store)
 

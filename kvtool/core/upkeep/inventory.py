@@ -7,20 +7,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from kvtool.core.cache import keys, space, tables
+from kvtool.core.cache import space, tables
 from kvtool.core.cache.environment import PAGE_BYTES
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import in_turn
+from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import lossy, profiled
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import DamagedError
 from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, losses_by_maker
 
-_NODE = 64  # bytes of a row beside its value: node, key, offset
+_NODE = 64  # bytes of a row besides its value: node, key, offset
 _PAGE_HEADER = 16
 _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, which go with them
+_PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +30,11 @@ class ChunkHolding:
 
     Attributes
     ----------
-    levels : bytes that give way when a level is dropped.
+    levels : bytes that dropping each level frees.
     used : seconds of its last use; when it came, where it was never used.
     pinned : nothing of it may go.
     measured : its lossy levels of which the loss is known.
-    warmth : how lately and how often it was used (`cache/warmth.py`).
+    warmth : how lately and how often it was used (`cache/access_log.py`).
     """
 
     chunk_id: bytes
@@ -51,14 +52,14 @@ class ChunkHolding:
 
 @dataclass(frozen=True, slots=True)
 class DocumentHolding:
-    """A document with the chunks that are its own; a shared one belongs to the warmest document.
+    """A document with the chunks that are its own; a shared one belongs to the most used document.
 
     Attributes
     ----------
     used, added : seconds, of the chunk that was used or that came last.
     chunks : its own.
     refs : all that it refers to.
-    size : bytes that go with it beside KV.
+    size : bytes that are dropped with it besides KV.
     """
 
     source: str
@@ -76,9 +77,9 @@ class Inventory:
 
     Attributes
     ----------
-    documents : the coldest first, by the warmest of its chunks.
+    documents : the least used first, by the most used of its chunks.
     loose : chunks that no document refers to, but for the prompt's own beginning.
-    stretches : of answered prompts, each with its seconds of last use and its bytes; the first goes first.
+    stretches : of answered prompts, each with its seconds of last use and its bytes; in the eviction order.
     used : bytes of the folder's files.
     free : bytes of them that a compaction gives back as things are.
     shared : chunks of these documents to which documents that are not in this inventory refer as well.
@@ -166,7 +167,7 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
     holders = index.holders(held)
     with store.snapshot() as snapshot:
         chunks = {chunk: ChunkHolding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
-        names = {source: keys.name_key(source) for source in refs}
+        names = {source: tables.name_key(source) for source in refs}
         texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
         free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
     documents = _documents(refs, chunks, {}, {*pins["sources"]} | _holding_pins(refs, pinned), texts)
@@ -243,7 +244,7 @@ def _documents(
             source in pinned,
             tuple(dict.fromkeys(chunk for chunk in refs[source] if owner[chunk] == source)),
             tuple(dict.fromkeys(refs[source])),
-            texts.get(keys.name_key(source), 0),
+            texts.get(tables.name_key(source), 0),
         )
         for source in order
     )
@@ -287,14 +288,14 @@ def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
 def _records(snapshot: Snapshot, chunk_id: bytes = b"") -> Iterator[tuple[bytes, str, int]]:
     for key, size in snapshot.sizes(tables.RECORDS, chunk_id):
         try:
-            chunk, level, _ = keys.split_record_key(key)
+            chunk, level, _ = tables.split_record_key(key)
         except DamagedError:  # found by verify
             continue
         yield chunk, level, pages(size)
 
 
 def pages(size: int) -> int:
-    """Bytes that certainly give way with a value: its own pages; of one that shares its page with others, half."""
+    """Return the bytes that dropping a value frees at least: its own pages; half of a value that shares its page."""
     if size >= _OWN_PAGES_FROM:
         return -(-(size + _PAGE_HEADER) // PAGE_BYTES) * PAGE_BYTES
     return (size + _NODE) // 2
@@ -343,9 +344,6 @@ def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | No
     return {"id": identity.prefix_id.hex(), "tokens": tokens, "levels": level_rows(levels)}
 
 
-_PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
-
-
 def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the state of the codec levels without its current profile; measurements made with the profile are kept."""
     return {**state, "profile": "", "losses": losses_by_maker(state)}
@@ -364,6 +362,6 @@ def old_profiles(store: Store) -> list[bytes]:
     if not candidates:
         return unread
     named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in profiled(store.levels(chunk))}
-    if None in named:  # a record whose maker cannot be told: verify tells of it
+    if None in named:  # a record whose profile is unknown: verify reports it
         return unread
     return unread + [digest for digest in candidates if digest.hex() not in named]

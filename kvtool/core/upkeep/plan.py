@@ -11,9 +11,9 @@ from kvtool.core.codec.levels import exact, known, lossy, profiled
 from kvtool.core.errors import UsageError
 from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
 
-UNFINISHED = "unfinished"  # the step by which what interrupted ingests have stored goes
+UNFINISHED = "unfinished"  # the step that drops what interrupted ingests have stored
 Drop = tuple[bytes, str]  # chunk, level
-Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> what goes
+Ladder = Callable[[Mapping[str, int], frozenset[str]], list[str]]  # a chunk's levels, those measured -> those to drop
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Step:
     name : `unreferenced`, `unfinished`, `stretches`, `cold`, `exact`, `level N`, `kv`, `profile`, `documents`.
     drops : levels of chunks.
     sources : documents that are forgotten whole.
-    loose : chunks that nobody refers to, or nobody then, of which everything goes.
+    loose : chunks without a reference, or without one then, of which everything is dropped.
     stretches : of answered prompts.
     profiles : of the codec, by digest.
     size : bytes that the step gives back once the store is compacted.
@@ -132,14 +132,14 @@ class PruneRequest:
 def plan_prune(inventory: Inventory, wanted: PruneRequest) -> Plan:
     """Steps in their order, the coldest first within each, and no step beyond the goal.
 
-    What nobody refers to goes first, then documents that are to be forgotten whatever the size, then, if it is in the
-    way, what interrupted ingests have stored of files, then stretches of answered prompts that are cold or in the way,
-    then the fine levels of what is cold. Only then, and only as far as the goal asks:
-    exact records where a level with a measured loss stands, finer levels before coarser, all KV of chunks whose text
-    stays, the codec's profile where no KV is left, and last the documents that may
-    be forgotten. Of a store in front of a tier all of a chunk's KV goes at once: a coarse level that is left there
-    saves less fetching than the KV of a chunk that is asked for more often (samples/results/front.md); its profile
-    stays, since what is fetched next names it.
+    Chunks without a reference are dropped first, then documents that are to be forgotten whatever the size, then what
+    interrupted ingests have stored of files, if the goal needs it, then stretches of answered prompts (unused, or
+    needed for the goal), then the fine levels of unused chunks. The rest is dropped only as far as the goal needs it:
+    exact records of chunks that have a level with a measured loss, finer levels before coarser, all KV of chunks whose
+    text stays, the codec's profile if no KV is left, and last the documents that may be forgotten. The local cache of a
+    shared store drops all of a chunk's KV at once: a coarse level that is left there saves less fetching than the KV of
+    a chunk that is asked for more often (samples/results/front.md). It keeps its profile, which the next fetched record
+    names.
     """
     return Planner(inventory, wanted).plan()
 
@@ -276,13 +276,13 @@ class Planner:
 
 
 def _exact(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
-    """Exact records where a level with a measured loss stands; of two that lose nothing the larger."""
+    """Return the exact records of a chunk that has a level with a measured loss; else the larger of two exact ones."""
     lossless = exact(levels)
     return lossless if measured.intersection(levels) else lossless[:-1]
 
 
 def _finer(level: str) -> Ladder:
-    """This level, where a coarser one with a measured loss stands. A coarser one never refines a finer."""
+    """Drop this level of chunks that have a coarser one with a measured loss; a coarser one never refines a finer."""
 
     def ladder(levels: Mapping[str, int], measured: frozenset[str]) -> list[str]:
         standing = lossy({level, *measured.intersection(levels)})

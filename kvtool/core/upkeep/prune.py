@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from kvtool.core.upkeep.forget import apply, bring_index_up_to_date
 from kvtool.core.upkeep.inventory import Inventory, kept_always, old_profiles, pages, take_inventory
 from kvtool.core.upkeep.options import PruneOptions
 from kvtool.core.upkeep.plan import NOTHING, Plan, PruneRequest, Step, plan_prune
-from kvtool.core.upkeep.size_report import Remains, left_by, low_water, remaining
+from kvtool.core.upkeep.size_report import left_by, low_water, parts_in_words, remaining
 
 _ROUNDS = 4  # sizes of small records are estimates: what is above the goal after all is planned again
+_MARGIN = 16 * 1024  # what is noted of uses until a size is asked for, and tree pages that removing rewrites
 
 
 @dataclass(slots=True)
@@ -114,7 +115,7 @@ def _dry_run(store: Store, decision: Decision, options: PruneOptions) -> PruneRe
         report.compacted = inventory.used - plan.expected
         report.after = plan.expected
     if isinstance(decision.refusal, NoSpaceError) and decision.floor is not None:
-        report.in_the_way = dict(decision.floor[1].parts)
+        report.in_the_way = decision.floor[1]
     elif not report.reached:
         _explain(store, report, decision, inventory, options, plan)
     return report
@@ -159,16 +160,17 @@ def _explain(
     options: PruneOptions,
     plan: Plan = NOTHING,
 ) -> None:
-    """Tell why the limit is not met; `plan`: what is still to go of the inventory."""
+    """Note why the limit is not met; `plan`: what is still to be dropped of the inventory."""
     limit = report.limit or report.after
     gone, compacts = decision.profiles, options.compact
-    remains = remaining(store, inventory, report.after, limit, plan=plan, profiles=gone, compacts=compacts)
-    report.in_the_way = dict(remains.parts)
-    over, hint = f"the store holds {shown_size(report.after)}, over {shown_size(limit)}", remains.advice()
+    parts = remaining(store, inventory, report.after, plan=plan, profiles=gone, compacts=compacts)
+    report.in_the_way = parts
+    over = f"the store holds {shown_size(report.after)}, over {shown_size(limit)}"
+    hint = "leave out --no-compact" if parts["free"] else "`kvtool store unpin` and --unused let more be dropped"
     if decision.floor is not None:
         over += f", and could not get below {shown_size(decision.floor[0])}, so nothing went for the size"
-        hint = advice_for(limit, *decision.floor)
-    report.shortfall = NoSpaceError(f"{over}: {remains.told()}", hint or "a store of this model is not smaller")
+        hint = _least(decision.floor[0])
+    report.shortfall = NoSpaceError(f"{over}: {parts_in_words(parts)}", hint)
 
 
 def _weigh(report: PruneReport, inventory: Inventory, store: Store) -> None:
@@ -199,9 +201,6 @@ def _is_too_large(size: int, goal: int | None) -> bool:
     return goal is not None and size > goal
 
 
-_MARGIN = 16 * 1024  # what is noted of uses until a size is asked for, and tree pages that removing rewrites
-
-
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A decision on what to drop from a store.
@@ -222,7 +221,7 @@ class Decision:
     inventory: Inventory
     plan: Plan
     profiles: tuple[bytes, ...]
-    floor: tuple[int, Remains] | None = None
+    floor: tuple[int, dict[str, int]] | None = None
     refusal: KvtoolError | None = None
 
     @property
@@ -253,10 +252,10 @@ def decide(store: Store, options: PruneOptions, now: float) -> Decision:
         plan = _planned(store, inventory, wanted, profiles)
     decision = Decision(limit, wanted.goal, wanted, inventory, plan, profiles)
     if limit is not None and plan.expected > limit:
-        remains = remaining(store, inventory, plan.expected, limit, plan=plan, profiles=profiles)
-        decision = replace(decision, floor=(plan.expected, remains))
+        parts = remaining(store, inventory, plan.expected, plan=plan, profiles=profiles)
+        decision = replace(decision, floor=(plan.expected, parts))
         if not wanted.whatever_the_size:
-            return replace(decision, refusal=_out_of_reach(limit, plan.expected, remains))
+            return replace(decision, refusal=_out_of_reach(limit, plan.expected, parts))
         wanted = replace(wanted, goal=None)
         decision = replace(decision, wanted=wanted, plan=plan_prune(inventory, wanted))
     return decision if options.yes else replace(decision, refusal=_much(inventory, decision.plan))
@@ -298,18 +297,17 @@ def _size_of(store: Store, profiles: tuple[bytes, ...]) -> int:
         return sum(pages(size) for digest, size in snapshot.sizes(tables.PROFILES) if digest in profiles)
 
 
-def _out_of_reach(limit: int, floor: int, remains: Remains) -> NoSpaceError:
+def _out_of_reach(limit: int, floor: int, parts: Mapping[str, int]) -> NoSpaceError:
     return NoSpaceError(
         f"the store cannot get down to {shown_size(limit)}, so nothing is dropped; without all that may go it holds "
-        f"{shown_size(floor)}: {remains.told()}",
-        advice_for(limit, floor, remains),
+        f"{shown_size(floor)}: {parts_in_words(parts)}",
+        _least(floor),
     )
 
 
-def advice_for(limit: int, floor: int, remains: Remains) -> str:
+def _least(floor: int) -> str:
     """Return the hint for a limit that is below what is left after dropping all that may go."""
-    way = f"; for {shown_size(limit)}, {remains.advice()}" if remains.ways else ""
-    return f"--max-size {size_from(floor + _MARGIN)} is as small as it gets{way}"
+    return f"--max-size {size_from(floor + _MARGIN)} is as small as it gets"
 
 
 def _much(inventory: Inventory, plan: Plan) -> UsageError | None:
