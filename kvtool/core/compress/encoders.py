@@ -19,7 +19,7 @@ from kvtool.core.codec.levels import level_of, whole
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids, Warn
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.crew.crew import Crew
+from kvtool.core.crew.actor_pool import ActorPool
 from kvtool.core.records.encode import encoder_threads, sealed
 
 BATCH_BYTES = 32 * 2**20  # of exact records that go to a worker at once; more where a single chunk has more
@@ -205,57 +205,57 @@ class RayEncoder:
 
     Raises
     ------
-    KvtoolError, UsageError : see Crew, which there is from the first chunk on.
+    KvtoolError, UsageError : see ActorPool, which there is from the first chunk on.
     """
 
     def __init__(self, read: Read, profile: Profile | None, options: CompressOptions, warn: Warn) -> None:
         self._read, self._options, self._warn = read, options, warn
         self._profile = b"" if profile is None else profile.data
-        self._crew: Crew | None = None
+        self._actors: ActorPool | None = None
         self._plans: list[Plan] = []
         self._tasks: list[Task] = []
 
     @property
     def workers(self) -> int:
         """Return the number of Ray workers that encode."""
-        return 0 if self._crew is None else self._crew.size
+        return 0 if self._actors is None else self._actors.size
 
     @property
     def is_full(self) -> bool:
         """Return True if a result has to be taken before more work is submitted."""
-        return self._crew is not None and self._crew.is_full
+        return self._actors is not None and self._actors.is_full
 
     @property
     def is_busy(self) -> bool:
         """Return True if results are still to be taken."""
-        return self._crew is not None and (self._crew.is_busy or bool(self._plans))
+        return self._actors is not None and (self._actors.is_busy or bool(self._plans))
 
     def submit(self, plan: Plan) -> None:
         """Have a chunk encoded."""
-        if self._crew is None:
-            self._crew = Crew(self._options, EncodeWorker, self._profile, device="cpu", warn=self._warn)
+        if self._actors is None:
+            self._actors = ActorPool(self._options, EncodeWorker, self._profile, device="cpu", warn=self._warn)
         self._plans.append(plan)
         self._tasks.append(self._read(plan))
         if sum(task.size for task in self._tasks) >= BATCH_BYTES:
-            self._hand_over(self._crew)
+            self._hand_over(self._actors)
 
     def next(self) -> Done:
         """Wait for some results, in no order. Raises DamagedError, KvtoolError."""
-        assert self._crew is not None
-        if self._plans and not self._crew.is_full:
-            self._hand_over(self._crew)
-        plans, made = self._crew.next()
+        assert self._actors is not None
+        if self._plans and not self._actors.is_full:
+            self._hand_over(self._actors)
+        plans, made = self._actors.next()
         return [*zip(plans, made, strict=True)]
 
     def close(self) -> None:
         """Give up what was not taken."""
-        if self._crew is not None:
-            self._crew.close()
+        if self._actors is not None:
+            self._actors.close()
 
-    def _hand_over(self, crew: Crew) -> None:
+    def _hand_over(self, actors: ActorPool) -> None:
         plans, tasks = self._plans, self._tasks
         self._plans, self._tasks = [], []
-        crew.submit("chunks", plans, tasks)
+        actors.submit("chunks", plans, tasks)
 
 
 Encoder = LocalEncoder | RayEncoder
