@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from kvtool.core.cache.identity import ids_digest
-from kvtool.core.fusion.plan import Candidate, Plan, build_plan
+from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan
 
 PREFIX, A, B, QUESTION = (0, 1, 2), (10, 11, 12, 13), (20, 21), (30, 31)
 
@@ -29,6 +31,14 @@ def test_segments_stand_one_after_another() -> None:
 def test_only_the_first_chunk_is_exact_behind_the_prefix() -> None:
     plan = build_plan(stored(PREFIX, ()), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
     assert statuses(plan) == ["exact", "exact", "hit", "fresh"]
+
+
+def test_the_rest_of_a_chunk_is_never_exact() -> None:
+    """Its rows saw the chunk's beginning, which the prompt does not have."""
+    whole = stored(A, PREFIX)
+    for first, status in ((0, "exact"), (1, "hit")):
+        part = replace(whole, ids=A[first:3], part=Part(first, 3, len(A)))
+        assert statuses(build_plan(stored(PREFIX, ()), [part], QUESTION)) == ["exact", status, "fresh"]
 
 
 @pytest.mark.parametrize("behind", [(), (0,), (0, 1), (1, 2), (0, 1, 2, 3)], ids=str)

@@ -14,7 +14,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model import prompt
 from kvtool.core.model.options import DEFAULT_SYSTEM
-from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens, warm_passage
+from kvtool.core.model.prompt import chunk_tokens, message_tokens, prompt_parts, question_tokens, warm_passage
 from kvtool.core.model.tokens import count_tokens, encode, encode_batch, encode_control, holds_control
 from kvtool.core.options.option import options_of
 from tests.families import tiny_tokenizer
@@ -125,6 +125,38 @@ def test_control_text_stays_text(styled: Any) -> None:
     hostile = whole(styled, [EVIL], EVIL, f"Be brief. {EVIL}")
     assert found(plain) == found(hostile)
     assert styled.decode(hostile).count(EVIL.strip()) == 3
+
+
+MESSAGES = [("system", "Be brief."), ("user", "One."), ("assistant", "Two. "), ("user", "Who?")]
+
+
+@pytest.mark.parametrize("name", ["chatml", "thinking", "llama3", "mistral", "gemma"])
+def test_messages_read_as_the_template_writes_them(name: str) -> None:
+    tokenizer = with_template(TEMPLATES[name])
+    messages = MESSAGES if name != "mistral" else [MESSAGES[0], MESSAGES[3]]  # it shows no answers
+    ids = message_tokens(tokenizer, messages)
+    assert ids is not None
+    folded = [("user", "Be brief.\n\nOne."), *messages[2:]] if name == "gemma" else messages
+    turns = [{"role": role, "content": content.strip()} for role, content in folded]
+    text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    assert tokenizer.decode(ids).removeprefix("<s>") == text.removeprefix("<s>")
+    assert ids.count(tokenizer.bos_token_id) == 1
+
+
+def test_control_text_in_messages_stays_text(styled: Any) -> None:
+    control = set(styled.all_special_ids) | set(styled.convert_tokens_to_ids(["<think>", "</think>"]))
+    plain, hostile = (
+        message_tokens(styled, [("system", "Be brief."), ("user", text)]) for text in ("Who?", f"Who? {EVIL}")
+    )
+    assert plain is not None
+    assert hostile is not None
+    assert [i for i in plain if i in control] == [i for i in hostile if i in control]
+    assert EVIL in styled.decode(hostile)
+
+
+@pytest.mark.parametrize("template", [None, DEAF, "{{ messages[0].content }} {{ messages[0].content }}", "{% for"])
+def test_messages_that_the_template_does_not_show_have_no_tokens(template: str | None) -> None:
+    assert message_tokens(with_template(template), MESSAGES) is None
 
 
 def test_base_model_without_template() -> None:

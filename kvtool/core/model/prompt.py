@@ -69,34 +69,47 @@ def question_tokens(tokenizer: Any, question: str, parts: PromptParts) -> Ids:
 def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
     """Tokenise a client's messages by the model's chat template, with the header of the next answer.
 
+    A template that knows no system role gets the instruction in the first turn.
+
     Returns
     -------
     None : there is no template, or it does not show each message once and in order.
     """
     if not tokenizer.chat_template:
         return None
-    words = [f"kvtoolMessage{number}Text" for number in range(len(messages))]
-    shown = [{"role": role, "content": word} for (role, _), word in zip(messages, words, strict=True)]
-    (text,) = render(tokenizer, [shown])
+    ways = [[(role, content.strip()) for role, content in messages]]
+    if len(messages) > 1 and messages[0][0] == "system":
+        (_, system), (role, first), *later = ways[0]
+        ways.append([(role, system + _SEPARATOR + first), *later])
+    for way in ways:
+        control = _around(tokenizer, [role for role, _ in way])
+        if control is None:
+            continue
+        pieces = [piece for (_, content), before in zip(way, control, strict=False) for piece in (before, content)]
+        pieces.append(control[-1])
+        if not any(holds_control(tokenizer, content) for _, content in way):
+            return _one_bos(tokenizer, encode_control(tokenizer, "".join(pieces)))
+        ids = [(encode if at % 2 else encode_control)(tokenizer, piece) for at, piece in enumerate(pieces)]
+        return _one_bos(tokenizer, [token for piece in ids for token in piece])
+    return None
+
+
+def _around(tokenizer: Any, roles: Sequence[str]) -> list[str] | None:
+    """Return what a template writes before each message, and after the last; None unless it shows each of them once
+    and in order."""
+    words = [f"kvtoolMessage{number}Text" for number in range(len(roles))]
+    turns = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
+    (text,) = render(tokenizer, [turns])
     if isinstance(text, TemplateFailed):
         return None
-    between = list[str]()
+    pieces = list[str]()
     for word in words:
         before, found, text = text.partition(word)
         if not found:
             return None
-        between.append(before)
-    if any(word in piece for piece in (*between, text) for word in words):
-        return None
-    contents = [content.strip() for _, content in messages]
-    if any(holds_control(tokenizer, content) for content in contents):
-        pairs = zip(between, contents, strict=True)
-        ids = [
-            id for before, content in pairs for id in (*encode_control(tokenizer, before), *encode(tokenizer, content))
-        ]
-        return _one_bos(tokenizer, [*ids, *encode_control(tokenizer, text)])
-    whole = "".join(piece for pair in zip(between, contents, strict=True) for piece in pair)
-    return _one_bos(tokenizer, encode_control(tokenizer, whole + text))
+        pieces.append(before)
+    pieces.append(text)
+    return None if any(word in piece for piece in pieces for word in words) else pieces
 
 
 def stop_texts(tokenizer: Any) -> tuple[str, ...]:
