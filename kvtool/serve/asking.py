@@ -6,14 +6,16 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.errors import UsageError, did_you_mean
-from kvtool.core.model.prompt import Message
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.serve.job import Ask, Turns
 from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, taken, texts, within
+
+if TYPE_CHECKING:
+    from kvtool.core.model.prompt import Message
 
 # What of a question's options a client may set, under `kvtool`: nothing that names a file or a model of this machine.
 ALLOWED = (
@@ -122,7 +124,8 @@ def _wanted(
     is_named = bool(choice.chunks or choice.documents)
     request = Request(question, choice.chunks, choice.documents)
     if taken(own, "spot", bool, True) and not is_named:
-        request = replace(request, messages=tuple(messages))
+        turns_of = (("system" if role == "developer" else role, text) for role, text in messages)
+        request = replace(request, messages=tuple(turns_of))
     stream = taken(value, "stream_options", dict, {})
     stop = texts(value, "stop", _LONGEST_STOP, _MOST_STOPS)
     return Wanted(
