@@ -24,7 +24,7 @@ from kvtool.core.cache.layout import TEMPORARY, atomic_write
 from kvtool.core.cache.side_log import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
-from kvtool.core.remote.shelf import Shelf
+from kvtool.core.remote.catalogue_io import Shelf
 from kvtool.core.retrieval.index import index_of
 from kvtool.serve import beside
 from tests.cache.making import make_store

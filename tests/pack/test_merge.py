@@ -13,11 +13,11 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.shard import Shard, complaint
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.pack import merge as merging
-from kvtool.core.pack.give import export
-from kvtool.core.pack.merge import merge
+from kvtool.core.pack import import_ as merging
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import merge
 from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.survey import survey
+from kvtool.core.remote.values import survey
 from tests.cli.working import (
     CHUNKS,
     PREFIX,

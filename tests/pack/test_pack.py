@@ -21,8 +21,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
 from kvtool.core.pack import container
-from kvtool.core.pack.give import export
-from kvtool.core.pack.take import take
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import take
 from kvtool.core.remote.signing import Trust
 from tests.cli.working import CHUNKS, chunks_of, damages, kvtool, listing, prefix_chunk, write_corpus
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows

@@ -12,8 +12,8 @@ import pytest
 
 from kvtool.core.cache.link import Wanted
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.prefetch import Arrivals
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
 from tests.remote.trouble_folder import in_the_way
 
@@ -224,7 +224,7 @@ def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
 
 
 def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.remote.arrivals._MOST_UNTAKEN", 2 * len(BIG))
+    monkeypatch.setattr("kvtool.core.remote.prefetch._MOST_UNTAKEN", 2 * len(BIG))
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": BIG for number in range(10)})
         arrivals = Arrivals(blobs)

@@ -20,9 +20,9 @@ from kvtool.core.cache.verify import verify
 from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from tests.cache.making import add_file
 from tests.remote.dying import Moment, pulling, pushing
 from tests.remote.test_sharing import forget, is_whole, store

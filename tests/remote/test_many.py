@@ -17,12 +17,12 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.environment import Environment
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import RemoteError
+from kvtool.core.remote import catalogue_io
 from kvtool.core.remote import pull as pulling
-from kvtool.core.remote import shards
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.prefetch import Arrivals
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import add_file, check_file, id_of, put
 from tests.remote.test_sharing import MANIFEST
 
@@ -160,9 +160,9 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
     store, url = pushed(tmp_path, 20, monkeypatch)
     searching = []
     for name in ("rows_of", "entries_of"):
-        before = getattr(shards, name)
+        before = getattr(catalogue_io, name)
         monkeypatch.setattr(
-            shards, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
+            catalogue_io, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
         )
     with store, closing(open_blobs(url)) as blobs:
         with store.writer() as writer:
@@ -175,5 +175,5 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
 
 def test_shared_stores_are_opened_without_torch() -> None:
     """It takes a second and 200 MB, which a push or a pull has no use for."""
-    code = "import sys, kvtool.core.remote.opening; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvtool.core.remote.mirror; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,12 +19,11 @@ import trustme
 from kvtool.core.cache.link import Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, RemoteError
-from kvtool.core.remote import objects
-from kvtool.core.remote.object_reader import GAP, MOST_TOGETHER, spans_of
-from kvtool.core.remote.objects import ObjectBlobs
+from kvtool.core.remote import object_store
+from kvtool.core.remote.blobs import GAP, MOST_TOGETHER, open_blobs, spans_of
+from kvtool.core.remote.object_store import ObjectBlobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import check_file
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.remote.object_stub import WebServer
@@ -221,7 +220,7 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
 def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lags by far: what is deleted is put off, nothing else is otherwise."""
     monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
-    monkeypatch.setattr(objects, "_MANY", 0)
+    monkeypatch.setattr(object_store, "_MANY", 0)
     with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url)) as blobs:
         push(store, blobs)
         assert push(store, blobs).bytes == 0
@@ -234,7 +233,7 @@ def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_MANY", 4)
+    monkeypatch.setattr(object_store, "_MANY", 4)
     asked: list[str] = []
     with closing(open_blobs(s3_url)) as blobs:
         blobs.put({f"pack/{number}": bytes(number + 1) for number in range(6)} | {"head": b"1"})

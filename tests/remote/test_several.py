@@ -11,14 +11,13 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import blobs as blobs_module
-from kvtool.core.remote import lease, sweep
+from kvtool.core.remote import gc
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.entries import digest_of
+from kvtool.core.remote.catalogue import HEAD, digest_of, unseal_head
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.folder import FolderBlobs
-from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.redis import RedisBlobs
 from tests.cache.making import add_file
 from tests.remote.backends import WRITABLE
@@ -85,7 +84,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By somebody who knows of no leases: what the head counts on by then stays, and what is gone comes back."""
-    monkeypatch.setattr(sweep, "_AT_ONCE", 1)
+    monkeypatch.setattr(gc, "_AT_ONCE", 1)
     push(store, blobs)
     (first,) = blobs.get([HEAD])
     assert first is not None
@@ -177,7 +176,7 @@ def test_a_sweep_that_never_ends_is_waited_for_no_longer_than_a_dead_one(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.2)
-    monkeypatch.setattr(lease, "_LONGER", 0.0)
+    monkeypatch.setattr(gc, "_LONGER", 0.0)
     hold_at(blobs, "sweep-ghost", time.time() + 1000)  # clocks may differ by that
     push(store, blobs)
     assert is_whole(blobs)
@@ -188,7 +187,7 @@ def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monke
     push(store, blobs)
     seen = list[str]()
     real = type(blobs).get
-    monkeypatch.setattr(lease, "_RENEWED_EVERY", -1.0)
+    monkeypatch.setattr(gc, "_RENEWED_EVERY", -1.0)
     monkeypatch.setattr(type(blobs), "hold", lambda self, name: seen.append(name))
     monkeypatch.setattr(type(blobs), "get", lambda self, names: (seen.append("get"), real(self, names))[1])
     push(store, blobs, verify=True)

@@ -14,11 +14,10 @@ from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.head import HEAD
+from kvtool.core.remote.catalogue import HEAD, Catalogue
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import preview, pull
 from kvtool.core.remote.push import join, push
-from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
 

@@ -15,8 +15,8 @@ from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import RemoteError
 from kvtool.core.query.reply import Reply
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.prefetch import Arrivals
 from kvtool.core.remote.tier import Tier
 from kvtool.core.upkeep.budget import keep_budget
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, QUESTION, damages, payloads, write_corpus

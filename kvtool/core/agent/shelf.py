@@ -15,7 +15,7 @@ from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.since import changes
-from kvtool.core.remote.opening import open_store
+from kvtool.core.remote.mirror import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.identity import known_result, store_identity

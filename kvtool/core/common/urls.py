@@ -27,7 +27,7 @@ class Kind(NamedTuple):
     has_folder: bool = False
 
 
-_OBJECTS = Kind("objects", has_folder=True)
+_OBJECTS = Kind("object_store", has_folder=True)
 _WEB = ("https", "http")
 KINDS: Mapping[str, Kind] = {
     "redis": Kind("redis"),

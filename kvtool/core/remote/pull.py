@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import level_of
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
-from kvtool.core.remote import survey, values
-from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, chunk_name, described_by, digest_of, file_name, records_wanted
-from kvtool.core.remote.groups import Group, Groups, single
-from kvtool.core.remote.limits import MOST_BYTES
-from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.transfer_report import TransferReport
-from kvtool.core.remote.wanted import (
-    Bundle,
-    Origins,
-    Within,
-    check_share,
-    only_here,
-    takeable,
-    wanted_files,
-    wanted_records,
-    with_bases,
+from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable, open_blobs
+from kvtool.core.remote.catalogue import (
+    Catalogue,
+    Chunk,
+    File,
+    chunk_name,
+    described_by,
+    digest_of,
+    file_name,
+    records_wanted,
 )
+from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
+from kvtool.core.remote.options import PullOptions
+from kvtool.core.remote.prefetch import Group, Groups, single
+from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.signing import Trust
+from kvtool.core.remote.validation import MOST_BYTES
+from kvtool.core.remote.values import join_codec
+from kvtool.core.session.identity import StoreIdentity
 
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
@@ -172,6 +175,28 @@ def preview(
     report.bytes = sum(catalogue.chunks[key].levels[level].size for key, bundle in records for level in bundle.levels)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def pull_from(
+    url: str, folder: Path, options: PullOptions, events: Events, store: StoreOptions | None = None
+) -> TransferReport:
+    """Pull from a URL into the store in a folder, as options say. Raises as :func:`pull` does."""
+    levels, trust = options.levels or None, options.trusted(store)
+    with closing(open_blobs(url, options.remote_timeout)) as blobs:
+        if options.dry_run:
+            return preview(folder, blobs, levels=levels, delete=options.delete, trust=trust)
+        return pull(
+            folder,
+            blobs,
+            levels=levels,
+            delete=options.delete,
+            trust=trust,
+            lock_wait=options.lock_wait,
+            max_size=options.max_size,
+            timeout=options.remote_timeout,
+            yes=options.yes,
+            events=events,
+        )
 
 
 class _Pull:
@@ -319,7 +344,7 @@ class _Pull:
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, of_level in by_level.items():
-            survey.check_level(chunk_id, chunk, level, of_level, sealed=origin.trusted and origin != HERE)
+            values.check_level(chunk_id, chunk, level, of_level, sealed=origin.trusted and origin != HERE)
             base = chunk.levels[level].base
             if base is not None and base not in by_level and not self.writer.has_level(chunk_id, base):
                 raise DamagedError(f"level {base}, which it refines, did not come")
@@ -415,3 +440,167 @@ def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
     what = f"chunk {key} at level {', '.join(bundle.levels)}"
     most = sum(chunk.levels[level].size for level in bundle.levels)
     return Group(key, what, wanted, most, bundle.levels, bundle.replaces)
+
+
+# ---- selection of what to fetch ----
+
+Within = Callable[[str], bool]  # whether a key is among those that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Levels to fetch, the coarser first. `replaces`: in the place of what is stored, so all of them or none."""
+
+    levels: tuple[str, ...]
+    replaces: bool = False
+
+
+def bundles(
+    chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
+) -> list[Bundle]:
+    """Return the levels of a chunk that are to be fetched, grouped.
+
+    A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
+    chunk, computed or compressed elsewhere, rounds differently), the coarser level is fetched, too.
+
+    Parameters
+    ----------
+    asked : levels, each after those that it refines (:func:`with_bases`).
+    is_theirs : returns True if the stored records of a level are those of the catalogue.
+    """
+    asked = list(asked)
+    missing = [level for level in asked if level not in stored]
+    refined = {base for level in missing for base in with_bases(chunk, [level]) if base in stored}
+    foreign = {level for level in refined if not is_theirs(level)}
+    together = tuple(level for level in asked if level_of(level).nested and (level in foreign or level in missing))
+    if not foreign:
+        return [Bundle((level,)) for level in missing]
+    return [*(Bundle((level,)) for level in missing if not level_of(level).nested), Bundle(together, replaces=True)]
+
+
+def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
+    """The levels of these that a chunk has, each behind the coarser one that it refines."""
+    ordered: list[str] = []
+    for level in levels:
+        chain: list[str] = []
+        at: str | None = level
+        while at is not None and at in chunk.levels and at not in ordered and at not in chain:
+            chain.append(at)
+            at = chunk.levels[at].base
+        ordered += reversed(chain)
+    return ordered
+
+
+# ---- of a store that is there ----
+
+
+def wanted_records(
+    store: Store, catalogue: Catalogue, levels: Sequence[str] | None
+) -> tuple[list[tuple[str, Bundle]], int]:
+    """Return the KV that a store lacks of a shared store, by chunk, and how many chunks at a level it has already."""
+    if levels is not None and not levels:  # descriptions only: what is stored of a million chunks is not looked up
+        return [], 0
+    wanted: list[tuple[str, Bundle]] = []
+    known = 0
+    for key, chunk in catalogue.chunks.items():
+        chunk_id = bytes.fromhex(key)
+        asked = with_bases(chunk, chunk.levels if levels is None else levels)
+        is_theirs = functools.partial(values.holds_level, store, chunk_id, chunk)
+        missing = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
+        known += len(asked) - sum(len(bundle.levels) for bundle in missing)
+        wanted += [(key, bundle) for bundle in missing]
+    return wanted, known
+
+
+class Origins:
+    """The origin that each entry of a catalogue counts as.
+
+    Parameters
+    ----------
+    own : of what the catalogue's owner made. What he has from somebody else is nobody's whom the user trusts.
+    place : where the catalogue is from, as people call it.
+    """
+
+    def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
+        self.own, self._other = own, own if mirror else Origin.untrusted(place)
+
+    def of(self, entry: File | Chunk) -> Origin:
+        """Return the origin of a file, or of a chunk."""
+        return self._other if entry.foreign else self.own
+
+
+def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origins) -> tuple[list[str], list[str]]:
+    """Find the files that a store lacks, or has in another version.
+
+    Returns
+    -------
+    Keys of those to fetch; and paths of those that stay as they are, since they are of another origin.
+    """
+    mine, kept = dict[str, File](), dict[str, str]()
+    for entry in store.files():
+        key = keys.name_key(entry.path).hex()
+        if key not in catalogue.files:
+            continue
+        if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
+            continue  # the same file from a trusted source counts as made here
+        with suppress(DamagedError):  # replaced by the tier's
+            mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
+        if not _may_replace(origins.of(catalogue.files[key]), entry.origin):
+            kept[key] = entry.path
+    wanted = [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
+    return [key for key in wanted if key not in kept], [kept[key] for key in wanted if key in kept]
+
+
+def _may_replace(theirs: Origin, mine: Origin) -> bool:
+    """Return True if a source may replace or remove what another put: a trusted one all, others only their own."""
+    return not theirs.is_foreign or theirs == mine
+
+
+def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
+    """List the paths of the files that the tier has no more, of those whose keys the catalogue says everything of; of
+    an untrusted one those that came from it."""
+    paths = (
+        (entry.path, keys.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
+    )
+    return [path for path, key in paths if key not in catalogue.files and within(key)]
+
+
+def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
+    """Return a catalogue with the chunks that a store may take: of foreign ones, those that are foreign here, too, or
+    unknown and used by no document that is not foreign."""
+    foreign = {key for key, chunk in catalogue.chunks.items() if origins.of(chunk).is_foreign}
+    if not foreign:
+        return catalogue
+    own = ({*store.chunk_ids()} - store.foreign_chunks()) | own_references(store)
+    taboo = foreign.intersection(chunk_id.hex() for chunk_id in own)
+    chunks = {key: chunk for key, chunk in catalogue.chunks.items() if key not in taboo}
+    return catalogue.with_entries(catalogue.files, chunks)
+
+
+def own_references(store: Store) -> set[bytes]:
+    """Return the ids of the chunks that documents use which are not foreign, and of the beginning of their prompts.
+    Raises DamagedError."""
+    sources = [source for entry in store.files() if not entry.origin.is_foreign for source in entry.documents]
+    documents = (store.document(source) for source in sources)
+    used = {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
+    with suppress(StoreFormatError):  # of another version: nothing is asked of it here
+        identity = StoreIdentity.from_manifest(store.manifest())
+        if identity is not None and not store.made_by().is_foreign:
+            used.add(identity.prefix_id)
+    return used
+
+
+def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:
+    """Raises UsageError where more than half of a store's files would be forgotten."""
+    gone, count = len(only_here(store, catalogue, origin)), sum(1 for _ in store.files())
+    if gone > max(1, count // 2):
+        raise UsageError(
+            f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",
+            "look at it with --dry-run; if that is what you want, add --yes; without --delete they stay",
+        )
+
+
+def _is_wanted(theirs: File, mine: File | None, newer: bool) -> bool:
+    if mine is None or mine.mark == theirs.mark:
+        return mine is None
+    return not newer or (theirs.mtime_ns, theirs.mark) > (mine.mtime_ns, mine.mark)

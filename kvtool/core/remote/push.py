@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
-from kvtool.core.remote import survey, values
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, File, Level, catalogue_name, digest_of
-from kvtool.core.remote.head import HEAD, Head, seal_head, unseal_head
-from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.reading import check_same_identity, put_copies, read_head
-from kvtool.core.remote.rehearsal import Rehearsal
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import Blobs, Reader, open_blobs
+from kvtool.core.remote.catalogue import (
+    HEAD,
+    Catalogue,
+    Chunk,
+    File,
+    Head,
+    Level,
+    catalogue_name,
+    digest_of,
+    seal_head,
+    unseal_head,
+)
+from kvtool.core.remote.catalogue_io import check_same_identity, pack_root, put_copies, read_head, sharded
+from kvtool.core.remote.gc import Lease, Sweep, check_ours, check_share, own_names
+from kvtool.core.remote.options import PushOptions
+from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
-from kvtool.core.remote.shards import pack_root, sharded
 from kvtool.core.remote.signing import SigningKey
-from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.values import join_codec
 
 _TRIES = 8  # pushes of others that come in between
 
@@ -66,6 +76,21 @@ def push(
     return report
 
 
+def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> TransferReport:
+    """Push the store in a folder to a URL, as options say. Raises as :func:`push` does."""
+    with closing(open_blobs(url, options.remote_timeout)) as blobs, Store.open(folder) as store:
+        return push(
+            store,
+            blobs,
+            delete=options.delete,
+            verify=options.verify,
+            dry_run=options.dry_run,
+            yes=options.yes,
+            key=options.key,
+            events=events,
+        )
+
+
 class _Push:
     def __init__(
         self,
@@ -92,7 +117,7 @@ class _Push:
             self._check_signer(theirs, delete)
         listed = own_names(self.blobs) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
-        mine = survey.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
+        mine = values.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -190,7 +215,7 @@ class _Push:
 
     def _is_whole(self, mine: Catalogue) -> bool:
         """Return True if nothing is damaged or lost here; otherwise the shared store may hold the sound copy."""
-        return not self.report.damaged and survey.is_complete(self.store, mine)
+        return not self.report.damaged and values.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
         joined, shards = sharded(joined, theirs)
@@ -244,3 +269,60 @@ def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
     if any(mine.levels[level].mark != theirs.levels[level].mark for level in common):
         levels = {name: level for name, level in levels.items() if not level_of(name).nested or name in mine.levels}
     return replace(mine, levels=levels)
+
+
+# ---- dry runs ----
+
+
+class Rehearsal:
+    """See Blobs."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self.url = blobs.url
+        self._blobs = blobs
+        self._written: dict[str, bytes] = {}
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        """See Blobs."""
+        values = self._blobs.get(names)
+        return [self._written.get(name, value) for name, value in zip(names, values, strict=True)]
+
+    def sizes(self, names: Sequence[str]) -> list[int]:
+        """See Blobs."""
+        return self._blobs.sizes(names)
+
+    def names(self, below: str = "") -> Iterator[str]:
+        """See Blobs."""
+        return self._blobs.names(below)
+
+    def reader(self) -> Reader:
+        """See Blobs."""
+        return self._blobs.reader()
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        """Keep catalogues in mind, and nothing else; see Blobs."""
+        self._written |= {name: value for name, value in values.items() if name.startswith(("catalogue/", "shard/"))}
+
+    def settle(self) -> None:
+        """Do nothing; see Blobs."""
+
+    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """Act as if it had been swapped; see Blobs."""
+        self._written[name] = after
+        return True
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Do nothing; see Blobs."""
+
+    def hold(self, name: str) -> None:
+        """Do nothing; see Blobs."""
+
+    def held(self) -> set[str]:
+        """Nothing is held: who changes nothing is in nobody's way."""
+        return set()
+
+    def release(self, name: str) -> None:
+        """Do nothing; see Blobs."""
+
+    def close(self) -> None:
+        """Left to whoever opened the tier."""

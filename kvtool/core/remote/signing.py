@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import HERE, Origin
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
-from kvtool.core.remote import checks
+from kvtool.core.remote import validation
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -168,10 +168,12 @@ def proof_row(proof: Proof) -> dict[str, str]:
 
 def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
     """Read a signature, inverse of :func:`proof_row`. Raises ValueError, KeyError."""
-    name = checks.text_of(row["name"])
+    name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that nobody can print")
-    key, signature = (bytes.fromhex(checks.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64)))
+    key, signature = (
+        bytes.fromhex(validation.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64))
+    )
     return Proof(name, key, signature, digest)
 
 

@@ -1,9 +1,9 @@
-"""Store → pack: files with their documents, the chunks that they need, at some levels."""
+"""Export of a store, or a part of it, to a pack: files with their documents, and their chunks at some levels."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,17 +12,13 @@ from typing import Any
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.stretches import part_name
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
-from kvtool.core.pack import stretches
-from kvtool.core.pack.container import PackWriter, writing
-from kvtool.core.pack.names import CATALOGUE, HEAD, kv_member
-from kvtool.core.pack.tensors import to_safetensors
-from kvtool.core.remote import survey, values
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, File, Level, chunk_name, digest_of, file_name
-from kvtool.core.remote.head import Head, seal_head
-from kvtool.core.remote.signing import SigningKey, seal_of
+from kvtool.core.pack.container import CATALOGUE, PackWriter, kv_member, to_safetensors, writing
+from kvtool.core.remote import values
+from kvtool.core.remote.catalogue import HEAD, Catalogue, Chunk, File, Head, chunk_name, digest_of, seal_head
+from kvtool.core.remote.signing import SigningKey
 from kvtool.core.session.identity import StoreIdentity
 from kvtool.core.upkeep.naming import named_documents
 
@@ -116,88 +112,77 @@ class _Export:
             with self._noting(f"chunk {chunk_id.hex()}"):
                 self._chunk(chunk_id, chunks)
             self.events.advance(1)
-        self._stretches(chunks)
-        profiles = self._profiles(chunks)
-        catalogue = Catalogue(self.store.manifest()["identity"], self._meta(), profiles, files, chunks)
+        self._stretches({*map(bytes.fromhex, chunks)})
+        meta = {name: self._add(f"meta/{name}-{{}}", values.meta_value(self.store, name)) for name in values.META}
+        catalogue = Catalogue(self.store.manifest()["identity"], meta, self._profiles(chunks), files, chunks)
         packed = catalogue.pack(self.key)
         self.out.add(CATALOGUE, packed)
         self.out.add(HEAD, seal_head(Head(digest_of(packed))))
 
+    def _add(self, name: str, value: bytes) -> str:
+        """Write a value under its name, into which its digest is put. Returns the digest."""
+        mark = digest_of(value)
+        self.out.add(name.format(mark), value)
+        return mark
+
     def _files(self, entries: Iterable[FileEntry]) -> tuple[dict[str, File], list[bytes]]:
-        """Every file, and the chunks that its documents need, each once."""
+        """Write every file. Returns them, and the chunks that their documents need, each once."""
         files: dict[str, File] = {}
         wanted: dict[bytes, None] = {}
         for entry in entries:
             with self._noting(entry.path):
-                self._file(entry, files, wanted)
+                key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
+                _, documents = values.open_file(key, value)
+                mark = self._add(f"file/{key.hex()}-{{}}", value)
+                files[key.hex()] = File(mark, entry.mtime_ns, foreign=entry.origin.is_foreign)
+                wanted.update((ref.chunk_id, None) for document in documents for ref in document.chunks)
+                self.report.files += 1
+                self.report.documents += len(documents)
         return files, list(wanted)
 
-    def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
-        key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
-        _, documents = values.open_file(key, value)
-        files[key.hex()] = File(digest_of(value), entry.mtime_ns, foreign=entry.origin.is_foreign)
-        self.out.add(file_name(key.hex(), files[key.hex()]), value)
-        wanted.update((ref.chunk_id, None) for document in documents for ref in document.chunks)
-        self.report.files += 1
-        self.report.documents += len(documents)
-
     def _chunk(self, chunk_id: bytes, chunks: dict[str, Chunk]) -> None:
-        info = self.store.chunk_info(chunk_id)
-        if info is None:
-            if chunk_id == self.identity.prefix_id:  # an empty one has no record
-                return
+        key, foreign = chunk_id.hex(), self.store.origin(chunk_id).is_foreign
+
+        def write(level: str, records: Sequence[bytes]) -> None:
+            member = kv_member(key, level, values.mark_of_records(records))
+            self.out.add(member, to_safetensors(chunk_id, level, records))
+            self.report.chunks += 1
+
+        levels = None if chunk_id == self.identity.prefix_id else self.levels
+        chunk = values.survey_chunk(
+            self.store, chunk_id, None, self._note, self.key is not None, foreign, levels, write
+        )
+        if chunk is not None:
+            self.out.add(chunk_name(key, chunk), values.value_of(self.store, chunk_name(key, chunk)) or b"")
+            chunks[key] = chunk
+        elif chunk_id != self.identity.prefix_id:  # an empty one has no record
             raise DamagedError("its description is lost")
-        key, value = chunk_id.hex(), values.chunk_value(chunk_id, info)
-        foreign = self.store.origin(chunk_id).is_foreign
-        described = chunks[key] = Chunk(digest_of(value), info.layers, {}, foreign=foreign)
-        self.out.add(chunk_name(key, described), value)
-        stored = self.store.levels(chunk_id)
-        everything = self.levels is None or chunk_id == self.identity.prefix_id
-        for level in stored if everything else [level for level in stored if level in (self.levels or ())]:
-            with self._noting(f"chunk {key} at level {level}"):
-                self._level(chunk_id, described, level)
 
-    def _stretches(self, chunks: Collection[str]) -> None:
-        for stretch, info in stretches.wanted(self.store, [bytes.fromhex(key) for key in chunks]).items():
-            with self._noting(f"stretch {stretch.hex()}"):
-                stretches.give(self.store, self.out, stretch, info)
-                self.report.stretches += 1
-
-    def _level(self, chunk_id: bytes, chunk: Chunk, level: str) -> None:
-        """A level, behind the one that it refines."""
-        if level in chunk.levels:
-            return
-        records = survey.records_of(self.store, chunk_id, level, chunk.layers)
-        base = survey.base_of(chunk_id, level, records[0])
-        if base is not None:
-            self._level(chunk_id, chunk, base)
-        maker = self.store.made_with(chunk_id, level)
-        seal = None if self.key is None else seal_of(records)
-        chunk.levels[level] = Level(sum(map(len, records)), survey.mark_of_records(records), base, maker, seal=seal)
-        try:
-            self.out.add(kv_member(chunk_id.hex(), chunk, level), to_safetensors(chunk_id, level, records))
-        except DamagedError:
-            del chunk.levels[level]
-            raise
-        self.report.chunks += 1
+    def _stretches(self, chunks: set[bytes]) -> None:
+        """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
+        for stretch, info in sorted(self.store.stretches().items()):
+            if info.own and not info.alone and chunks.issuperset(info.chunks):
+                with self._noting(f"stretch {stretch.hex()}"):
+                    sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
+                    self.out.add(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
+                    for name, value in sealed:
+                        self.out.add(f"stretch/{stretch.hex()}/{name}", value)
+                    self.report.stretches += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
-        """The profiles that records or new records need."""
+        """Write the profiles that records or new records need. Returns their digests."""
         named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
         named.add(str(self.store.codec_state().get("profile", "")))
-        taken = [profile.hex() for profile in self.store.profile_digests() if profile.hex() in named]
         sound: list[str] = []
-        for digest in taken:
-            with self._noting(f"profile {digest}"):
-                self.out.add(f"profile/{digest}", values.profile_value(self.store, digest))
-                sound.append(digest)
+        for digest in (profile.hex() for profile in self.store.profile_digests()):
+            if digest in named:
+                with self._noting(f"profile {digest}"):
+                    self.out.add(f"profile/{digest}", values.profile_value(self.store, digest))
+                    sound.append(digest)
         return tuple(sound)
 
-    def _meta(self) -> dict[str, str]:
-        meta = {name: values.meta_value(self.store, name) for name in values.META}
-        for name, value in meta.items():
-            self.out.add(f"meta/{name}-{digest_of(value)}", value)
-        return {name: digest_of(value) for name, value in meta.items()}
+    def _note(self, what: str, why: str) -> None:
+        self.report.damaged.append({"what": what, "reason": why})
 
     @contextmanager
     def _noting(self, what: str) -> Iterator[None]:
@@ -205,4 +190,4 @@ class _Export:
         try:
             yield
         except DamagedError as error:
-            self.report.damaged.append({"what": what, "reason": error.message})
+            self._note(what, error.message)

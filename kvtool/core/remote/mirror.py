@@ -1,27 +1,114 @@
-"""A store in front of a tier is brought up to date with the tier's catalogue; with the next one, where it differs."""
+"""Mirror of a shared store in a local one: opened by URL, brought up to date with the shared store's catalogue."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import nested, profiled
-from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, StoreFormatError, StoreLockedError
-from kvtool.core.remote import survey
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, digest_of
-from kvtool.core.remote.front import default_budget, give_way, room_beside
+from kvtool.core.common.places import cache_dir
+from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.common.urls import place_of
+from kvtool.core.errors import (
+    DamagedError,
+    KvtoolError,
+    NoSpaceError,
+    RemoteError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreNotFoundError,
+)
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import TIMEOUT, Blobs, open_blobs
+from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of
+from kvtool.core.remote.catalogue_io import (
+    Offers,
+    catalogue_in,
+    check_same_identity,
+    keep_copies,
+    number_of,
+    pack_root,
+    read_root,
+    with_shards,
+)
 from kvtool.core.remote.pull import adopt
-from kvtool.core.remote.reading import catalogue_in, check_same_identity, keep_copies, with_shards
-from kvtool.core.remote.shards import number_of, pack_root
-from kvtool.core.remote.tier import CATALOGUE
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, give_way, room_beside
+
+
+def open_store(
+    place: Path | str,
+    *,
+    timeout: float = TIMEOUT,
+    lock_wait: float = 0.0,
+    warn: Warn = warn_nobody,
+) -> Store:
+    """The store at a folder or a URL. Raises as `Store.open` and `open_shared` do."""
+    if isinstance(place, Path):
+        return Store.open(place)
+    return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
+
+
+def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
+    """The local store in front of the tier of a URL, with the tier behind it.
+
+    Where the tier does not answer, is gone or cannot be used, the store stands alone with what is here already.
+
+    Parameters
+    ----------
+    timeout : seconds to wait for a value.
+
+    Raises
+    ------
+    RemoteError : it does not answer, and nothing of it is here yet.
+    StoreNotFoundError : nothing was pushed there, and nothing of it is here yet.
+    """
+    blobs, place = open_blobs(url, timeout), local_place(url)
+    try:
+        digest, root = read_root(blobs)
+    except (RemoteError, DamagedError, StoreNotFoundError) as error:
+        blobs.close()
+        return _alone(place, warn, error)
+    store: Store | None = None
+    try:
+        store = Store.create_or_open(place)
+        front = Front(store, blobs, digest, root, timeout, warn)
+        if front.take_over(lock_wait):
+            store.link = Tier(store, blobs, Offers(blobs, root), front.mark, timeout, warn)
+        return store
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    finally:
+        if store is None or store.link is None:
+            blobs.close()
+
+
+def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
+    """Open the local store without its shared store, or raise `error` if nothing is stored locally."""
+    with suppress(KvtoolError):
+        store = Store.open(place)
+        if store.manifest():
+            warn(f"{error.message}: only what is here already is used", error.hint)
+            return store
+        store.close()
+    raise error
+
+
+def local_place(url: str) -> Path:
+    """The folder of the local store in front of a URL; what is in it can be fetched again."""
+    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return cache_dir() / "remote" / digest
+
+
+# ==== takeover ====
 
 _ADOPTED = "remote/adopted.json"
 _MOST_TOLD = 10  # damages, one by one
@@ -181,9 +268,9 @@ def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
     kept: list[str] = []
     for level in here:  # the coarser first
         if level in now.levels:
-            sound = survey.holds_level(store, chunk_id, now, level)
+            sound = values.holds_level(store, chunk_id, now, level)
         else:
-            base = survey.stored_base(store, chunk_id, level)
+            base = values.stored_base(store, chunk_id, level)
             sound = base is None or base in kept
         if sound:
             kept.append(level)

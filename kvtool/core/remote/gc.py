@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, UsageError
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import catalogue_name, digest_of, is_own
-from kvtool.core.remote.head import HEAD, unseal_head
-from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.reading import read_head, root_of, with_shards
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.remote.blobs import LEASES, Blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
+from kvtool.core.remote.catalogue_io import read_head, root_of, with_shards
+from kvtool.core.remote.report import TransferReport
 
 KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
 _MOST_BEFORE = 64  # that a head names, while other pushes leave no time to reclaim them
@@ -172,3 +172,64 @@ class Sweep:
 
 def _parts(names: list[str]) -> list[list[str]]:
     return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
+
+
+# ==== lease ====
+
+_RENEWED_EVERY = min(LEASES.values()) / 4
+_LOOK_EVERY = 0.1  # seconds, while another one deletes
+_LONGER = 5.0  # seconds to wait for what should be over by then
+
+
+class Lease:
+    """The lease by which a running push is seen by others. Use `running`."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._id = secrets.token_hex(8)
+        self._renewed = float("-inf")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold it; entered when nobody else deletes."""
+        self.renew()
+        try:
+            # Who deletes gives way at its next values. What stands when a dead one is over was held by a wrong clock.
+            until = time.monotonic() + LEASES["sweep"] + _LONGER
+            while self._others("sweep") and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY)
+                self._hold("push")
+            yield
+        finally:
+            self._release("push")
+
+    def renew(self) -> None:
+        """Go on holding it; to be called now and then."""
+        if time.monotonic() - self._renewed > _RENEWED_EVERY:
+            self._hold("push")
+
+    @contextmanager
+    def sweeping(self) -> Iterator[Callable[[], bool]]:
+        """Show that something will be deleted. What is given tells, right before each deletion, whether it may be."""
+
+        def alone() -> bool:
+            self._hold("sweep")
+            self._hold("push")
+            return not self._others("push")
+
+        self._hold("sweep")
+        try:
+            yield alone
+        finally:
+            self._release("sweep")
+
+    def _hold(self, what: str) -> None:
+        self._blobs.hold(f"{what}-{self._id}")
+        self._renewed = time.monotonic()
+
+    def _release(self, what: str) -> None:
+        with suppress(KvtoolError):  # the tier is gone: it is over by itself
+            self._blobs.release(f"{what}-{self._id}")
+
+    def _others(self, what: str) -> bool:
+        return any(name.startswith(f"{what}-") for name in self._blobs.held() - {f"{what}-{self._id}"})
