@@ -21,7 +21,7 @@ from kvtool.core.remote import catalogue_io
 from kvtool.core.remote import pull as pulling
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
-from kvtool.core.remote.prefetch import Arrivals
+from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.push import push
 from tests.cache.making import add_file, check_file, id_of, put
 from tests.remote.test_sharing import MANIFEST
@@ -136,16 +136,16 @@ def test_what_has_come_stays_when_the_tier_stops_answering(
     store, url = pushed(tmp_path, 20, monkeypatch)
     store.close()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
-    take, left = Arrivals.take, [came]
+    take, left = Prefetcher.take, [came]
 
-    def failing(arrivals: Arrivals, timeout: float) -> object:
+    def failing(arrivals: Prefetcher, timeout: float) -> object:
         left[0] -= 1
         if left[0] < 0:
             raise RemoteError("gone")
         return take(arrivals, timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arrivals, "take", failing)
+        patch.setattr(Prefetcher, "take", failing)
         open_shared(url).close()
     with Store.open(local_place(url)) as here:
         assert len(here.chunk_ids()) == min(came - 1, 20 * CHUNKS)  # the manifest came first

@@ -185,7 +185,7 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
     with store.writer() as writer:
         add_file(writer, "f3", ["f3.0", "f3.1"])
     with monkeypatch.context() as patch:
-        patch.setattr(type(blobs), "swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(type(blobs), "compare_and_swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             push(store, blobs)
     assert before < set(blobs.names())

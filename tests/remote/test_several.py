@@ -47,7 +47,7 @@ def test_a_sweep_follows_the_catalogue_in_force(
     """Between publishing and sweeping the other one brings its document back."""
     push(other, blobs)
     push(store, blobs)
-    after_first(monkeypatch, blobs, "swap", pushed_by(other, url))
+    after_first(monkeypatch, blobs, "compare_and_swap", pushed_by(other, url))
     push(store, blobs, delete=True, yes=True)
     assert is_whole(blobs)
     assert pull(tmp_path / "pulled", blobs).damaged == []
@@ -94,7 +94,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
 
     def bring_back() -> None:
         blobs.put({f"catalogue/{digest_of(packed)}": packed})
-        assert blobs.swap(HEAD, blobs.get([HEAD])[0], first)
+        assert blobs.compare_and_swap(HEAD, blobs.get([HEAD])[0], first)
 
     after_first(monkeypatch, blobs, "delete", bring_back)
     assert push(store, blobs, delete=True).removed == 1
@@ -213,15 +213,15 @@ def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatc
     with Store.open(new_store(tmp_path / "second", files=0)) as second:
         with second.writer() as writer:
             add_file(writer, "g", ["g.0"])
-        real, calls = type(blobs).swap, []
+        real, calls = type(blobs).compare_and_swap, []
 
-        def swap(self: Blobs, name: str, before: bytes | None, after: bytes) -> bool:
+        def compare_and_swap(self: Blobs, name: str, before: bytes | None, after: bytes) -> bool:
             calls.append(name)
             if len(calls) == 1:
                 push(second, blobs)
             return real(self, name, before, after)
 
-        monkeypatch.setattr(type(blobs), "swap", swap)
+        monkeypatch.setattr(type(blobs), "compare_and_swap", compare_and_swap)
         push(store, blobs)
     assert len(calls) == 3
     assert len(read_catalogue(blobs).files) == 4

@@ -382,7 +382,7 @@ def test_a_head_of_the_version_before_is_read(store: Store, blobs: Blobs) -> Non
     assert head is not None
     name = unseal_head(head).catalogue
     old = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": name}).encode())
-    assert blobs.swap(HEAD, head, old)
+    assert blobs.compare_and_swap(HEAD, head, old)
     with store.writer() as writer:
         add_file(writer, "f3", ["f3.0"])
     push(store, blobs)

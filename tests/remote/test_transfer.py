@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtool.core.cache.damage import find_damage
-from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs
@@ -148,33 +146,6 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
         assert len(mine.sources()) == 5
 
 
-def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    sent(store, blobs)
-    pull(tmp_path / "other", blobs, trust=OWN)
-
-    def change(of: Store, path: str, label: str, when: int) -> None:
-        with of.writer() as writer:
-            ref = put(writer, label)
-            entry = replace(of.file("f0"), path=path, documents=(path,), mtime_ns=when)  # type: ignore[type-var]
-            writer.commit_file(entry, [DocumentEntry(path, "text", label, (ref,))])
-
-    change(store, "f0", "mine", 10)
-    change(store, "f1", "older", 5)
-    with Store.open(tmp_path / "other") as other:
-        change(other, "f0", "theirs", 9)
-        change(other, "f1", "newer", 6)
-        change(other, "f3", "own", 1)
-    path = store.path
-    for where in (tmp_path / "other", path, tmp_path / "other"):
-        pull(where, blobs, newer=True, trust=OWN)
-        with Store.open(where) as one:
-            push(one, blobs, newer=True)
-    for where in (path, tmp_path / "other"):
-        with Store.open(where) as one:
-            texts = {entry.source: entry.text for entry in one.documents()}
-        assert texts == {"f0": "mine", "f1": "newer", "f3": "own"}
-
-
 def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     with store.writer() as writer:
         put(writer, "f0.0", "lossless")
@@ -241,7 +212,7 @@ def test_what_is_damaged_here_is_not_sent(store: Store, blobs: Blobs, tmp_path: 
 def test_a_catalogue_reads_back() -> None:
     empty = Catalogue({"a": 1})
     assert Catalogue.unpack(empty.pack()) == empty
-    assert join(empty, empty, newer=True) == empty
+    assert join(empty, empty) == empty
     for data in (b"", b"x" * 40, empty.pack()[:-3]):
         with pytest.raises(DamagedError):
             Catalogue.unpack(data)

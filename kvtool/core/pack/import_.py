@@ -19,7 +19,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack.container import CATALOGUE, MOST_HEADER, PackReader, from_safetensors, kv_member
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Readable, ReadInTurn
+from kvtool.core.remote.blobs import Readable, SequentialReader
 from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of, unseal_head
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.report import TransferReport
@@ -231,7 +231,6 @@ class PackBlobs:
             raise StoreFormatError(f"{self.url} was written by a newer kvtool", "update kvtool") from error
 
     def get(self, name: str, most: int) -> bytes | None:
-        """See Source."""
         if not name.startswith("kv/"):
             return self._pack.get(name, min(most, most_bytes(name)))
         record = self._record(name)
@@ -257,9 +256,8 @@ class PackBlobs:
             return None
         return self._records.get(name, b"")
 
-    def reader(self) -> ReadInTurn:
-        """See Readable."""
-        return ReadInTurn(lambda wanted: self.get(wanted.name, wanted.most))
+    def reader(self) -> SequentialReader:
+        return SequentialReader(lambda wanted: self.get(wanted.name, wanted.most))
 
 
 class StoreBlobs:
@@ -277,7 +275,6 @@ class StoreBlobs:
         return (f"stretch/{stretch.hex()}" for stretch in self._store.stretches())
 
     def get(self, name: str, most: int) -> bytes | None:
-        """See Source."""
         kind, _, rest = name.partition("/")
         try:
             read = {"kv": self._record, "stretch": self._stretch}.get(kind)
@@ -286,9 +283,8 @@ class StoreBlobs:
             return b""
         return b"" if value is not None and len(value) > most else value
 
-    def reader(self) -> ReadInTurn:
-        """See Readable."""
-        return ReadInTurn(lambda wanted: self.get(wanted.name, wanted.most))
+    def reader(self) -> SequentialReader:
+        return SequentialReader(lambda wanted: self.get(wanted.name, wanted.most))
 
     def _record(self, rest: str) -> bytes | None:
         key, level, layer = rest.split("/")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from kvtool.core.cache.link import Wanted
+from kvtool.core.common.installing import extra_line
 from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
 from kvtool.core.errors import KvtoolError, UsageError
@@ -37,7 +38,7 @@ class Reader(Protocol):
         ...
 
 
-class ReadInTurn:
+class SequentialReader:
     """A reader for a place that cannot be asked ahead: a value is read when it is taken.
 
     Parameters
@@ -49,15 +50,12 @@ class ReadInTurn:
         self._read, self._asked = read, deque[Wanted]()
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
-        """See Reader."""
         self._asked.extend(wanted)
 
     def take(self) -> bytes | None:
-        """See Reader."""
         return self._read(self._asked.popleft())
 
     def close(self) -> None:
-        """See Reader."""
         self._asked.clear()
 
 
@@ -101,11 +99,11 @@ class Blobs(Protocol):
         """Keep values, each whole or not at all."""
         ...
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Make what was put durable, as far as the tier can."""
         ...
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         """Replace a value if it is still `before` (None: there is none). False: it is another by now."""
         ...
 
@@ -144,7 +142,7 @@ def seconds_held(name: str) -> float:
     return LEASES[name.partition("-")[0]]
 
 
-def stands(name: str, renewed: float, now: float) -> bool:
+def lease_is_valid(name: str, renewed: float, now: float) -> bool:
     """Return True if a lease is valid that was last renewed at a time. A time far in the future does not count: the
     clock was wrong then, and the lease would not end before that time. Raises KeyError for another name."""
     return -AHEAD < now - renewed < seconds_held(name)
@@ -159,7 +157,7 @@ _MOST_HELD = 64 * 2**20  # bytes that have come and are not taken; more are read
 
 
 @dataclass(eq=False)
-class Span:
+class RangeRequest:
     """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`.
 
     Attributes
@@ -186,30 +184,30 @@ class Span:
         return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
 
 
-Fetch = Callable[[Span], Iterator[bytes]]  # the bytes as they come; sets `missing` and `too_large`
+Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing` and `too_large`
 
 
-def spans_of(wanted: Sequence[Wanted]) -> list[Span]:
+def range_requests(wanted: Sequence[Wanted]) -> list[RangeRequest]:
     """A request for each of what is wanted, in that order; parts that are near each other have the same one."""
-    spans: dict[int, Span] = {}
+    spans: dict[int, RangeRequest] = {}
     parts = [number for number, one in enumerate(wanted) if one.pack]
-    last: Span | None = None
+    last: RangeRequest | None = None
     for number in sorted(parts, key=lambda number: (wanted[number].pack, wanted[number].start)):
         one = wanted[number]
         end = one.start + one.most
         if last is None or not _is_near(last, one):
-            last = Span(one.pack, one.start, end, True)
+            last = RangeRequest(one.pack, one.start, end, True)
         last.stop, last.left = max(last.stop, end), last.left + 1
         spans[number] = last
-    return [spans.get(number) or Span(one.name, 0, one.most, False, 1) for number, one in enumerate(wanted)]
+    return [spans.get(number) or RangeRequest(one.name, 0, one.most, False, 1) for number, one in enumerate(wanted)]
 
 
-def _is_near(span: Span, one: Wanted) -> bool:
+def _is_near(span: RangeRequest, one: Wanted) -> bool:
     end = max(span.stop, one.start + one.most)
     return one.pack == span.name and one.start <= span.stop + GAP and end - span.start <= MOST_TOGETHER
 
 
-class SpanReader:
+class RangeReader:
     """See Reader.
 
     Parameters
@@ -219,22 +217,20 @@ class SpanReader:
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        self._asked = deque[tuple[Wanted, Span]]()
-        self._waiting = deque[Span]()
+        self._asked = deque[tuple[Wanted, RangeRequest]]()
+        self._waiting = deque[RangeRequest]()
         self._flying = self._held = 0  # requests, bytes
         self._news = threading.Condition()
         self._closed = False
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
-        """See Reader."""
-        spans = spans_of(wanted)
+        spans = range_requests(wanted)
         with self._news:
             self._asked.extend(zip(wanted, spans, strict=True))
             self._waiting.extend(dict.fromkeys(spans))
             self._go_on()
 
     def take(self) -> bytes | None:
-        """See Reader."""
         with self._news:
             wanted, span = self._asked.popleft()
             if not span.begun:
@@ -256,7 +252,7 @@ class SpanReader:
             self._closed = True
             self._waiting.clear()
 
-    def _cut(self, wanted: Wanted, span: Span) -> bytes | None:
+    def _cut(self, wanted: Wanted, span: RangeRequest) -> bytes | None:
         if span.missing or span.too_large:
             return None if span.missing else b""
         at = wanted.start - span.start if span.is_part else 0
@@ -268,12 +264,12 @@ class SpanReader:
             if not span.begun:
                 self._begin(span)
 
-    def _begin(self, span: Span) -> None:
+    def _begin(self, span: RangeRequest) -> None:
         span.begun = True
         self._flying += 1
         threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
 
-    def _run(self, span: Span) -> None:
+    def _run(self, span: RangeRequest) -> None:
         error: KvtoolError | None = None
         try:
             for piece in self._fetch(span):
@@ -329,7 +325,11 @@ def _way_to_a_url(place: str) -> str:
 def _opener(kind: str) -> Callable[[str, float], Blobs]:
     """Return the function that opens URLs of a kind, given the URL and the seconds to wait for a value."""
     if kind in KINDS:
-        backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")
+        try:
+            backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")
+        except ImportError as error:
+            packages, extra = KINDS[kind].needs
+            raise KvtoolError(f"{kind}:// needs the {packages}", extra_line(extra)) from error
         return cast(Callable[[str, float], Blobs], backend.from_url)
     if kind not in _PLUGINS:
         raise UsageError(f"there is no shared store of the kind {kind}://", f"known: {', '.join([*KINDS, *_PLUGINS])}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -284,7 +284,7 @@ class Catalogue:
 
     def packs(self) -> set[Pack]:
         """The packs that what it describes stands in."""
-        return packs_of(self.files.values(), self.chunks.values())
+        return {place.pack for place in places_of(self.files, self.chunks)}
 
     def with_entries(self, files: dict[str, File], chunks: dict[str, Chunk]) -> Catalogue:
         """This catalogue with other files and chunks."""
@@ -295,7 +295,15 @@ class Catalogue:
         names = {f"meta/{name}-{mark}" for name, mark in self.meta.items()}
         names |= {f"profile/{digest}" for digest in self.profiles}
         names |= {shard.name for shard in self.shards if shard is not None}
-        return names | blobs_of(self.files, self.chunks)
+        names |= {pack.name for pack in self.packs()}
+        names |= {file_name(key, file) for key, file in self.files.items() if file.place is None}
+        for key, chunk in self.chunks.items():
+            if chunk.place is None:
+                names.add(chunk_name(key, chunk))
+            for level, stored in chunk.levels.items():
+                if stored.place is None:
+                    names.update(kv_names(key, chunk, level))
+        return names
 
 
 def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
@@ -316,19 +324,6 @@ def proof_in(value: dict[str, Any]) -> Proof | None:
 
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
-
-
-def blobs_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> set[str]:
-    """The names of all blobs that these count on."""
-    names = {pack.name for pack in packs_of(files.values(), chunks.values())}
-    names |= {file_name(key, file) for key, file in files.items() if file.place is None}
-    for key, chunk in chunks.items():
-        if chunk.place is None:
-            names.add(chunk_name(key, chunk))
-        for level, stored in chunk.levels.items():
-            if stored.place is None:
-                names.update(kv_names(key, chunk, level))
-    return names
 
 
 def value_of(data: bytes, newest: int) -> dict[str, Any]:
@@ -392,19 +387,20 @@ def unpacked(data: bytes) -> dict[str, Any]:
 # ---- entries -> JSON ---------------------------------------------------------------------------------------------
 
 
-def packs_of(files: Iterable[File], chunks: Iterable[Chunk]) -> set[Pack]:
-    """The packs that these stand in."""
-    found = {file.place.pack for file in files if file.place is not None}
-    for chunk in chunks:
-        found.update(level.place.pack for level in chunk.levels.values() if level.place is not None)
+def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
+    """Yield the places in packs of all descriptions and records."""
+    for file in files.values():
+        if file.place is not None:
+            yield file.place
+    for chunk in chunks.values():
         if chunk.place is not None:
-            found.add(chunk.place.pack)
-    return found
+            yield chunk.place
+        yield from (level.place for level in chunk.levels.values() if level.place is not None)
 
 
 def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
     """A JSON object of them; the same for the same entries."""
-    numbers = {pack: number for number, pack in enumerate(sorted(packs_of(files.values(), chunks.values())))}
+    numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
     value: dict[str, Any] = {
         "files": {key: [row.mark, row.mtime_ns, *_placed(row.place, numbers)] for key, row in files.items()},
         "chunks": {

@@ -126,7 +126,7 @@ def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalo
 
 def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
     """Values, each with its number, digest and name: from the shelf, or else from the tier."""
-    shelf = Shelf(blobs.url)
+    shelf = CatalogueCache(blobs.url)
     for at in range(0, len(wanted), _AT_ONCE):
         some = [(number, digest, name, shelf.get(digest)) for number, digest, name in wanted[at : at + _AT_ONCE]]
         came = iter(blobs.get([name for _, _, name, value in some if value is None]))
@@ -142,14 +142,14 @@ def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[
 
 def put_copies(blobs: Blobs, values: Iterable[bytes]) -> None:
     """Keep what was just sent of a catalogue, so that the next push from here does not fetch it."""
-    shelf = Shelf(blobs.url)
+    shelf = CatalogueCache(blobs.url)
     for value in values:
         shelf.put(digest_of(value), value)
 
 
 def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
     """Forget the copies of all catalogues but this one."""
-    Shelf(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
+    CatalogueCache(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
 
 
 def read_catalogue(blobs: Blobs) -> Catalogue:
@@ -300,7 +300,13 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
 # ==== shelf ====
 
 
-class Shelf:
+def cache_folder(kind: str, url: str) -> Path:
+    """Return the folder for what is kept of a shared store in kvtool's cache folder. Raises KvtoolError."""
+    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return cache_dir() / kind / digest
+
+
+class CatalogueCache:
     """Values by their digests, below kvtool's cache folder. Where none can be kept, none is.
 
     Parameters
@@ -309,10 +315,9 @@ class Shelf:
     """
 
     def __init__(self, url: str) -> None:
-        name = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
         self._folder: Path | None = None
         with suppress(KvtoolError):
-            self._folder = cache_dir() / "catalogues" / name
+            self._folder = cache_folder("catalogues", url)
 
     def get(self, digest: str) -> bytes | None:
         """A value; None: it is not here, or damaged."""
@@ -344,7 +349,7 @@ class Shelf:
 # ==== offers ====
 
 
-class Offers:
+class LazyCatalogue:
     """The chunks of a catalogue.
 
     Parameters

@@ -21,12 +21,12 @@ from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.cache.link import Wanted
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import ReadInTurn, seconds_held, stands
+from kvtool.core.remote.blobs import SequentialReader, lease_is_valid, seconds_held
 from kvtool.core.remote.catalogue import HEAD
 from kvtool.core.remote.validation import MOST_BYTES, most_bytes
 
 _LOCK = "head.lock"
-_LOCK_WAIT = 10.0  # seconds; a swap takes milliseconds
+_LOCK_WAIT = 10.0  # seconds; a replacement takes milliseconds
 _LEASES = "push"  # the folder of what is held
 _ESCAPED = {"%": "%25", "?": "%3F", "#": "%23"}  # so that what is shown is taken again; others stay as people read them
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -53,27 +53,25 @@ class FolderBlobs:
         self._renewed: float | None = None  # when something was last held from here, as the file system tells it
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """See Blobs."""
         return [self._read(name) for name in names]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See Blobs."""
         with self._explained("read"):
             return [_size_of(self._path(name)) for name in names]
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs. The bytes are durable; their names are with :meth:`settle`, in one sync for all."""
+        """See Blobs. The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
         with self._explained("written"):
             make_folder(self._root)
             self._writing = self._writing or Writing(self._root)
             for parts, names in groupby(sorted(values), lambda name: tuple(name.split("/")[:-1])):
                 self._writing.write(parts, {name.rpartition("/")[2]: values[name] for name in names})
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """See Blobs. Covers what a push before this one has put, too."""
         os.sync()
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         """See Blobs. Writers are kept apart by a lock file."""
         with self._explained("written"):
             make_folder(self._root)
@@ -112,9 +110,9 @@ class FolderBlobs:
                             os.unlink(name.rpartition("/")[2], dir_fd=folder)
                 self._remove_if_empty(parts)
 
-    def reader(self) -> ReadInTurn:
+    def reader(self) -> SequentialReader:
         """See Blobs. A file system cannot be told to hurry: a read takes what it takes."""
-        return ReadInTurn(self._wanted)
+        return SequentialReader(self._wanted)
 
     def hold(self, name: str) -> None:
         """See Blobs. The file's time counts, which the file system sets."""
@@ -132,7 +130,6 @@ class FolderBlobs:
                 os.close(handle)
 
     def held(self) -> set[str]:
-        """See Blobs."""
         times: dict[str, float] = {}
         with self._explained("read"), suppress(FileNotFoundError), os.scandir(self._root / _LEASES) as entries:
             for entry in entries:
@@ -140,20 +137,18 @@ class FolderBlobs:
                     seconds_held(entry.name)  # one of ours
                     times[entry.name] = entry.stat(follow_symlinks=False).st_mtime
         now = max(times.values(), default=0.0) if self._renewed is None else self._renewed
-        over = {name for name, at in times.items() if not stands(name, at, now)}
+        over = {name for name, at in times.items() if not lease_is_valid(name, at, now)}
         for name in over:
             self.release(name)
         return times.keys() - over
 
     def release(self, name: str) -> None:
-        """See Blobs."""
         with self._explained("written"), suppress(FileNotFoundError):
             with opened(self._root, (_LEASES,)) as folder:
                 os.unlink(name, dir_fd=folder)
             self._remove_if_empty((_LEASES,))
 
     def close(self) -> None:
-        """See Blobs."""
         if self._writing is not None:
             self._writing.close()
 

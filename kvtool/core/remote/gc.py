@@ -88,7 +88,7 @@ def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url
         )
 
 
-class Sweep:
+class GarbageCollector:
     """Deletes, under a lease; what is spared is told.
 
     Parameters

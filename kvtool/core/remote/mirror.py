@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,9 +11,7 @@ from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import nested, profiled
-from kvtool.core.common.places import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
-from kvtool.core.common.urls import place_of
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,
@@ -28,7 +25,8 @@ from kvtool.core.remote import values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, open_blobs
 from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of
 from kvtool.core.remote.catalogue_io import (
-    Offers,
+    LazyCatalogue,
+    cache_folder,
     catalogue_in,
     check_same_identity,
     keep_copies,
@@ -39,7 +37,7 @@ from kvtool.core.remote.catalogue_io import (
 )
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.report import TransferReport
-from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, give_way, room_beside
+from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_files, evict_some
 
 
 def open_store(
@@ -78,9 +76,9 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
     store: Store | None = None
     try:
         store = Store.create_or_open(place)
-        front = Front(store, blobs, digest, root, timeout, warn)
-        if front.take_over(lock_wait):
-            store.link = Tier(store, blobs, Offers(blobs, root), front.mark, timeout, warn)
+        front = MirrorUpdater(store, blobs, digest, root, timeout, warn)
+        if front.sync_catalogue(lock_wait):
+            store.link = Tier(store, blobs, LazyCatalogue(blobs, root), front.mark, timeout, warn)
         return store
     except BaseException:
         if store is not None:
@@ -103,9 +101,8 @@ def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
 
 
 def local_place(url: str) -> Path:
-    """The folder of the local store in front of a URL; what is in it can be fetched again."""
-    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
-    return cache_dir() / "remote" / digest
+    """Return the folder of the local cache of a URL. Its contents can be fetched again."""
+    return cache_folder("remote", url)
 
 
 # ==== takeover ====
@@ -115,7 +112,7 @@ _MOST_TOLD = 10  # damages, one by one
 _RULES = 3  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
 
 
-class Front:
+class MirrorUpdater:
     """A local store, and the catalogue of the tier that is to stand behind it.
 
     Parameters
@@ -135,7 +132,7 @@ class Front:
         self._packed = pack_root(root) if root.shards else root.pack()
         self.mark = digest_of(self._packed)
 
-    def take_over(self, lock_wait: float) -> bool:
+    def sync_catalogue(self, lock_wait: float) -> bool:
         """Bring the store up to date; False: the tier cannot be used, what is here can.
 
         Raises
@@ -182,7 +179,7 @@ class Front:
             if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
                 writer.set_budget(default_budget(self._store.path))
             _drop_stale(self._store, writer, now, then, within)
-            room_beside(self._store, writer, len(self._packed))
+            evict_for_files(self._store, writer, len(self._packed))
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
         self._tell(report)
@@ -197,7 +194,7 @@ class Front:
                     self._store, writer, self._blobs, now, HERE, (), True, timeout=self._timeout, mirror=within
                 )
             except NoSpaceError:
-                if not give_way(self._store, writer):
+                if not evict_some(self._store, writer):
                     raise
 
     def _before(self) -> Catalogue | None:

@@ -17,11 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 from urllib.parse import urlsplit
 
+import obstore
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import AzureStore, GCSStore, HTTPStore, S3Store
+
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.urls import for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
-from kvtool.core.remote.blobs import TIMEOUT, Span, SpanReader, seconds_held, stands
+from kvtool.core.remote.blobs import TIMEOUT, RangeReader, RangeRequest, lease_is_valid, seconds_held
 from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
 
 if TYPE_CHECKING:
@@ -45,12 +49,7 @@ def from_url(url: str, timeout: float) -> ObjectBlobs:
 
 
 class ObjectBlobs:
-    """The objects below a folder of a bucket. Lists are asked for what might be deleted, and for many sizes.
-
-    Raises
-    ------
-    KvtoolError : obstore is not installed.
-    """
+    """The objects below a folder of a bucket. Lists are asked for what might be deleted, and for many sizes."""
 
     def __init__(self, address: Address, url: str, timeout: float = TIMEOUT) -> None:
         self.url, self._address, self._timeout = url, address, timeout
@@ -59,7 +58,6 @@ class ObjectBlobs:
         self._pool = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="kvtool-objects")
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """See Blobs."""
         return self._each(lambda name: self._value(name)[0], names)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -72,8 +70,6 @@ class ObjectBlobs:
         return [listed[name] for name in names]
 
     def _sizes(self, names: Sequence[str]) -> list[int]:
-        import obstore
-
         def size(name: str) -> int:
             with suppress(FileNotFoundError), self._explained():
                 return int(obstore.head(self._store, name)["size"])
@@ -83,7 +79,6 @@ class ObjectBlobs:
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """See Blobs."""
-        import obstore
 
         def send(name: str) -> None:
             value = values[name]
@@ -92,24 +87,21 @@ class ObjectBlobs:
 
         self._each(send, list(values))
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """An object is durable when it is acknowledged."""
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         """See Blobs. The service refuses it where another one came first."""
         value, meta = self._value(name)
         return value == before and self._replace(name, meta, after)
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs."""
         for name, _ in self._list(below.rpartition("/")[0]):
             if name.startswith(below) and name != _LEASES:
                 yield name
 
     def _list(self, folder: str) -> Iterator[tuple[str, int]]:
         """Names and sizes of what stands in a folder."""
-        import obstore
-
         with self._changing():
             listed = 0
             for page in obstore.list(self._store, prefix=folder or None):
@@ -120,7 +112,6 @@ class ObjectBlobs:
 
     def delete(self, names: Sequence[str]) -> None:
         """See Blobs."""
-        import obstore
 
         def one(name: str) -> None:
             with suppress(FileNotFoundError), self._changing():
@@ -140,28 +131,22 @@ class ObjectBlobs:
         )
 
     def held(self) -> set[str]:
-        """See Blobs."""
         value, meta = self._value(_LEASES)
         at = _time_of(meta)
         return {name for name, held in _leases(value, at).items() if _stands(name, held, at)}
 
     def release(self, name: str) -> None:
-        """See Blobs."""
         self._lease(lambda held, at: {each: when for each, when in held.items() if each != name})
 
-    def reader(self) -> SpanReader:
-        """See Blobs."""
-        return SpanReader(self._pieces)
+    def reader(self) -> RangeReader:
+        return RangeReader(self._pieces)
 
     def close(self) -> None:
-        """See Blobs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- reading ----
 
     def _value(self, name: str) -> tuple[bytes | None, ObjectMeta | None]:
-        import obstore
-
         with suppress(FileNotFoundError), self._explained():
             found = obstore.get(self._store, name)
             if found.meta["size"] > most_bytes(name):
@@ -183,11 +168,8 @@ class ObjectBlobs:
             if seconds > self._timeout and came < seconds * LEAST_RATE:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
-    def _pieces(self, span: Span) -> Iterator[bytes]:
+    def _pieces(self, span: RangeRequest) -> Iterator[bytes]:
         """The bytes of a request, as they come."""
-        import obstore
-        from obstore.exceptions import BaseError
-
         try:
             with self._explained():
                 try:
@@ -212,9 +194,6 @@ class ObjectBlobs:
 
     def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
         """Put a value in the place of the very one that was read, or of none."""
-        import obstore
-        from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
-
         known = (("e_tag", meta["e_tag"]), ("version", meta["version"])) if meta is not None else ()
         version = cast("UpdateVersion", {key: value for key, value in known if value is not None})
         with suppress(FileNotFoundError), self._changing():
@@ -256,7 +235,7 @@ class ObjectBlobs:
             yield
 
 
-def _range_of(span: Span) -> Any:
+def _range_of(span: RangeRequest) -> Any:
     return {"range": (span.start, span.stop)} if span.is_part else None
 
 
@@ -275,10 +254,10 @@ def _leases(value: bytes | None, at: float) -> dict[str, float]:
 
 
 def _stands(name: str, held: float, now: float) -> bool:
-    return stands(name, held, now - _RESOLUTION)
+    return lease_is_valid(name, held, now - _RESOLUTION)
 
 
-# ==== object_access ====
+# ---- the place of a URL, with the credentials of the environment, a profile or the machine's role ----------------
 
 _RETRIES = 3
 _WHOLE = 3600.0  # seconds for a whole value, however slowly it comes; whoever waits for one gives up sooner
@@ -333,21 +312,17 @@ def open_objects(address: Address, timeout: float, writing: bool = False) -> Obj
 
     Raises
     ------
-    KvtoolError : obstore is not installed, or boto3, which a profile needs.
+    KvtoolError : boto3, which a profile needs, is not installed.
     """
-    try:
-        from obstore import store
-    except ImportError as error:
-        raise KvtoolError(f"{address.kind}:// needs the package obstore", extra_line("objects")) from error
     options: dict[str, Any] = {"client_options": _client(address, timeout, writing), "retry_config": _retries(timeout)}
     if address.read_only:
-        return store.HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
+        return HTTPStore(f"{address.kind}://{address.place}/{address.folder}", **options)
     options["prefix"] = address.folder or None
     if address.kind == "s3":
-        return store.S3Store(address.place, credential_provider=_profile(), **options)
+        return S3Store(address.place, credential_provider=_profile(), **options)
     if address.kind == "gs":
-        return store.GCSStore(address.place, **options)
-    return store.AzureStore(address.place, **options)
+        return GCSStore(address.place, **options)
+    return AzureStore(address.place, **options)
 
 
 def _client(address: Address, timeout: float, writing: bool) -> dict[str, Any]:
@@ -387,7 +362,7 @@ def _profile() -> Any:
         raise KvtoolError(f"the AWS profile cannot be used: {error}", "check AWS_PROFILE and ~/.aws") from error
 
 
-# ==== object_errors ====
+# ---- errors in plain words: the service's own hold addresses and keys, and are not passed on ----------------------
 
 _STATUS = re.compile(r"status code: (\d{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,40})</Code>")

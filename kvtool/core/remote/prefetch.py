@@ -37,54 +37,49 @@ class Group:
     replaces: bool = False
 
 
-class Groups:
-    """Fetches groups over one stream.
+def fetch_groups(
+    blobs: Readable, groups: Iterable[Group], timeout: float, damaged: Callable[[str, str], None], at_once: int = 1
+) -> Iterator[tuple[Group, list[bytes]]]:
+    """Fetch groups over one stream; yield those whose values all arrived, each sound in itself. Raises RemoteError.
 
     Parameters
     ----------
     timeout : seconds to wait for a value.
-    damaged : told of what is missing, damaged or larger than it may be, and why; its group is left out.
+    damaged : is called with what is missing, damaged or larger than it may be, and why; its group is left out.
+    at_once : number of groups that are requested together: neighbours in a pack share one request.
     """
+    stream = Prefetcher(blobs)
+    waiting, left = deque[Group](), iter(groups)
+    try:
+        while some := list(islice(left, at_once)):
+            stream.ask([wanted for group in some for wanted in group.wanted])
+            waiting.extend(some)
+            while len(waiting) > _AHEAD * at_once:
+                yield from _taken(stream, waiting.popleft(), timeout, damaged)
+        for group in waiting:
+            yield from _taken(stream, group, timeout, damaged)
+    finally:
+        stream.close()
 
-    def __init__(self, blobs: Readable, timeout: float, damaged: Callable[[str, str], None]) -> None:
-        self._blobs, self._timeout, self._damaged = blobs, timeout, damaged
 
-    def fetch(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
-        """Groups whose values all came, each sound in itself. Raises RemoteError.
-
-        Parameters
-        ----------
-        at_once : so many groups are asked for together: of those that stand side by side one request is made.
-        """
-        arrivals = Arrivals(self._blobs)
-        waiting, left = deque[Group](), iter(groups)
-        try:
-            while some := list(islice(left, at_once)):
-                arrivals.ask([wanted for group in some for wanted in group.wanted])
-                waiting.extend(some)
-                while len(waiting) > _AHEAD * at_once:
-                    yield from self._taken(arrivals, waiting.popleft())
-            for group in waiting:
-                yield from self._taken(arrivals, group)
-        finally:
-            arrivals.close()
-
-    def _taken(self, arrivals: Arrivals, group: Group) -> Iterator[tuple[Group, list[bytes]]]:
-        """All of them are taken, since they are on their way; nothing is held of a group that is not whole."""
-        whole: list[bytes] = []
-        left, why = group.most, ""
-        for wanted in group.wanted:
-            value = arrivals.take(self._timeout).value
-            left -= len(value or b"")
-            why = why or _trouble(wanted, value, left)
-            if value is not None and not why:
-                whole.append(value)
-            elif why:
-                whole.clear()
-        if why:
-            self._damaged(group.what, why)
-        else:
-            yield group, whole
+def _taken(
+    stream: Prefetcher, group: Group, timeout: float, damaged: Callable[[str, str], None]
+) -> Iterator[tuple[Group, list[bytes]]]:
+    """Take all values, since they are on their way; hold nothing of a group that is not whole."""
+    whole: list[bytes] = []
+    left, why = group.most, ""
+    for wanted in group.wanted:
+        value = stream.take(timeout).value
+        left -= len(value or b"")
+        why = why or _trouble(wanted, value, left)
+        if value is not None and not why:
+            whole.append(value)
+        elif why:
+            whole.clear()
+    if why:
+        damaged(group.what, why)
+    else:
+        yield group, whole
 
 
 def _trouble(wanted: Wanted, value: bytes | None, left: int) -> str:
@@ -101,12 +96,10 @@ def single(key: str, what: str, wanted: Wanted) -> Group:
     return Group(key, what, [wanted], wanted.most)
 
 
-# ==== arrivals ====
-
 _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
 
 
-class Arrivals:
+class Prefetcher:
     """A tier's reader in a thread of its own, which ends with the process if it has to.
 
     Attributes

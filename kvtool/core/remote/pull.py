@@ -33,7 +33,7 @@ from kvtool.core.remote.catalogue import (
 )
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
-from kvtool.core.remote.prefetch import Group, Groups, single
+from kvtool.core.remote.prefetch import Group, fetch_groups, single
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.validation import MOST_BYTES
@@ -58,7 +58,6 @@ def pull(
     *,
     levels: Sequence[str] | None = None,
     delete: bool = False,
-    newer: bool = False,
     trust: Trust | None = None,
     lock_wait: float = 0.0,
     max_size: int | None = None,
@@ -72,7 +71,6 @@ def pull(
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
     delete : forget the files that the tier does not have.
-    newer : of a file that both have in two versions take the one changed last; else the tier's.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
@@ -95,7 +93,7 @@ def pull(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
+        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
         for _ in range(_TRIES):
             if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
                 break
@@ -103,7 +101,7 @@ def pull(
             if delete and not yes:
                 check_share(store, latest, blobs.url, origin)
             before, catalogue = report, latest  # what did not come may have been deleted with the one before
-            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
+            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
             report.goes_on_from(before)
         report.signer = trust.signer(catalogue.proof)
         return report
@@ -126,6 +124,7 @@ def adopt(
 
     Parameters
     ----------
+    newer : of a file that both have in two versions take the one changed last; else the catalogue's.
     origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
         KV to chunks that other documents use, and no measured losses.
     mirror : the store has nothing of its own: what the tier knows of codec levels replaces what is here.
@@ -136,8 +135,8 @@ def adopt(
     origins = Origins(origin, blobs.url, mirror=mirror is not None)
     job = _Pull(store, writer, blobs, origins, report, timeout, events or Events())
     job.run(catalogue, levels, delete, newer, mirror)
-    job.report.seconds = time.perf_counter() - started
-    return job.report
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 def preview(
@@ -146,7 +145,6 @@ def preview(
     *,
     levels: Sequence[str] | None = None,
     delete: bool = False,
-    newer: bool = False,
     trust: Trust | None = None,
 ) -> TransferReport:
     """Report what a pull would do; only the catalogue is fetched, and nothing is written. Raises as `pull` does."""
@@ -161,7 +159,7 @@ def preview(
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
             origins = Origins(origin, blobs.url)
-            files, report.kept = wanted_files(store, catalogue, newer, origins)
+            files, report.kept = wanted_files(store, catalogue, False, origins)
             records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
             report.removed = len(only_here(store, catalogue, origin)) if delete else 0
     except StoreNotFoundError:
@@ -199,20 +197,16 @@ def pull_from(
         )
 
 
+@dataclass
 class _Pull:
-    def __init__(
-        self,
-        store: Store,
-        writer: Writer,
-        blobs: Readable,
-        origins: Origins,
-        report: TransferReport,
-        timeout: float,
-        events: Events,
-    ) -> None:
-        self.store, self.writer, self.blobs, self.origins = store, writer, blobs, origins
-        self.report, self.timeout, self.events = report, timeout, events
-        self.unpacked = 0  # bytes of documents that came
+    store: Store
+    writer: Writer
+    blobs: Readable
+    origins: Origins
+    report: TransferReport
+    timeout: float
+    events: Events
+    unpacked: int = 0  # bytes of documents that came
 
     def run(
         self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: Within | None
@@ -235,7 +229,7 @@ class _Pull:
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
         """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
-        for group, whole in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups, at_once):
+        for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
 

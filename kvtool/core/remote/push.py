@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +14,11 @@ from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Blobs, Reader, open_blobs
+from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue import (
     HEAD,
     Catalogue,
     Chunk,
-    File,
     Head,
     Level,
     catalogue_name,
@@ -28,7 +27,7 @@ from kvtool.core.remote.catalogue import (
     unseal_head,
 )
 from kvtool.core.remote.catalogue_io import check_same_identity, pack_root, put_copies, read_head, sharded
-from kvtool.core.remote.gc import Lease, Sweep, check_ours, check_share, own_names
+from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_share, own_names
 from kvtool.core.remote.options import PushOptions
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
@@ -43,7 +42,6 @@ def push(
     blobs: Blobs,
     *,
     delete: bool = False,
-    newer: bool = False,
     verify: bool = False,
     dry_run: bool = False,
     yes: bool = False,
@@ -55,7 +53,6 @@ def push(
     Parameters
     ----------
     delete : forget what the store does not have, if nothing of the store is damaged; else the tier keeps it.
-    newer : of a file that both have in two versions take the one changed last; else the store's.
     verify : read back what is there already, and send again what is damaged.
     dry_run : change nothing; the report counts what would be done.
     yes : `delete` may take more than half of the tier.
@@ -70,7 +67,7 @@ def push(
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
-    job = _Push(store, Rehearsal(blobs) if dry_run else blobs, report, events or Events(), newer, verify, key)
+    job = _Push(store, DryRunBlobs(blobs) if dry_run else blobs, report, events or Events(), verify, key)
     job.run(delete, yes or dry_run)
     report.seconds = time.perf_counter() - started
     return report
@@ -98,15 +95,14 @@ class _Push:
         blobs: Blobs,
         report: TransferReport,
         events: Events,
-        newer: bool,
         verify: bool,
         key: SigningKey | None,
     ) -> None:
-        self.store, self.blobs, self.report = store, blobs, report
-        self.events, self.newer, self.verify, self.key = events, newer, verify, key
+        self.store, self.blobs, self.report, self.events = store, blobs, report, events
+        self.verify, self.key = verify, key
         self.lease = Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
-        self.sweep = Sweep(blobs, self.lease, report, events)
+        self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
@@ -131,7 +127,7 @@ class _Push:
                 self.sender.mend(unseal_head(head).catalogue, theirs)
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
-            if delete and not self.sweep.run(listed):
+            if delete and not self.garbage.run(listed):
                 head, theirs = self._there()  # what somebody who knows of no leases counts on was deleted
                 self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
 
@@ -191,7 +187,7 @@ class _Push:
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
 
     def _joined(self, mine: Catalogue, theirs: Catalogue) -> Catalogue:
-        joined = join(mine, theirs, self.newer)
+        joined = join(mine, theirs)
         less = without_superseded(joined, mine)
         return self._with_codec(less if less != joined and self._is_whole(mine) else joined, theirs)
 
@@ -222,29 +218,25 @@ class _Push:
         root = pack_root(joined, self.key)
         digest = digest_of(root)
         self.blobs.put({**shards, catalogue_name(digest): root})
-        self.blobs.settle()
+        self.blobs.flush()
         put_copies(self.blobs, [root, *shards.values()])
         before: tuple[str, ...] = ()
         if head is not None and theirs is not None:
-            before = self.sweep.reclaim(head, joined, theirs, digest)
-        return self.blobs.swap(HEAD, head, seal_head(Head(digest, before)))
+            before = self.garbage.reclaim(head, joined, theirs, digest)
+        return self.blobs.compare_and_swap(HEAD, head, seal_head(Head(digest, before)))
 
 
 # ---- two catalogues ----
 
 
-def join(mine: Catalogue, theirs: Catalogue, newer: bool) -> Catalogue:
-    """Return the union of both catalogues. Of two versions keep `mine`, or with `newer` the file changed last."""
-    files: dict[str, File] = theirs.files | mine.files
-    if newer:
-        for key in mine.files.keys() & theirs.files.keys():
-            files[key] = max(mine.files[key], theirs.files[key], key=lambda version: (version.mtime_ns, version.mark))
+def join(mine: Catalogue, theirs: Catalogue) -> Catalogue:
+    """Return the union of both catalogues. Of two versions of a file keep `mine`."""
     chunks = theirs.chunks | {
         key: join_chunks(version, theirs.chunks[key]) if key in theirs.chunks else version
         for key, version in mine.chunks.items()
     }
     profiles = tuple(sorted({*mine.profiles, *theirs.profiles}))
-    return replace(mine, profiles=profiles, files=files, chunks=chunks)
+    return replace(mine, profiles=profiles, files=theirs.files | mine.files, chunks=chunks)
 
 
 def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
@@ -274,55 +266,41 @@ def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
 # ---- dry runs ----
 
 
-class Rehearsal:
-    """See Blobs."""
+class DryRunBlobs:
+    """A shared store that is only read; see Blobs. What a push writes goes nowhere, except the head and the catalogues:
+    they decide on what follows."""
 
     def __init__(self, blobs: Blobs) -> None:
-        self.url = blobs.url
+        self.url, self.sizes, self.names, self.reader = blobs.url, blobs.sizes, blobs.names, blobs.reader
         self._blobs = blobs
         self._written: dict[str, bytes] = {}
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """See Blobs."""
         values = self._blobs.get(names)
         return [self._written.get(name, value) for name, value in zip(names, values, strict=True)]
 
-    def sizes(self, names: Sequence[str]) -> list[int]:
-        """See Blobs."""
-        return self._blobs.sizes(names)
-
-    def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs."""
-        return self._blobs.names(below)
-
-    def reader(self) -> Reader:
-        """See Blobs."""
-        return self._blobs.reader()
-
     def put(self, values: Mapping[str, bytes]) -> None:
-        """Keep catalogues in mind, and nothing else; see Blobs."""
         self._written |= {name: value for name, value in values.items() if name.startswith(("catalogue/", "shard/"))}
 
-    def settle(self) -> None:
-        """Do nothing; see Blobs."""
-
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """Act as if it had been swapped; see Blobs."""
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         self._written[name] = after
         return True
 
-    def delete(self, names: Sequence[str]) -> None:
-        """Do nothing; see Blobs."""
-
-    def hold(self, name: str) -> None:
-        """Do nothing; see Blobs."""
-
     def held(self) -> set[str]:
-        """Nothing is held: who changes nothing is in nobody's way."""
+        """Return no leases: a dry run is in nobody's way."""
         return set()
 
+    def hold(self, name: str) -> None:
+        """Do nothing."""
+
     def release(self, name: str) -> None:
-        """Do nothing; see Blobs."""
+        """Do nothing."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
-        """Left to whoever opened the tier."""
+        """Do nothing: the caller opened the shared store."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import FileEntry
@@ -15,8 +16,19 @@ from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, Pack, Place, catalogue_name, digest_of, kv_names
-from kvtool.core.remote.catalogue_io import Shelf
+from kvtool.core.remote.catalogue import (
+    Catalogue,
+    Chunk,
+    File,
+    Level,
+    Pack,
+    Place,
+    catalogue_name,
+    digest_of,
+    kv_names,
+    places_of,
+)
+from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.remote.gc import Lease
 from kvtool.core.remote.report import TransferReport
 
@@ -59,7 +71,7 @@ class Sender:
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
         """Send again what is lost of the catalogue in force; this machine has just read it, perhaps off its shelf."""
-        shelf = Shelf(self.blobs.url)
+        shelf = CatalogueCache(self.blobs.url)
         root = shelf.get(digest)
         stated = {shard.name: shard.size for shard in theirs.shards if shard is not None}
         if root is not None:
@@ -244,7 +256,7 @@ def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost:
     return replace(chunk, levels=levels)
 
 
-# ==== packing ====
+# ---- packs: some megabytes of records of one level in one value, a document's next to each other -------------------
 
 PACK_BYTES = 8 * 2**20  # of a pack; one chunk that is larger has a pack of its own
 MOST_BYTES = 2**28  # of a level in a pack: Redis keeps no value of more than 512 MB. What is larger is sent by layer
@@ -254,61 +266,44 @@ Member = tuple[str, str]  # key of a chunk or a file in hex, level or FILE or CH
 FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
 
 
-@dataclass(slots=True)
-class Packed:
-    """A pack that is made.
-
-    Attributes
-    ----------
-    places : where in it each member stands.
-    """
+class Packed(NamedTuple):
+    """A pack that is made, with the place of each member in it."""
 
     value: bytes
     pack: Pack
     places: dict[Member, Place]
 
 
-@dataclass(slots=True)
-class _Open:
-    """A pack to which records are still added."""
-
-    records: list[bytes] = field(default_factory=list)
-    lengths: dict[Member, tuple[int, ...]] = field(default_factory=dict)
-    size: int = 0
-
-    def add(self, member: Member, records: list[bytes]) -> None:
-        self.records += records
-        self.lengths[member] = tuple(map(len, records))
-        self.size += sum(self.lengths[member])
-
-    def close(self) -> Packed:
-        value = b"".join(self.records)
-        pack, places, start = Pack(digest_of(value), len(value)), dict[Member, Place](), 0
-        for member, lengths in self.lengths.items():
-            places[member] = Place(pack, start, lengths)
-            start += sum(lengths)
-        return Packed(value, pack, places)
-
-
 def packs_of(members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]) -> Iterator[Packed]:
-    """Packs of the records of some members, in their order. The same members and records make the same packs.
+    """Pack the records of some members, in their order. The same members and records make the same packs.
 
     Parameters
     ----------
     members : all of one level.
-    records_of : a member's records, layer by layer; None: it is left out.
+    records_of : returns a member's records, layer by layer; None: it is left out.
     """
-    filling = _Open()
+    filling, size = dict[Member, list[bytes]](), 0
     for member in members:
         records = records_of(member)
         if records is None:
             continue
-        if filling.size and filling.size + sum(map(len, records)) > PACK_BYTES:
-            yield filling.close()
-            filling = _Open()
-        filling.add(member, records)
-    if filling.size:
-        yield filling.close()
+        of_member = sum(map(len, records))
+        if size and size + of_member > PACK_BYTES:
+            yield _pack(filling)
+            filling, size = {}, 0
+        filling[member] = records
+        size += of_member
+    if size:
+        yield _pack(filling)
+
+
+def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
+    value = b"".join(record for records in members.values() for record in records)
+    pack, places, start = Pack(digest_of(value), len(value)), dict[Member, Place](), 0
+    for member, records in members.items():
+        places[member] = Place(pack, start, tuple(map(len, records)))
+        start += sum(places[member].lengths)
+    return Packed(value, pack, places)
 
 
 def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
@@ -328,29 +323,18 @@ def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
 def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
     """Packs of which not even half is used any more, by either catalogue."""
     used: Counter[Pack] = Counter()
-    for place in _places_of(theirs.files, theirs.chunks):
+    for place in places_of(theirs.files, theirs.chunks):
         used[place.pack] += sum(place.lengths)
     files = {key: file for key, file in mine.files.items() if theirs.files.get(key) is not file}
     chunks = {key: chunk for key, chunk in mine.chunks.items() if theirs.chunks.get(key) is not chunk}
     known = {key: theirs.files[key] for key in files.keys() & theirs.files.keys()}
-    there = {*_places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
-    for place in {*_places_of(files, chunks)} - there:
+    there = {*places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
+    for place in {*places_of(files, chunks)} - there:
         used[place.pack] += sum(place.lengths)
     return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
 
 
-def _places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
-    """Yield the places in packs of all descriptions and records."""
-    for file in files.values():
-        if file.place is not None:
-            yield file.place
-    for chunk in chunks.values():
-        if chunk.place is not None:
-            yield chunk.place
-        yield from (level.place for level in chunk.levels.values() if level.place is not None)
-
-
-# ==== descriptions ====
+# ---- descriptions of files and chunks, which are stored in packs, too ---------------------------------------------
 
 _SMALL = 8  # is a pack of less than an eighth of what one may have
 _MOST_SMALL = 16  # of a store

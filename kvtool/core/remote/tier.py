@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -24,8 +23,8 @@ from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, RemoteEr
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import Chunk, Level, digest_of, records_wanted
-from kvtool.core.remote.catalogue_io import Offers
-from kvtool.core.remote.prefetch import Arrivals
+from kvtool.core.remote.catalogue_io import LazyCatalogue
+from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import base_of
 from kvtool.core.upkeep.budget import LOW_WATER
@@ -50,15 +49,17 @@ class Tier:
     timeout : seconds to wait for a value.
     """
 
-    def __init__(self, store: Store, blobs: Blobs, offers: Offers, digest: str, timeout: float, warn: Warn) -> None:
+    def __init__(
+        self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
+    ) -> None:
         self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
-        self._there: Offers | None = offers  # None: the tier is gone
+        self._there: LazyCatalogue | None = offers  # None: the tier is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._read: dict[Place, set[int]] = {}  # layers, of what is read by passes that said which
         self._lost: set[Place] = set()  # of which something came damaged, or not at all
         self._fetching = threading.Lock()
-        self._arrivals: Arrivals | None = None
+        self._arrivals: Prefetcher | None = None
         self._coming = deque[_Record]()  # what was asked for and has not come
 
     @property
@@ -164,7 +165,7 @@ class Tier:
             self._coming.clear()
             raise
 
-    def _ask(self, arrivals: Arrivals, layers: Mapping[Place, Collection[int]]) -> None:
+    def _ask(self, arrivals: Prefetcher, layers: Mapping[Place, Collection[int]]) -> None:
         """Ask for what is not here of some layers of some chunks, layer by layer of all of them."""
         asked, coming = list[tuple[int, Place, Wanted]](), {*self._coming}
         for place, numbers in layers.items():
@@ -187,9 +188,9 @@ class Tier:
 
     # ---- streaming (core/streaming) ----
 
-    def arrivals(self) -> Arrivals:
+    def arrivals(self) -> Prefetcher:
         """A stream of values of the tier."""
-        return Arrivals(self._blobs)
+        return Prefetcher(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
         """Hold a record that came, to be read now and written afterwards. False: it is missing, damaged, too large."""
@@ -216,7 +217,7 @@ class Tier:
         if self._fetched or self._store.notes_are_long:  # which a writer takes in when it ends
             try:
                 self._fetch_rest()
-                self.write_fetched()
+                self._write_fetched()
             except KvtoolError as error:  # locked, full, read-only
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
 
@@ -237,7 +238,7 @@ class Tier:
                 self._take({}, {self._coming[0]})
                 run_pending()  # a server's other answers go on
         except StoreLockedError:
-            return  # `write_fetched` tells it
+            return  # `_write_fetched` reports it
         except RemoteError as error:
             self.give_up(error)
         finally:
@@ -258,7 +259,7 @@ class Tier:
         sizes = Counter[bytes]()
         for place in self._fetched:
             sizes[place[0]] += self.bytes_here(*place)
-        kept = plan_room(self._store, sizes).kept
+        kept, _ = plan_eviction(self._store, sizes)
         return {place: layers for place, layers in lacking.items() if layers and place[0] in kept}
 
     def bytes_here(self, chunk_id: bytes, level: str) -> int:
@@ -266,20 +267,20 @@ class Tier:
         layers = len(self.wanted(chunk_id, level))
         return layers * bytes_of(-(-self.offers(chunk_id)[level].size // layers)) if layers else 0
 
-    def write_fetched(self, lock_wait: float = 0.0, spare: float = 1 - LOW_WATER) -> set[Place]:
-        """Write chunks whose layers have all come, as far as there is room for them (:func:`make_room`), and forget all
-        that was fetched. Returns what was written. Raises as `Store.writer` does, and NoSpaceError."""
-        whole, written = self._whole(), set[Place]()
+    def _write_fetched(self) -> None:
+        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched. Raises as
+        `Store.writer` does, and NoSpaceError."""
+        whole, sizes = self._whole(), Counter[bytes]()
         self._fetched, self._read, self._lost = {}, {}, set()
-        with self._store.writer(lock_wait) as writer:
-            kept, mine = make_room(self._store, writer, _bytes_by_chunk(whole), spare), self._is_in_force()
+        for chunk_id, _, _, records in whole:
+            sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
+        with self._store.writer(0.0) as writer:
+            kept, mine = evict_until_fits(self._store, writer, sizes), self._is_in_force()
             for chunk_id, info, level, records in whole:
                 if chunk_id not in kept or (level_of(level).nested and not mine):
                     continue  # another process has taken a newer catalogue over: it may refine what that has dropped
                 with suppress(ValueError):  # of another length than its description: a hole in the answer
                     writer.put_chunk(chunk_id, info, level, records)
-                    written.add((chunk_id, level))
-        return written
 
     def _whole(self) -> list[_Fetched]:
         """Levels of chunks of which all layers, and what they refine, have come or are here; the coarser first. That
@@ -309,92 +310,73 @@ class Tier:
         self._blobs.close()
 
 
-def _bytes_by_chunk(fetched: Iterable[_Fetched]) -> Counter[bytes]:
-    sizes = Counter[bytes]()
-    for chunk_id, _, _, records in fetched:
-        sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
-    return sizes
-
-
-# ==== front ====
+# ---- eviction: the local cache has a budget, by the rules of `store prune` ---------------------------------------
 
 MOST_BUDGET = 20 * 10**9
 _ROW = 256
 _SLACK = 3 * 2**19  # tree pages, locks, notes of use until they are folded, and what else a commit touches
+_SPARE = 1 - LOW_WATER  # share of the budget that an eviction leaves free
 
 
 def default_budget(path: Path) -> int:
-    """20 GB, or half of the disk that is left where that is less; never less than what is there already."""
+    """Return 20 GB, or half of the free disk space if that is less; never less than what is stored already."""
     used = space.folder_bytes(path)
     return max(used, min(MOST_BUDGET, used + space.disk_free(path) // 2))
 
 
-def make_room(store: Store, writer: Writer, coming: Mapping[bytes, int], spare: float = 1 - LOW_WATER) -> set[bytes]:
-    """Let chunks find room in the store's budget: KV goes, of the coldest first, and of none as warm as what comes.
-
-    Everything that goes can be fetched again. Pinned documents and chunks, and the prompt's own beginning, stay. So
-    what is too much for the budget at once leaves what is there alone, instead of driving itself out.
-
-    Parameters
-    ----------
-    coming : bytes by chunk.
-    spare : share of the budget that is left free besides, where chunks have to go, so that it need not be done again at
-        once; only of what is colder than all that comes.
-
-    Returns
-    -------
-    Those of the chunks that there is room for.
-    """
-    planned = plan_room(store, coming, None, spare)
-    for level in known(planned.going):  # the finer first: none is ever there without what it refines
-        writer.drop_level(planned.going[level], level)
+def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) -> set[bytes]:
+    """Evict as :func:`plan_eviction` says. Returns the incoming chunks that fit."""
+    kept, evicted = plan_eviction(store, coming)
+    _drop(writer, evicted)
     budget = store.budget()
     if budget is not None and space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
         with suppress(NoSpaceError):
             writer.compact()
-    return planned.kept
+    return kept
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
-    """A plan of an eviction: the incoming chunks that are stored, and the stored ones that are evicted, by level."""
+def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes], dict[str, list[bytes]]]:
+    """Plan the eviction of the least used KV until the incoming chunks fit into the store's budget.
 
-    kept: set[bytes]
-    going: Mapping[str, list[bytes]]
+    No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
+    itself. Pinned documents and chunks, and the prompt's own beginning, stay. All that is evicted can be fetched again.
+    An eviction leaves a share of the budget free, so that the next one is not due at once.
 
+    Parameters
+    ----------
+    coming : bytes by chunk.
 
-def plan_room(
-    store: Store, coming: Mapping[bytes, int], order: Mapping[bytes, float] | None = None, spare: float = 1 - LOW_WATER
-) -> Room:
-    """Plan the eviction of :func:`make_room`; evict by `order`, if given, instead of the store's own scores of use."""
+    Returns
+    -------
+    The incoming chunks that fit; and the stored chunks to evict, by level.
+    """
     budget = store.budget()
     if budget is None or sum(coming.values()) <= _room(store, budget):
-        return Room({*coming}, {})
-    leaving = _Leaving(store, turns(store) if order is None else order, {*coming}, _room(store, budget))
-    leaving.until(0)  # a budget that was lowered is met, whatever comes
+        return {*coming}, {}
+    plan = _Eviction(store, {*coming}, _room(store, budget))
+    plan.until(0)  # a budget that was lowered is met, whatever comes
     kept = set[bytes]()
-    for chunk_id in sorted(coming, key=lambda chunk_id: (-leaving.turn(chunk_id), chunk_id)):
-        leaving.until(coming[chunk_id], colder_than=leaving.turn(chunk_id))
-        if coming[chunk_id] <= leaving.room:
+    for chunk_id in sorted(coming, key=lambda chunk_id: (-plan.score(chunk_id), chunk_id)):
+        plan.until(coming[chunk_id], below=plan.score(chunk_id))
+        if coming[chunk_id] <= plan.room:
             kept.add(chunk_id)
-            leaving.room -= coming[chunk_id]
-    leaving.until(int(budget * spare), colder_than=min(map(leaving.turn, coming)))
-    return Room(kept, leaving.going)
+            plan.room -= coming[chunk_id]
+    plan.until(int(budget * _SPARE), below=min(map(plan.score, coming)))
+    return kept, plan.evicted
 
 
-def give_way(store: Store, writer: Writer) -> bool:
-    """Drop the KV of the coldest chunks, a tenth of what may be here. False: there is none."""
-    leaving = _Leaving(store, turns(store), set(), room=0)
-    leaving.until(max(1, int((store.budget() or space.folder_bytes(store.path)) * (1 - LOW_WATER))))
-    for level in known(leaving.going):
-        writer.drop_level(leaving.going[level], level)
-    return bool(leaving.going)
+def evict_some(store: Store, writer: Writer) -> bool:
+    """Evict the KV of the least used chunks, a tenth of the budget. False: nothing can be evicted."""
+    plan = _Eviction(store, set(), room=0)
+    plan.until(max(1, int((store.budget() or space.folder_bytes(store.path)) * _SPARE)))
+    _drop(writer, plan.evicted)
+    return bool(plan.evicted)
 
 
-def room_beside(store: Store, writer: Writer, size: int) -> None:
-    """Let files of so many bytes find room in the store's folder: the data file shrinks as far as KV may go."""
+def evict_for_files(store: Store, writer: Writer, size: int) -> None:
+    """Evict and compact until files of so many bytes fit into the store's folder, as far as KV can be evicted."""
     budget = store.budget()
-    while budget is not None and space.folder_bytes(store.path) + size > budget and give_way(store, writer):
+    while budget is not None and space.folder_bytes(store.path) + size > budget and evict_some(store, writer):
         with suppress(NoSpaceError):
             writer.compact()
 
@@ -404,28 +386,33 @@ def bytes_of(record: int) -> int:
     return pages(record) + _ROW
 
 
-class _Leaving:
-    """Chunks that may go, the coldest first, and what is free once those before have gone."""
+class _Eviction:
+    """An eviction in progress: chunks in order of use, and the bytes that are free once those before were evicted."""
 
-    def __init__(self, store: Store, order: Mapping[bytes, float], stay: set[bytes], room: int) -> None:
-        self._store, self._turns, self.room = store, order, room
-        self.going: dict[str, list[bytes]] = {}
+    def __init__(self, store: Store, stay: set[bytes], room: int) -> None:
+        self._store, self._scores, self.room = store, turns(store), room
+        self.evicted: dict[str, list[bytes]] = {}
         stay |= kept_always(store) | pinned_with_documents(store)
         may_go = (chunk_id for chunk_id in store.ids_here() if chunk_id not in stay)
-        self._order = iter(sorted(may_go, key=lambda chunk_id: (self.turn(chunk_id), chunk_id)))
+        self._order = iter(sorted(may_go, key=lambda chunk_id: (self.score(chunk_id), chunk_id)))
 
-    def turn(self, chunk_id: bytes) -> float:
-        return self._turns.get(chunk_id, 0.0)
+    def score(self, chunk_id: bytes) -> float:
+        return self._scores.get(chunk_id, 0.0)
 
-    def until(self, room: int, colder_than: float | None = None) -> None:
-        """Let chunks go until so much is free."""
+    def until(self, room: int, below: float | None = None) -> None:
+        """Evict chunks until so many bytes are free; only those with a score below the one given."""
         while self.room < room and (chunk_id := next(self._order, None)) is not None:
-            if colder_than is not None and self.turn(chunk_id) >= colder_than:
+            if below is not None and self.score(chunk_id) >= below:
                 self._order = chain([chunk_id], self._order)
                 return
             for level, size in self._store.sizes_here(chunk_id).items():
-                self.going.setdefault(level, []).append(chunk_id)
+                self.evicted.setdefault(level, []).append(chunk_id)
                 self.room += size
+
+
+def _drop(writer: Writer, evicted: Mapping[str, list[bytes]]) -> None:
+    for level in known(evicted):  # the finer first: none is ever there without what it refines
+        writer.drop_level(evicted[level], level)
 
 
 def _room(store: Store, budget: int) -> int:
