@@ -11,6 +11,7 @@ import pytest
 from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.pack.import_ import merge
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue
 from kvtool.core.remote.catalogue_io import read_catalogue
@@ -144,6 +145,31 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
         pull(tmp_path / "mine", blobs, delete=True, trust=OWN)
     with Store.open(tmp_path / "mine") as mine:
         assert len(mine.sources()) == 5
+
+
+def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+    sent(store, blobs)
+    pull(tmp_path / "other", blobs, trust=OWN)
+
+    def change(of: Store, path: str, label: str, when: int) -> None:
+        with of.writer() as writer:
+            ref = put(writer, label)
+            entry = replace(of.file("f0"), path=path, documents=(path,), mtime_ns=when)  # type: ignore[type-var]
+            writer.commit_file(entry, [DocumentEntry(path, "text", label, (ref,))])
+
+    change(store, "f0", "mine", 10)
+    change(store, "f1", "older", 5)
+    with Store.open(tmp_path / "other") as other:
+        change(other, "f0", "theirs", 9)
+        change(other, "f1", "newer", 6)
+        change(other, "f3", "own", 1)
+    path = store.path
+    merge(tmp_path / "other", [path], trust=OWN)
+    merge(path, [tmp_path / "other"], trust=OWN)
+    for where in (path, tmp_path / "other"):
+        with Store.open(where) as one:
+            texts = {entry.source: entry.text for entry in one.documents()}
+        assert texts == {"f0": "mine", "f1": "newer", "f3": "own"}
 
 
 def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path: Path) -> None:
