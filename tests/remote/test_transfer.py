@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kvtool.core.cache.damage import find_damage
+from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack.import_ import merge
