@@ -1,4 +1,4 @@
-"""Push, pull, sync: the same bytes on the other side, whatever came in between."""
+"""Push and pull: the same bytes on the other side, whatever came in between."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ def lease_is_valid(name: str, renewed: float, now: float) -> bool:
     return -AHEAD < now - renewed < seconds_held(name)
 
 
-# ==== object_reader ====
+# ---- several range requests at once, for a place that takes a while to answer --------------------------------------
 
 GAP = 64 * 2**10  # bytes between two parts that are read with them rather than asked for apart
 MOST_TOGETHER = 4 * 2**20  # bytes of one request for several parts
@@ -290,7 +290,7 @@ class RangeReader:
             self._news.notify_all()
 
 
-# ==== urls ====
+# ---- the backend of a URL ------------------------------------------------------------------------------------------
 
 # the sign @ stands before the URLs: one behind a URL would look like the end of its password, which `scrubbed` hides
 _SUCH_AS = "in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///mnt/shared/kv"

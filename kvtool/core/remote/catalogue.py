@@ -1,4 +1,25 @@
-"""CATALOGUE"""
+"""Catalogue of a shared store: the files and chunks that it holds. Its `head` names the catalogue that is valid.
+
+======================================  ================================================================
+blob                                    holds
+======================================  ================================================================
+``head``                                the name of the catalogue and of those before, in the store's envelope
+``catalogue/DIGEST``                    its root: the model, what is known of it, and the shards
+``shard/DIGEST``                        the files and chunks whose keys begin alike, with the places of what is of them
+``meta/NAME-MARK``                      the manifest and the state of the codec
+``profile/DIGEST``                      a codec profile
+``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
+                                        or descriptions: files' entries with their documents, chunks' token ids
+``file/KEY-MARK``, ``chunk/ID-MARK``    such a description alone, as older versions pushed it
+``kv/ID/LEVEL-MARK/LAYER``              such a record alone: as older versions pushed it, or too large for a pack
+======================================  ================================================================
+
+A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
+A name of any other shape is not kvtool's, and neither is a name below another `head`: such values are never deleted.
+
+A catalogue in one value has formats 1 to 3 (:meth:`Catalogue.pack`): the file of `kvtool store export` has one, and
+older versions pushed it so. A sharded one has format 4 (`catalogue_io.py`).
+"""
 
 from __future__ import annotations
 
@@ -61,7 +82,7 @@ def unseal_head(data: bytes) -> Head:
         raise DamagedError("the shared store's head cannot be read", "push again from a store that is whole") from error
 
 
-# ==== entries ====
+# ---- entries, and the names of their values ----------------------------------------------------------------------
 
 
 class Pack(NamedTuple):
@@ -216,7 +237,7 @@ def catalogue_name(digest: str) -> str:
     return f"catalogue/{digest}"
 
 
-# ==== catalogue ====
+# ---- the catalogue in one value ----------------------------------------------------------------------------------
 
 FORMAT = 3  # of one in one value
 _PLAIN_FORMAT = 1  # of one without packs and without levels that leave rows out, which every kvtool reads
@@ -260,7 +281,7 @@ class Catalogue:
         DamagedError : it cannot be read.
         StoreFormatError : a newer kvtool wrote it.
         """
-        return cls.of(value_of(data, FORMAT))
+        return cls.of(catalogue_json(data, FORMAT))
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Catalogue:
@@ -326,7 +347,7 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def value_of(data: bytes, newest: int) -> dict[str, Any]:
+def catalogue_json(data: bytes, newest: int) -> dict[str, Any]:
     """The JSON of a catalogue, of the formats up to `newest`. Raises DamagedError, StoreFormatError."""
     try:
         value = unpacked(data)
@@ -353,7 +374,7 @@ def unreadable(error: Exception) -> DamagedError:
     return DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN)
 
 
-# ==== rows ====
+# ---- entries as JSON rows ------------------------------------------------------------------------------------------
 
 MARK_BYTES = 16
 SEAL_BYTES = 32
@@ -363,16 +384,13 @@ _MOST_RATIO = 32  # to one
 Entries = tuple[dict[str, File], dict[str, Chunk]]
 
 
-# ---- JSON in few bytes -------------------------------------------------------------------------------------------
-
-
 def packed(text: bytes) -> bytes:
-    """JSON as it is kept."""
+    """Compress JSON for storage."""
     return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
 
 
 def unpacked(data: bytes) -> dict[str, Any]:
-    """Inverse of :func:`packed`. Such JSON is mostly digests: what claims to have been packed much better is none.
+    """Inverse of :func:`packed`. Such JSON is mostly digests, so a much better ratio is refused.
 
     Raises
     ------

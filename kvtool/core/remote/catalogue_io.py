@@ -1,4 +1,10 @@
-"""SHARDS"""
+"""Reading and writing of a shared store's catalogue: the head, the root, and the shards that the root names.
+
+Each shard describes the files and chunks whose keys begin alike. Keys are digests, so shards of one number of leading
+bits have about the same size, whatever is stored; and a value is named by its digest, so that a push sends, and a
+reader fetches, only the root and the shards in which something has changed. Their number is doubled when they have
+become large: then all are sent once. This machine keeps copies of the values that it has read or sent last.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +35,7 @@ from kvtool.core.remote.catalogue import (
     File,
     Shard,
     canonical,
+    catalogue_json,
     catalogue_name,
     digest_of,
     entries_of,
@@ -39,7 +46,6 @@ from kvtool.core.remote.catalogue import (
     unpacked,
     unreadable,
     unseal_head,
-    value_of,
 )
 from kvtool.core.remote.folder import new_name
 from kvtool.core.remote.signing import SigningKey
@@ -50,19 +56,19 @@ _AT_ONCE = 256  # shards that are asked for together
 
 
 def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
-    """The tier's head as it stands and its whole catalogue; (None, None) where nothing was ever pushed.
+    """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed.
 
     Raises
     ------
-    RemoteError : the tier does not answer.
-    DamagedError : what is there cannot be read.
+    RemoteError : the shared store does not answer.
+    DamagedError : head or catalogue cannot be read.
     StoreFormatError : a newer kvtool pushed.
     """
     return _of_head(blobs, in_force)
 
 
 def read_root(blobs: Blobs) -> tuple[str, Catalogue]:
-    """The catalogue in force, with its digest; of one in shards nothing of what they describe.
+    """Read the digest and the root of the catalogue in force.
 
     Raises
     ------
@@ -90,7 +96,7 @@ def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[byt
 
 
 def in_force(blobs: Blobs, digest: str) -> Catalogue:
-    """The whole catalogue of a digest; copies of it, and of no other, stay here. Raises as :func:`root_of`."""
+    """Read the whole catalogue of a digest; keep copies of it, and of no other. Raises as :func:`root_of`."""
     root = root_of(blobs, digest)
     whole = with_shards(blobs, root, range(len(root.shards)))
     keep_copies(blobs, digest, root)
@@ -98,7 +104,7 @@ def in_force(blobs: Blobs, digest: str) -> Catalogue:
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
-    """The catalogue of a digest; of one in shards nothing of what they describe.
+    """Read the catalogue of a digest; of a sharded one the root alone.
 
     Raises
     ------
@@ -111,12 +117,12 @@ def root_of(blobs: Blobs, digest: str) -> Catalogue:
 
 def catalogue_in(packed: bytes) -> Catalogue:
     """Read the value that a head names: a catalogue, or its root. Raises DamagedError, StoreFormatError."""
-    value = value_of(packed, FORMAT)
+    value = catalogue_json(packed, FORMAT)
     return open_root(value) if value["format"] == FORMAT else Catalogue.of(value)
 
 
 def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
-    """A catalogue with all that its shards of these numbers describe; one that has none, as it is. Raises as
+    """Read the shards of these numbers into a root; return a catalogue without shards as it is. Raises as
     :func:`root_of`."""
     if not root.shards:
         return root
@@ -125,10 +131,10 @@ def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalo
 
 
 def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
-    """Values, each with its number, digest and name: from the shelf, or else from the tier."""
-    shelf = CatalogueCache(blobs.url)
+    """Yield the number and the value of each: a copy of this machine, or else the shared store's."""
+    copies = CatalogueCache(blobs.url)
     for at in range(0, len(wanted), _AT_ONCE):
-        some = [(number, digest, name, shelf.get(digest)) for number, digest, name in wanted[at : at + _AT_ONCE]]
+        some = [(number, digest, name, copies.get(digest)) for number, digest, name in wanted[at : at + _AT_ONCE]]
         came = iter(blobs.get([name for _, _, name, value in some if value is None]))
         for number, digest, _, value in some:
             if value is None:
@@ -136,15 +142,15 @@ def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[
                 if value is None or digest_of(value) != digest:
                     hint = "push again from a store that is whole"
                     raise DamagedError(f"the catalogue of {blobs.url} is lost or damaged", hint)
-                shelf.put(digest, value)
+                copies.put(digest, value)
             yield number, value
 
 
 def put_copies(blobs: Blobs, values: Iterable[bytes]) -> None:
     """Keep what was just sent of a catalogue, so that the next push from here does not fetch it."""
-    shelf = CatalogueCache(blobs.url)
+    copies = CatalogueCache(blobs.url)
     for value in values:
-        shelf.put(digest_of(value), value)
+        copies.put(digest_of(value), value)
 
 
 def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
@@ -153,7 +159,7 @@ def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
 
 
 def read_catalogue(blobs: Blobs) -> Catalogue:
-    """The catalogue of a tier that was pushed to; raises StoreNotFoundError where nothing was, and as read_head."""
+    """Read the whole catalogue. Raises StoreNotFoundError if nothing was pushed, and as :func:`read_head`."""
     _, catalogue = read_head(blobs)
     if catalogue is None:
         raise _nothing(blobs)
@@ -174,7 +180,7 @@ def check_same_identity(mine: dict[str, object], other: dict[str, object], url: 
         )
 
 
-# ==== shards ====
+# ---- shards ------------------------------------------------------------------------------------------------------
 
 FORMAT = 4
 ENTRIES = 512  # in a shard, when their number is chosen: some ten KB; a changed document of ten chunks changes twenty
@@ -189,7 +195,7 @@ def number_of(key: str, count: int) -> int:
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
 def sharded(catalogue: Catalogue, before: Catalogue | None) -> tuple[Catalogue, dict[str, bytes]]:
-    """The catalogue with its shards, and the values of those that the catalogue of before does not have."""
+    """Return the catalogue with its shards, and the values of those shards that `before` does not have."""
     now = before.shards if before is not None else ()
     count = count_for(len(catalogue.files) + len(catalogue.chunks), len(now))
     parts = _split(catalogue, count)
@@ -259,9 +265,6 @@ def _shard_row(value: Any) -> Shard | None:
     return Shard(validation.hex_of(digest, MARK_BYTES), size, files, chunks)
 
 
-# ---- shards ------------------------------------------------------------------------------------------------------
-
-
 def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, str]]) -> Entries:
     """Read the entries of a shard, by its number out of `count`; `left_out` as of `entries_of`.
 
@@ -280,7 +283,7 @@ def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, s
 
 @paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
 def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
-    """A root with all that some of its shards, given by number, describe.
+    """Return a root with all that some of its shards, given by number, describe.
 
     Raises
     ------
@@ -297,7 +300,7 @@ def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
     return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))
 
 
-# ==== shelf ====
+# ---- copies on this machine --------------------------------------------------------------------------------------
 
 
 def cache_folder(kind: str, url: str) -> Path:
@@ -346,15 +349,12 @@ class CatalogueCache:
                     path.unlink(missing_ok=True)
 
 
-# ==== offers ====
-
-
 class LazyCatalogue:
-    """The chunks of a catalogue.
+    """The chunks of a catalogue; a shard is read when one of its chunks is first asked for.
 
     Parameters
     ----------
-    root : what stands in shards is read from this machine's shelf, or else from the tier.
+    root : the catalogue, without what its shards describe.
     """
 
     def __init__(self, blobs: Blobs, root: Catalogue) -> None:
@@ -362,7 +362,7 @@ class LazyCatalogue:
         self._read = dict[int, Mapping[str, Chunk]]()
 
     def get(self, key: str) -> Chunk | None:
-        """A chunk by its id in hex; None: there is none. Raises RemoteError, DamagedError."""
+        """Return a chunk by its id in hex; None if it is missing. Raises RemoteError, DamagedError."""
         count = len(self._root.shards)
         if not count:
             return self._root.chunks.get(key)

@@ -57,7 +57,7 @@ class FolderBlobs:
 
     def sizes(self, names: Sequence[str]) -> list[int]:
         with self._explained("read"):
-            return [_size_of(self._path(name)) for name in names]
+            return [_size_of(self._root / name) for name in names]
 
     def put(self, values: Mapping[str, bytes]) -> None:
         """See Blobs. The bytes are durable; their names are with :meth:`flush`, in one sync for all."""
@@ -79,14 +79,14 @@ class FolderBlobs:
                 with FileLock(self._root / _LOCK, timeout=_LOCK_WAIT, mode=0o600):
                     if self._read(name) != before:
                         return False
-                    atomic_write(self._path(name), after)
+                    atomic_write(self._root / name, after)
                     return True
             except Timeout as error:
                 raise RemoteError(f"{self.url} is locked by another push", "try again") from error
 
     def names(self, below: str = "") -> Iterator[str]:
         """See Blobs. What killed pushes have left is listed, too; of a tier further below its `head` only."""
-        start = self._path(below) if below else self._root
+        start = self._root / below if below else self._root
         start = start if start.is_dir() else start.parent if below else self._root
         with self._explained("read"):
             for folder, folders, files in os.walk(start, onerror=self._refuse_root):
@@ -96,7 +96,7 @@ class FolderBlobs:
                 links = [name for name in folders if (at / name).is_symlink()]
                 if at == self._root:
                     folders[:] = [name for name in folders if name != _LEASES]
-                for name in (_name_of(self._root, at / file) for file in (*files, *links)):
+                for name in ((at / file).relative_to(self._root).as_posix() for file in (*files, *links)):
                     if name.startswith(below) and name != _LOCK and not self._is_unfinished(name):
                         yield name
 
@@ -152,18 +152,15 @@ class FolderBlobs:
         if self._writing is not None:
             self._writing.close()
 
-    def _path(self, name: str) -> Path:
-        return self._root / name
-
     def _read(self, name: str, most: int = MOST_BYTES) -> bytes | None:
         with self._explained("read"):
-            return read_bounded(self._path(name), min(most_bytes(name), most))
+            return read_bounded(self._root / name, min(most_bytes(name), most))
 
     def _wanted(self, wanted: Wanted) -> bytes | None:
         if not wanted.pack:
             return self._read(wanted.name, wanted.most)
         with self._explained("read"):
-            return read_part(self._path(wanted.pack), wanted.start, wanted.most)
+            return read_part(self._root / wanted.pack, wanted.start, wanted.most)
 
     def _remove_if_empty(self, parts: tuple[str, ...]) -> None:
         for depth in range(len(parts), 0, -1):
@@ -175,7 +172,7 @@ class FolderBlobs:
         if not file.startswith(TEMPORARY):
             return False
         with suppress(OSError):
-            return not is_left_behind(file, self._path(name).lstat().st_mtime, time.time())
+            return not is_left_behind(file, (self._root / name).lstat().st_mtime, time.time())
         return True
 
     def _refuse_root(self, error: OSError) -> None:
@@ -250,11 +247,7 @@ def _size_of(path: Path) -> int:
     return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
 
-def _name_of(root: Path, path: Path) -> str:
-    return path.relative_to(root).as_posix()
-
-
-# ==== descend ====
+# ---- writing below a folder that others may write to: no symbolic link is followed, no name can be foreseen --------
 
 OLD = 3600.0  # seconds after which a temporary file is one that a killed push has left
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY

@@ -174,7 +174,10 @@ def _parts(names: list[str]) -> list[list[str]]:
     return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
 
 
-# ==== lease ====
+# ---- leases of pushes and deletions --------------------------------------------------------------------------------
+#
+# A deletion first announces itself, then looks for running pushes; a push does the reverse. So at least one of the two
+# sees the other: the deletion stops, the push waits, and only then asks what the shared store has already.
 
 _RENEWED_EVERY = min(LEASES.values()) / 4
 _LOOK_EVERY = 0.1  # seconds, while another one deletes

@@ -47,16 +47,16 @@ def open_store(
     lock_wait: float = 0.0,
     warn: Warn = warn_nobody,
 ) -> Store:
-    """The store at a folder or a URL. Raises as `Store.open` and `open_shared` do."""
+    """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
     if isinstance(place, Path):
         return Store.open(place)
     return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
 
 
 def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
-    """The local store in front of the tier of a URL, with the tier behind it.
+    """Open the local cache of a shared store, with the shared store as its remote backend.
 
-    Where the tier does not answer, is gone or cannot be used, the store stands alone with what is here already.
+    If the shared store does not answer, is gone or cannot be used, the local cache is used without it.
 
     Parameters
     ----------
@@ -64,8 +64,8 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
 
     Raises
     ------
-    RemoteError : it does not answer, and nothing of it is here yet.
-    StoreNotFoundError : nothing was pushed there, and nothing of it is here yet.
+    RemoteError : the shared store does not answer, and the local cache is empty.
+    StoreNotFoundError : nothing was pushed there, and the local cache is empty.
     """
     blobs, place = open_blobs(url, timeout), local_place(url)
     try:
@@ -76,9 +76,9 @@ def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, w
     store: Store | None = None
     try:
         store = Store.create_or_open(place)
-        front = MirrorUpdater(store, blobs, digest, root, timeout, warn)
-        if front.sync_catalogue(lock_wait):
-            store.link = Tier(store, blobs, LazyCatalogue(blobs, root), front.mark, timeout, warn)
+        mirror = MirrorUpdater(store, blobs, digest, root, timeout, warn)
+        if mirror.sync_catalogue(lock_wait):
+            store.link = Tier(store, blobs, LazyCatalogue(blobs, root), mirror.mark, timeout, warn)
         return store
     except BaseException:
         if store is not None:
@@ -105,25 +105,23 @@ def local_place(url: str) -> Path:
     return cache_folder("remote", url)
 
 
-# ==== takeover ====
-
 _ADOPTED = "remote/adopted.json"
 _MOST_TOLD = 10  # damages, one by one
-_RULES = 3  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
+_RULES = 3  # of an import: a store that an older kvtool filled is brought up to date once more
 
 
 class MirrorUpdater:
-    """A local store, and the catalogue of the tier that is to stand behind it.
+    """Updater of a local cache to the latest catalogue of its shared store.
 
     Parameters
     ----------
-    digest : of the catalogue, by which the tier names it.
-    root : the catalogue; of one in shards nothing of what they describe.
+    digest : of the catalogue, by which the shared store names it.
+    root : the catalogue; of a sharded one the root alone.
     timeout : seconds to wait for a value.
 
     Attributes
     ----------
-    mark : of the catalogue, as it is kept beside the store.
+    mark : digest of the catalogue, as it is stored next to the local cache.
     """
 
     def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
@@ -133,11 +131,11 @@ class MirrorUpdater:
         self.mark = digest_of(self._packed)
 
     def sync_catalogue(self, lock_wait: float) -> bool:
-        """Bring the store up to date; False: the tier cannot be used, what is here can.
+        """Bring the local cache up to date. False: the shared store cannot be used, the local cache can.
 
         Raises
         ------
-        KvtoolError : nothing is here yet, and the tier does not answer, or there is no room.
+        KvtoolError : the local cache is empty, and the shared store does not answer, or no space is left.
         """
         store, url, warn = self._store, self._blobs.url, self._warn
         mine = store.manifest()
@@ -163,7 +161,7 @@ class MirrorUpdater:
         return True
 
     def _adopt(self, lock_wait: float) -> None:
-        """Take over what the catalogue describes, once for each catalogue."""
+        """Import what the catalogue describes, once for each catalogue."""
         adopted = self._store.read_side(_ADOPTED, rules=_RULES)
         if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
             return
@@ -187,7 +185,7 @@ class MirrorUpdater:
         self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
-        """Take the descriptions over; KV gives way to them. Raises NoSpaceError: there is none that could."""
+        """Import the descriptions, and evict KV for them. Raises NoSpaceError if no KV is left to evict."""
         while True:
             try:
                 return adopt(
@@ -198,7 +196,7 @@ class MirrorUpdater:
                     raise
 
     def _before(self) -> Catalogue | None:
-        """The catalogue that was taken over last, or its root; None where that is not known."""
+        """Return the catalogue that was imported last, or its root; None if that is not known."""
         with suppress(OSError, KvtoolError):
             return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
         return None
@@ -218,23 +216,20 @@ def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[st
 # ---- what has changed since the last one -------------------------------------------------------------------------
 
 
-def _changed(now: Catalogue, before: Catalogue | None) -> list[int] | None:
-    """Numbers of the shards that differ; None: all may."""
+def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
+    """Return the numbers of the shards that differ; None: all may."""
     if before is None or not now.shards or len(before.shards) != len(now.shards):
         return None
     pairs = zip(now.shards, before.shards, strict=True)
-    return [number for number, (one, other) in enumerate(pairs) if one != other]
+    return {number for number, (one, other) in enumerate(pairs) if one != other}
 
 
-def _within(count: int, changed: list[int] | None) -> Callable[[str], bool]:
-    """Tells whether a key is in one of the shards that have changed."""
-    if changed is None:
-        return lambda key: True
-    numbers = {*changed}
-    return lambda key: number_of(key, count) in numbers
+def _within(count: int, changed: set[int] | None) -> Callable[[str], bool]:
+    """Return a test of a key: True if it is in one of the shards that have changed."""
+    return lambda key: changed is None or number_of(key, count) in changed
 
 
-def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) -> Catalogue | None:
+def _entries(blobs: Blobs, before: Catalogue | None, changed: set[int] | None) -> Catalogue | None:
     """Read the changed shards of the last catalogue; None if they can no longer be read."""
     if before is None:
         return None
@@ -246,8 +241,8 @@ def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) 
 def _drop_stale(
     store: Store, writer: Writer, now: Catalogue, then: Catalogue | None, within: Callable[[str], bool]
 ) -> None:
-    """Drop lossy records that are others than the tier's by now: what is fetched may refine just those. What is the
-    same in the catalogue of the last time was looked at then."""
+    """Drop lossy records that differ from the shared store's: what is fetched may refine just those. Entries that are
+    the same in the last catalogue were compared then."""
     doomed: dict[str, list[bytes]] = {}
     for chunk_id in store.ids_here():  # of the others there are no records
         key = chunk_id.hex()

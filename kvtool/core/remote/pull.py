@@ -42,9 +42,8 @@ from kvtool.core.session.identity import StoreIdentity
 
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
-_HELD_OF_EACH = (
-    2**9
-)  # so much for each, a quarter of what the catalogue takes in memory: pages are met a few times then
+# Bytes for each, a quarter of what the catalogue takes in memory: pages are met a few times then.
+_HELD_OF_EACH = 2**9
 _UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
 _MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 64  # of all of them: so many bytes, and so many for each that came
@@ -240,20 +239,25 @@ class _Pull:
             yield group, value
 
     def _in_order(self, groups: Sequence[Group]) -> Iterator[list[tuple[Group, bytes]]]:
-        """Small values, some for a transaction, by their keys as far as they can be held. Keys are digests: those of a
-        document stand on as many pages of the store, each of which is read, checked and written for it alone. Where the
-        tier stops answering, what has come is given first."""
+        """Yield small values, some for a transaction, sorted by key as far as memory allows.
+
+        Keys are digests: those of a document are on as many pages of the store, each of which is read, checked and
+        written for it alone. If the shared store stops answering, what has come is yielded first.
+        """
         most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
-        held, size, failure = list[tuple[Group, bytes]](), 0, list[RemoteError]()
-        for group, value in _until(self._single(groups), failure):
-            held.append((group, value))
-            size += len(value)
-            if size > most:
-                yield from _parts(held)
-                held, size = [], 0
+        held, size, failure = list[tuple[Group, bytes]](), 0, None
+        try:
+            for group, value in self._single(groups):
+                held.append((group, value))
+                size += len(value)
+                if size > most:
+                    yield from _parts(held)
+                    held, size = [], 0
+        except RemoteError as error:
+            failure = error
         yield from _parts(held)
-        for error in failure:
-            raise error
+        if failure is not None:
+            raise failure
 
     # ---- the parts ----
 
@@ -406,14 +410,6 @@ class _Pull:
             self.report.removed += self.writer.remove_file(path)
         outside = [chunk_id for chunk_id in self.store.chunk_ids() if not within(chunk_id.hex())]
         self.writer.collect(keep=[*map(bytes.fromhex, catalogue.chunks), *outside])
-
-
-def _until(fetched: Iterator[tuple[Group, bytes]], failure: list[RemoteError]) -> Iterator[tuple[Group, bytes]]:
-    """Yield what is fetched until the connection fails; the failure is appended to `failure`."""
-    try:
-        yield from fetched
-    except RemoteError as error:
-        failure.append(error)
 
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:

@@ -24,8 +24,6 @@ def most_bytes(name: str) -> int:
     return _MOST.get(name.partition("/")[0], MOST_BYTES)
 
 
-# ==== checks ====
-
 _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
 _MOST_NESTED = 32

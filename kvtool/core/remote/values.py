@@ -206,7 +206,7 @@ def is_sound(name: str, value: bytes) -> bool:
     return digest_of(value) == rest.rpartition("-")[2]
 
 
-# ==== survey ====
+# ---- the catalogue of a local store --------------------------------------------------------------------------------
 
 Damaged = Callable[[str, str], None]  # what, why
 _Described = TypeVar("_Described", File, Chunk)
@@ -408,7 +408,7 @@ def is_complete(store: Store, mine: Catalogue) -> bool:
     return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)
 
 
-# ==== state ====
+# ---- measurements of the codec levels ------------------------------------------------------------------------------
 
 State = Mapping[str, Any]
 
