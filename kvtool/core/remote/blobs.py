@@ -1,4 +1,7 @@
-"""Protocol of a shared store's backend: named values. A backend is one file with one class and one line in `urls`."""
+"""Protocol of a shared store's backend, named values; and all that a backend needs: readers, leases, its registry.
+
+A backend is one file with one class, and one line in `common/urls.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +19,34 @@ from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
 from kvtool.core.errors import KvtoolError, UsageError
 
-TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
-LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held stands, by what it begins with
+TIMEOUT = 5.0  # seconds for a value, after which a shared store counts as gone
+LEASES = {"push": 600.0, "sweep": 60.0}  # seconds that a lease lasts, by what its name begins with
 AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Reader(Protocol):
-    """Asks for blobs ahead and takes them as they come, in the order asked: the link is never idle in between."""
+    """Protocol of a stream of values: requests are sent ahead, so that the connection is never idle in between."""
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
-        """Ask for some more; returns before they are there. Raises RemoteError."""
+        """Request more values; return before they arrive. Raises RemoteError."""
         ...
 
     def take(self) -> bytes | None:
-        """The next one asked for, None where there is none of its name, empty where it is too large or no value at all,
-        and as much as there is of a part. Raises RemoteError; the reader is of no more use then."""
+        """Return the next value in the order of the requests: None if it is missing, empty if it is too large or no
+        value at all, shorter if a part is cut off. Raises RemoteError; the reader is of no more use then."""
         ...
 
     def close(self) -> None:
-        """Stop; what was asked for and not taken is given up."""
+        """Stop; requests that were not taken are given up."""
         ...
 
 
 class SequentialReader:
-    """A reader for a place that cannot be asked ahead: a value is read when it is taken.
+    """A reader without requests ahead: a value is read when it is taken.
 
     Parameters
     ----------
-    read : gives what is wanted, as `Reader.take` does.
+    read : returns a value, as `Reader.take` does.
     """
 
     def __init__(self, read: Callable[[Wanted], bytes | None]) -> None:
@@ -70,15 +73,16 @@ class Readable(Protocol):
     url: str
 
     def reader(self) -> Reader:
-        """A stream of values of its own. Raises RemoteError."""
+        """Open a stream of values. Raises RemoteError."""
         ...
 
 
 class Blobs(Protocol):
-    """Named values of a shared tier. Names are ASCII, with `/` between their parts. Methods raise RemoteError.
+    """Protocol of a shared store's named values. Names are ASCII, with `/` between their parts. Methods raise
+    RemoteError.
 
-    A value once put is never changed, only put again with the same bytes or deleted; `head` alone is swapped. So a
-    reader sees either all of a push or nothing of it. What a value is worth its digest says, not the tier.
+    A value is never changed, only put again with the same bytes or deleted; `head` alone is replaced. So a reader sees
+    either all of a push or nothing of it. Digests protect the values, not the shared store.
 
     Attributes
     ----------
@@ -88,7 +92,7 @@ class Blobs(Protocol):
     url: str
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """Values, None where there is none; empty where one is larger than its name allows, or no value at all."""
+        """Read values: None if one is missing, empty if one is larger than its name allows, or no value at all."""
         ...
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -96,15 +100,15 @@ class Blobs(Protocol):
         ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """Keep values, each whole or not at all."""
+        """Store values, each whole or not at all."""
         ...
 
     def flush(self) -> None:
-        """Make what was put durable, as far as the tier can."""
+        """Make what was put durable, as far as the backend can."""
         ...
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """Replace a value if it is still `before` (None: there is none). False: it is another by now."""
+        """Replace a value if it is still `before` (None: missing). False: another value is there by now."""
         ...
 
     def names(self, below: str = "") -> Iterator[str]:
@@ -112,12 +116,12 @@ class Blobs(Protocol):
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget values; those that are not there are no error."""
+        """Delete values; missing ones are no error."""
         ...
 
     def hold(self, name: str) -> None:
-        """Let everybody see that `name` (a key of `LEASES`, `-`, an id) is at work, until its time is over; again to
-        renew it. It is no value: `names` does not list it."""
+        """Take or renew a lease, which everybody sees until its time is over. Its name is a key of `LEASES`, `-` and
+        an id. A lease is no value: `names` does not list it."""
         ...
 
     def held(self) -> set[str]:
@@ -125,15 +129,15 @@ class Blobs(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Hold it no longer."""
+        """Give a lease back."""
         ...
 
     def reader(self) -> Reader:
-        """A stream of values of its own."""
+        """Open a stream of values."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         ...
 
 
@@ -188,7 +192,7 @@ Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; set
 
 
 def range_requests(wanted: Sequence[Wanted]) -> list[RangeRequest]:
-    """A request for each of what is wanted, in that order; parts that are near each other have the same one."""
+    """Return the request of each wanted value, in that order; parts that are near each other share one."""
     spans: dict[int, RangeRequest] = {}
     parts = [number for number, one in enumerate(wanted) if one.pack]
     last: RangeRequest | None = None

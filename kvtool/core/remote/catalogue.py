@@ -200,13 +200,6 @@ def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
-def described_by(name: str, place: Place | None) -> Wanted:
-    """Return the request for the description of a file or a chunk."""
-    if place is None:
-        return Wanted(name, MOST_BYTES)
-    return Wanted(name, place.lengths[0], place.pack.name, place.start)
-
-
 def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
     """Return the requests for a chunk's records at a level, layer by layer; none reads more bytes than are stated."""
     stored, names = chunk.levels[level], kv_names(key, chunk, level)

@@ -91,12 +91,7 @@ def _trouble(wanted: Wanted, value: bytes | None, left: int) -> str:
     return "" if values.is_sound(wanted.name, value) else f"{what} is damaged there"
 
 
-def single(key: str, what: str, wanted: Wanted) -> Group:
-    """A group of one value."""
-    return Group(key, what, [wanted], wanted.most)
-
-
-_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
+_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
 
 
 class Prefetcher:

@@ -1,4 +1,4 @@
-"""Shared tier → local store: what is missing here, each value checked before it is taken in."""
+"""Pull from a shared store into a local one: what is missing here, each value checked before it is stored."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
+from kvtool.core.cache.link import Wanted
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -25,15 +26,15 @@ from kvtool.core.remote.catalogue import (
     Catalogue,
     Chunk,
     File,
+    Place,
     chunk_name,
-    described_by,
     digest_of,
     file_name,
     records_wanted,
 )
 from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
 from kvtool.core.remote.options import PullOptions
-from kvtool.core.remote.prefetch import Group, fetch_groups, single
+from kvtool.core.remote.prefetch import Group, fetch_groups
 from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.signing import Trust
 from kvtool.core.remote.validation import MOST_BYTES
@@ -64,7 +65,7 @@ def pull(
     yes: bool = False,
     events: Events | None = None,
 ) -> TransferReport:
-    """Bring a store up to date with a tier; it is made where there is none. Run again to resume.
+    """Bring a store up to date with a shared store; a missing store is created. Run again to resume.
 
     Parameters
     ----------
@@ -287,7 +288,7 @@ class _Pull:
 
     def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         known = [(name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
-        groups = [single(name, name, described_by(blob, None)) for name, blob in known]
+        groups = [_one_value(name, name, blob) for name, blob in known]
         metas = {}
         for group, value in self._single(groups):
             with self._noted(group):
@@ -298,7 +299,7 @@ class _Pull:
         known = {digest.hex() for digest in self.store.profile_digests()}
         missing = [digest for digest in catalogue.profiles if digest not in known]
         for group, value in self._single(
-            single(digest, f"profile {digest}", described_by(f"profile/{digest}", None)) for digest in missing
+            _one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
         ):
             with self._noted(group):
                 self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
@@ -307,7 +308,7 @@ class _Pull:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
         replaced = {chunk.hex() for chunk in self.store.foreign_chunks()}
         groups = [
-            single(key, f"chunk {key}", described_by(chunk_name(key, chunk), chunk.place))
+            _one_value(key, f"chunk {key}", chunk_name(key, chunk), chunk.place)
             for key, chunk in catalogue.chunks.items()
             if key not in known or (key in replaced and not self.origins.of(chunk).is_foreign)
         ]
@@ -356,7 +357,7 @@ class _Pull:
         wanted, self.report.kept = wanted_files(self.store, catalogue, newer, self.origins)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         files = [(key, catalogue.files[key]) for key in wanted]
-        groups = [single(key, f"file {key}", described_by(file_name(key, file), file.place)) for key, file in files]
+        groups = [_one_value(key, f"file {key}", file_name(key, file), file.place) for key, file in files]
         for some in self._in_order(groups):
             opened, size = list[tuple[Group, FileEntry, list[DocumentEntry]]](), 0
             for group, value in some:
@@ -425,6 +426,12 @@ def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]
         yield some
 
 
+def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
+    """Return the group of one value: of a name, or at a place in a pack."""
+    wanted = Wanted(name, MOST_BYTES) if place is None else Wanted(name, place.lengths[0], place.pack.name, place.start)
+    return Group(key, what, [wanted], wanted.most)
+
+
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
     wanted = [one for level in bundle.levels for one in records_wanted(key, chunk, level)]
     what = f"chunk {key} at level {', '.join(bundle.levels)}"
@@ -469,7 +476,7 @@ def bundles(
 
 
 def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
-    """The levels of these that a chunk has, each behind the coarser one that it refines."""
+    """Return the levels of these that a chunk has, each after the coarser one that it refines."""
     ordered: list[str] = []
     for level in levels:
         chain: list[str] = []
@@ -479,9 +486,6 @@ def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
             at = chunk.levels[at].base
         ordered += reversed(chain)
     return ordered
-
-
-# ---- of a store that is there ----
 
 
 def wanted_records(
@@ -547,8 +551,8 @@ def _may_replace(theirs: Origin, mine: Origin) -> bool:
 
 
 def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
-    """List the paths of the files that the tier has no more, of those whose keys the catalogue says everything of; of
-    an untrusted one those that came from it."""
+    """List the paths of a store's files that the catalogue lacks, of those whose keys it covers; for an untrusted
+    origin only the files that came from it."""
     paths = (
         (entry.path, keys.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
     )

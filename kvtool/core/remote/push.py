@@ -1,4 +1,4 @@
-"""Local store → shared tier: what is missing there, then the catalogue, then the head in one step."""
+"""Push of a local store: the values that a shared store lacks, then the catalogue, then the head in one step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def push(
     key: SigningKey | None = None,
     events: Events | None = None,
 ) -> TransferReport:
-    """Bring a tier up to date with a store. Run again to resume; what is there already is not sent again.
+    """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
     Parameters
     ----------

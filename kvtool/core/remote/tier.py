@@ -1,4 +1,4 @@
-"""A shared tier behind a local store: what it describes is here, its KV comes when it is asked for, and stays."""
+"""Remote backend of a local cache: KV is fetched from a shared store when it is read, and kept within a budget."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from kvtool.core.upkeep.inventory import kept_always, pages, pinned_with_documen
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
 _Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
-CATALOGUE = "remote/catalogue"  # the one that was taken over last, or its root, beside the local store
+CATALOGUE = "remote/catalogue"  # side file of the local cache: the catalogue that was imported last, or its root
 
 
 class Tier:
-    """A shared tier as the :class:`kvtool.core.cache.link.Link` of a local store.
+    """A shared store as the :class:`kvtool.core.cache.link.Link` of its local cache.
 
-    Documents and chunks are those of the catalogue; KV of a chunk is asked for when its first layer is read,
-    taken layer by layer, checked, and written into the local store after the answer. Layers of it that no row sees are
-    asked for after the answer, too: it is kept whole or not at all. When the tier stops answering it is not asked
-    again: what is missing is a miss like any other, with a notice.
+    Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
+    layer by layer, is checked, and is written into the local cache after the answer. Layers that no row sees are
+    fetched after the answer, too: a chunk is kept whole or not at all. When the shared store stops answering, it is not
+    asked again: missing KV is a miss like any other, with a notice.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Tier:
         self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
     ) -> None:
         self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
-        self._there: LazyCatalogue | None = offers  # None: the tier is gone
+        self._there: LazyCatalogue | None = offers  # None: the shared store is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._read: dict[Place, set[int]] = {}  # layers, of what is read by passes that said which
@@ -70,7 +70,7 @@ class Tier:
     # ---- what there is ----
 
     def offers(self, chunk_id: bytes) -> Mapping[str, Level]:
-        """The levels that the tier has of a chunk; none of them when it is gone."""
+        """Return the levels that the shared store has of a chunk; none if it is gone."""
         chunk = self._chunk(chunk_id)
         return chunk.levels if chunk is not None else {}
 
@@ -103,7 +103,7 @@ class Tier:
         before: Callable[[int], None],
         ahead: Ahead = None,
     ) -> None:
-        """Fetch what a read of the local store did not find or found damaged, and put it into its place."""
+        """Fetch what a read of the local cache did not find or found damaged, and put it into `reads`."""
         missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
         missing = [number for number in missing if self._has(chunk_ids[number], level, layer)]
         if not missing:
@@ -123,10 +123,9 @@ class Tier:
         return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
     def _fetch(self, chunks: Mapping[bytes, Collection[int] | None], level: str, layer: int) -> None:
-        """Take a layer of some chunks. Who reads one reads the next ones, too, or those that are said: they are asked
-        for with it.
+        """Fetch a layer of some chunks, and request the layers after it that will be read, too.
 
-        A stream that has failed is not waited for once more, by whoever reads beside the one that it failed."""
+        A stream that has failed is not waited for again by another reader."""
         with self._fetching:
             for chunk_id, layers in chunks.items():
                 if layers is not None:
@@ -145,12 +144,12 @@ class Tier:
                 raise
 
     def _from(self, place: Place, layer: int) -> set[int]:
-        """A layer of a chunk, and those behind it that are read."""
-        behind = range(layer, len(self.wanted(*place)))
-        return {layer, *(self._read[place].intersection(behind) if place in self._read else behind)}
+        """Return a layer of a chunk, and those after it that are read."""
+        after = range(layer, len(self.wanted(*place)))
+        return {layer, *(self._read[place].intersection(after) if place in self._read else after)}
 
     def _take(self, asked: Mapping[Place, Collection[int]], lacking: set[_Record]) -> None:
-        """Ask for layers of some chunks, and take what comes until nothing is lacking."""
+        """Request layers of some chunks, and keep what arrives until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
         try:
             self._ask(arrivals, asked)
@@ -166,7 +165,7 @@ class Tier:
             raise
 
     def _ask(self, arrivals: Prefetcher, layers: Mapping[Place, Collection[int]]) -> None:
-        """Ask for what is not here of some layers of some chunks, layer by layer of all of them."""
+        """Request what is not here of some layers of some chunks, layer by layer of all of them."""
         asked, coming = list[tuple[int, Place, Wanted]](), {*self._coming}
         for place, numbers in layers.items():
             wanted = self.wanted(*place)
@@ -189,11 +188,11 @@ class Tier:
     # ---- streaming (core/streaming) ----
 
     def arrivals(self) -> Prefetcher:
-        """A stream of values of the tier."""
+        """Open a stream of values of the shared store."""
         return Prefetcher(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
-        """Hold a record that came, to be read now and written afterwards. False: it is missing, damaged, too large."""
+        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged, too large."""
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
         held = self._fetched.setdefault(place, {})
@@ -205,7 +204,7 @@ class Tier:
         return True
 
     def give_up(self, error: KvtoolError) -> None:
-        """Ask the tier no more."""
+        """Send no more requests to the shared store."""
         if self._there is not None:
             self._there = None
             self._warn(f"{error.message}: what is not here is computed", error.hint)
@@ -213,7 +212,7 @@ class Tier:
     # ---- afterwards ----
 
     def keep_fetched(self) -> None:
-        """Write chunks whose layers have all come; a store that is full or locked goes on fetching."""
+        """Write chunks whose layers have all arrived; a store that is full or locked goes on fetching."""
         if self._fetched or self._store.notes_are_long:  # which a writer takes in when it ends
             try:
                 self._fetch_rest()
@@ -222,14 +221,14 @@ class Tier:
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
 
     def _fetch_rest(self) -> None:
-        """Fetch the layers that no row saw, of chunks that will find room here, so that they are whole.
+        """Fetch the layers that no row saw, of chunks that will fit here, so that they are whole.
 
-        Half a chunk would have to be told from a whole one by all that read a store, and be whole by the time that
-        another question, whose rows see more of it, is asked. What is not kept would be fetched by every question.
+        Every reader of a store would have to tell half a chunk from a whole one, and another question sees more rows
+        of it. KV that is not kept would be fetched by every question.
         """
         rest = self._rest()
         if not rest or self._there is None or self._store.read_only or not self._fetching.acquire(blocking=False):
-            return  # who still waits for the tier has given up on a slow one, which is asked for no more
+            return  # another reader still waits for a slow shared store, which gets no more requests
         try:
             with writer_lock(self._store.path, 0.0):
                 pass  # where another process writes, which may take hours, nothing will be kept
@@ -258,11 +257,11 @@ class Tier:
             return {}
         sizes = Counter[bytes]()
         for place in self._fetched:
-            sizes[place[0]] += self.bytes_here(*place)
+            sizes[place[0]] += self._bytes_here(*place)
         kept, _ = plan_eviction(self._store, sizes)
         return {place: layers for place, layers in lacking.items() if layers and place[0] in kept}
 
-    def bytes_here(self, chunk_id: bytes, level: str) -> int:
+    def _bytes_here(self, chunk_id: bytes, level: str) -> int:
         """Return the bytes that a chunk at a level will need in the local store; 0 if the level is not offered."""
         layers = len(self.wanted(chunk_id, level))
         return layers * bytes_of(-(-self.offers(chunk_id)[level].size // layers)) if layers else 0
@@ -283,8 +282,8 @@ class Tier:
                     writer.put_chunk(chunk_id, info, level, records)
 
     def _whole(self) -> list[_Fetched]:
-        """Levels of chunks of which all layers, and what they refine, have come or are here; the coarser first. That
-        is asked of the records: the tier may be gone by now, with all that it told."""
+        """Return the levels of chunks of which all layers, and what they refine, have arrived or are here; the coarser
+        first. The records say so: the shared store may be gone by now, with its catalogue."""
         whole = dict[Place, _Fetched]()
         for (chunk_id, level), layers in sorted(self._fetched.items(), key=lambda row: level_of(row[0][1]).bits):
             with suppress(DamagedError):  # its description: the next catalogue brings it again
@@ -304,7 +303,7 @@ class Tier:
         return False
 
     def close(self) -> None:
-        """Let go of the tier."""
+        """Close the connection."""
         if self._arrivals is not None:
             self._arrivals.close()
         self._blobs.close()
