@@ -17,8 +17,7 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.environment import Environment
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import RemoteError
-from kvtool.core.remote import catalogue_io
-from kvtool.core.remote import pull as pulling
+from kvtool.core.remote import catalogue_io, values
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.prefetch import Prefetcher
@@ -98,7 +97,7 @@ def test_a_push_of_a_change_begins_few_transactions(
             add_file(writer, "f0", ["new 0", "new 1"])
         parsed.clear()
         begun = calls(monkeypatch, Environment, "begin")
-        decoded = calls(monkeypatch, pulling.survey, "records_of")
+        decoded = calls(monkeypatch, values, "records_of")
         assert push(store, blobs).files.moved == 1
     assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}
     assert len(begun) < 200 * CHUNKS / 2

@@ -6,7 +6,6 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ import zstandard
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
-from kvtool.core.remote import push as pushing
 from kvtool.core.remote import send, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, records_wanted, unseal_head
@@ -221,13 +219,15 @@ def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
     with store.writer() as writer:
         add_file(writer, "f3", ["f0.0", "f0.1"])
 
+    survey = values.survey
+
     def surveyed(*given: Any, **more: Any) -> Catalogue:
-        found = values.survey(*given, **more)
+        found = survey(*given, **more)
         forget(store, "f3")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(pushing, "survey", SimpleNamespace(survey=surveyed, is_complete=values.is_complete))
+        patch.setattr(values, "survey", surveyed)
         with pytest.raises(KvtoolError, match="changed meanwhile"):
             push(store, blobs)
     push(store, blobs)

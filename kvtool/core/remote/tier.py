@@ -192,7 +192,8 @@ class Tier:
         return Prefetcher(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
-        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged, too large."""
+        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged or
+        too large."""
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
         held = self._fetched.setdefault(place, {})
