@@ -70,7 +70,7 @@ class Sender:
         return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
-        """Send again what is lost of the catalogue in force; this machine has just read it, perhaps off its shelf."""
+        """Send again what is lost of the catalogue in force; this machine has just read it, or has a copy."""
         shelf = CatalogueCache(self.blobs.url)
         root = shelf.get(digest)
         stated = {shard.name: shard.size for shard in theirs.shards if shard is not None}
