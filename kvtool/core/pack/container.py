@@ -51,7 +51,7 @@ class PackWriter:
 
 @contextmanager
 def writing(path: Path, force: bool) -> Iterator[PackWriter]:
-    """Write a pack; it stands at `path` when all of it is durable, or never.
+    """Write a pack. The file appears at `path` when all of it is durable, or never.
 
     Raises
     ------

@@ -154,10 +154,10 @@ def lease_is_valid(name: str, renewed: float, now: float) -> bool:
 
 # ---- several range requests at once, for a place that takes a while to answer --------------------------------------
 
-GAP = 64 * 2**10  # bytes between two parts that are read with them rather than asked for apart
+GAP = 64 * 2**10  # bytes between two parts that one request covers, rather than two
 MOST_TOGETHER = 4 * 2**20  # bytes of one request for several parts
 AT_ONCE = 8  # requests
-_MOST_HELD = 64 * 2**20  # bytes that have come and are not taken; more are read only for who waits for them
+_MOST_HELD = 64 * 2**20  # bytes that have arrived and are not taken; more are read only for a caller that waits
 
 
 @dataclass(eq=False)
@@ -251,7 +251,7 @@ class RangeReader:
             return value
 
     def close(self) -> None:
-        """See Reader. What is under way ends by itself."""
+        """See Reader. Requests under way run to their end."""
         with self._news:
             self._closed = True
             self._waiting.clear()
@@ -285,7 +285,7 @@ class RangeReader:
                     self._news.notify_all()
         except KvtoolError as failed:
             error = failed
-        except Exception as failed:  # handed to whoever waits
+        except Exception as failed:  # raised in the caller that waits
             error = KvtoolError(f"a request failed: {type(failed).__name__}")
         with self._news:
             span.error, span.done = error, True
@@ -296,7 +296,7 @@ class RangeReader:
 
 # ---- the backend of a URL ------------------------------------------------------------------------------------------
 
-# the sign @ stands before the URLs: one behind a URL would look like the end of its password, which `scrubbed` hides
+# The sign @ is before the URLs: after a URL it would look like the end of a password, which `scrubbed` hides
 _SUCH_AS = "in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///mnt/shared/kv"
 
 _PLUGINS = found("blobs", own=KINDS)

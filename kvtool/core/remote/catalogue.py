@@ -135,7 +135,7 @@ class Chunk:
     ----------
     mark : of the description.
     place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
-    foreign : who says so did not make it, but has it from somebody else; so of a file.
+    foreign : the owner of the catalogue did not make it, but has it from somebody else; also of a file.
     """
 
     mark: str
@@ -297,7 +297,7 @@ class Catalogue:
         return _PLAIN_FORMAT if len(whole(levels)) == len(levels) else _PARTIAL_FORMAT
 
     def packs(self) -> set[Pack]:
-        """The packs that what it describes stands in."""
+        """Return the packs that hold what it describes."""
         return {place.pack for place in places_of(self.files, self.chunks)}
 
     def with_entries(self, files: dict[str, File], chunks: dict[str, Chunk]) -> Catalogue:
@@ -426,7 +426,7 @@ def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str,
     }
     makers = {key: row.makers for key, row in chunks.items() if row.makers}
     if makers:
-        value["makers"] = makers  # beside the chunks: a kvtool that does not know of it reads the rest
+        value["makers"] = makers  # next to the chunks: an older kvtool reads the rest
     seals = {key: row.seals for key, row in chunks.items() if row.seals}
     if seals:
         value["seals"] = seals
@@ -459,7 +459,7 @@ def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entrie
 
     Parameters
     ----------
-    left_out : is told what cannot be used, and why.
+    left_out : receives what cannot be used, and why.
 
     Raises
     ------

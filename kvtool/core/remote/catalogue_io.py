@@ -335,11 +335,11 @@ class CatalogueCache:
             return
         with suppress(OSError):
             make_folder(self._folder)
-            beside = self._folder / new_name()
-            handle = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            temporary = self._folder / new_name()
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with open(handle, "wb") as file:
                 file.write(value)
-            beside.rename(self._folder / digest)
+            temporary.rename(self._folder / digest)
 
     def keep(self, digests: Collection[str]) -> None:
         """Forget all others."""

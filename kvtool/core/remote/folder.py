@@ -50,7 +50,7 @@ class FolderBlobs:
         self.url = "file://" + "".join(_ESCAPED.get(sign, sign) for sign in str(root))
         self._root = root
         self._writing: Writing | None = None
-        self._renewed: float | None = None  # when something was last held from here, as the file system tells it
+        self._renewed: float | None = None  # time of the last lease taken here, by the file system's clock
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
         return [self._read(name) for name in names]
@@ -72,7 +72,7 @@ class FolderBlobs:
         os.sync()
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """See Blobs. Writers are kept apart by a lock file."""
+        """See Blobs. A lock file excludes other writers."""
         with self._explained("written"):
             make_folder(self._root)
             try:
@@ -111,7 +111,7 @@ class FolderBlobs:
                 self._remove_if_empty(parts)
 
     def reader(self) -> SequentialReader:
-        """See Blobs. A file system cannot be told to hurry: a read takes what it takes."""
+        """See Blobs. A file system has no requests ahead."""
         return SequentialReader(self._wanted)
 
     def hold(self, name: str) -> None:
@@ -292,7 +292,7 @@ def _enter(folder: int, part: str) -> int:
 
 
 class Writing:
-    """Writes files below a root, each durable before it has its name; the names are made durable by who calls."""
+    """Writer of files below a root, each durable before it has its name; the caller makes the names durable."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -312,17 +312,17 @@ class Writing:
 
     def _write_some(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
         with opened(self._root, parts, make=True) as folder:
-            beside = {name: new_name() for name in values}
+            unnamed = {name: new_name() for name in values}
             try:
                 # An fsync waits for the disk, not for the processor: together they take a third of the time.
-                jobs = [self._pool.submit(_write_new, folder, beside[name], value) for name, value in values.items()]
+                jobs = [self._pool.submit(_write_new, folder, unnamed[name], value) for name, value in values.items()]
                 wait(jobs)
                 for job in jobs:
                     job.result()
-                for name, temporary in beside.items():
+                for name, temporary in unnamed.items():
                     os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
             except BaseException:
-                for temporary in beside.values():
+                for temporary in unnamed.values():
                     with suppress(OSError):
                         os.unlink(temporary, dir_fd=folder)
                 raise

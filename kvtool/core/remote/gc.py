@@ -89,18 +89,20 @@ def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url
 
 
 class GarbageCollector:
-    """Deletes, under a lease; what is spared is told.
-
-    Parameters
-    ----------
-    listed : what was there when the push began: what came since is none of its business.
-    """
+    """Collector that deletes unreferenced values, under a lease, and reports those that it spares."""
 
     def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
         self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
 
     def run(self, listed: set[str]) -> bool:
-        """Delete all that the catalogue in force does not count on. False: another one came into force meanwhile."""
+        """Delete those of the listed names to which the catalogue in force does not refer.
+
+        False: another catalogue came into force meanwhile, and refers to a value that was deleted.
+
+        Parameters
+        ----------
+        listed : the names that were there when the push began; later ones stay.
+        """
         gone: set[str] = set()
         head, wanted = self._in_force()
         with self._lease.sweeping() as alone:
@@ -117,10 +119,16 @@ class GarbageCollector:
         return not gone & wanted
 
     def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
-        """Delete what only catalogues long out of force count on; which ones still stand, for the next head, whose
-        catalogue is `joined`, of this digest.
+        """Delete values to which only catalogues long out of force refer. Nothing is deleted if `head` is no longer in
+        force: another push may count on just those values by now.
 
-        Nothing where `head` is no longer in force: another push may count on just that by now.
+        Parameters
+        ----------
+        joined : the catalogue of the next head, of this digest.
+
+        Returns
+        -------
+        Digests of the earlier catalogues that stay valid, for the next head.
         """
         was = unseal_head(head)
         before = tuple(dict.fromkeys((was.catalogue, *was.before)))
@@ -197,7 +205,7 @@ class Lease:
         """Hold it; entered when nobody else deletes."""
         self.renew()
         try:
-            # Who deletes gives way at its next values. What stands when a dead one is over was held by a wrong clock.
+            # A deletion stops at its next values. A lease that outlives a dead process was taken by a wrong clock.
             until = time.monotonic() + LEASES["sweep"] + _LONGER
             while self._others("sweep") and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY)
@@ -213,7 +221,7 @@ class Lease:
 
     @contextmanager
     def sweeping(self) -> Iterator[Callable[[], bool]]:
-        """Show that something will be deleted. What is given tells, right before each deletion, whether it may be."""
+        """Announce a deletion. Yields a check for right before each deletion: True if no push is running."""
 
         def alone() -> bool:
             self._hold("sweep")
@@ -231,7 +239,7 @@ class Lease:
         self._renewed = time.monotonic()
 
     def _release(self, what: str) -> None:
-        with suppress(KvtoolError):  # the tier is gone: it is over by itself
+        with suppress(KvtoolError):  # the shared store is gone: the lease expires
             self._blobs.release(f"{what}-{self._id}")
 
     def _others(self, what: str) -> bool:

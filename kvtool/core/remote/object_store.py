@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore
 
 _LEASES = "push"  # the object of what is held
-_RESOLUTION = 1.0  # seconds: an object's time is told no finer
+_RESOLUTION = 1.0  # seconds, of an object's time
 _AT_ONCE = 16  # requests
 _MANY = 100  # sizes, for which a folder is listed
 _TRIES = 20  # of a change that others make, too
@@ -61,7 +61,7 @@ class ObjectBlobs:
         return self._each(lambda name: self._value(name)[0], names)
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See Blobs. Of many in one folder a list tells, a thousand in a request; what it lacks is asked for."""
+        """See Blobs. Many of one folder are listed, a thousand in a request; missing ones are asked for."""
         folders, wanted = Counter(name.partition("/")[0] for name in names), {*names}
         many = [folder for folder, count in folders.items() if count > _MANY]
         listed = {name: size for folder in many for name, size in self._list(folder) if name in wanted}
@@ -101,7 +101,7 @@ class ObjectBlobs:
                 yield name
 
     def _list(self, folder: str) -> Iterator[tuple[str, int]]:
-        """Names and sizes of what stands in a folder."""
+        """Yield the names and sizes of the objects in a folder."""
         with self._changing():
             listed = 0
             for page in obstore.list(self._store, prefix=folder or None):
@@ -125,7 +125,7 @@ class ObjectBlobs:
                 self._each(one, names)
 
     def hold(self, name: str) -> None:
-        """See Blobs. One object holds all leases; that of whoever wrote it last has the object's own time."""
+        """See Blobs. One object holds all leases; the one that was written last has the object's own time."""
         self._lease(
             lambda held, at: {each: when for each, when in held.items() if _stands(each, when, at)} | {name: None}
         )
@@ -260,7 +260,7 @@ def _stands(name: str, held: float, now: float) -> bool:
 # ---- the place of a URL, with the credentials of the environment, a profile or the machine's role ----------------
 
 _RETRIES = 3
-_WHOLE = 3600.0  # seconds for a whole value, however slowly it comes; whoever waits for one gives up sooner
+_WHOLE = 3600.0  # seconds for a whole value, however slowly it comes; a caller gives up sooner
 _WRITE = 120.0  # seconds without an answer to values that are sent: four packs at 2 Mbit/s
 
 # Where a service is named by the environment instead of the URL; one that is spelled http:// is meant so.
@@ -391,7 +391,7 @@ _WITHOUT_STATUS = (  # what the text of an error holds, what it says of the serv
 
 @contextmanager
 def explained(url: str, timeout: float) -> Iterator[None]:
-    """Errors of obstore as a KvtoolError; FileNotFoundError of a value that is missing goes through."""
+    """Turn errors of obstore into KvtoolErrors; FileNotFoundError of a missing value is passed on."""
     try:
         yield
     except FileNotFoundError as error:
@@ -405,7 +405,7 @@ def explained(url: str, timeout: float) -> Iterator[None]:
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that an error of obstore tells; 0: none."""
+    """Return the HTTP status in an error of obstore; 0: none."""
     found = _STATUS.search(str(error))
     return int(found[1]) if found else 0
 

@@ -159,7 +159,7 @@ class Prefetcher:
                 self._read(reader, wanted)
         except KvtoolError as error:
             self._there.put(error)
-        except Exception as error:  # handed to whoever waits
+        except Exception as error:  # raised in the caller that waits
             self._there.put(RemoteError(f"{self.url} failed: {type(error).__name__}: {error}"))
         finally:
             if reader is not None:
@@ -180,7 +180,7 @@ class Prefetcher:
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
-        """Wait while much is untaken, so that a tier that is faster than whoever takes fills no memory."""
+        """Wait while much is untaken, so that a fast shared store does not fill the memory."""
         with self._room:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)

@@ -128,7 +128,7 @@ def adopt(
     origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
         KV to chunks that other documents use, and no measured losses.
     mirror : the store has nothing of its own: what the tier knows of codec levels replaces what is here.
-        It tells whether the catalogue says everything of a key; else what is here of it stays. None: it is no mirror.
+        Returns True for a key that the catalogue covers; what is here of others stays. None: it is no mirror.
     """
     started = time.perf_counter()
     report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
@@ -234,7 +234,7 @@ class _Pull:
             yield group, whole
 
     def _single(self, groups: Iterable[Group]) -> Iterator[tuple[Group, bytes]]:
-        """Small values, in the order in which they stand in packs: neighbours come together."""
+        """Fetch small values in the order of their packs, so that neighbours come together."""
         ordered = sorted(groups, key=lambda group: (group.wanted[0].pack, group.wanted[0].start))
         for group, (value,) in self._fetched(ordered, _SMALL_AT_ONCE):
             yield group, value
@@ -372,8 +372,8 @@ class _Pull:
             self._commit(opened)
 
     def _unpacked_size(self, group: Group, value: bytes, origin: Origin) -> int:
-        """Bytes of a file's documents once they are unpacked. Raises DamagedError where a few bytes of somebody who is
-        not trusted would take up much of the memory or the time of this machine."""
+        """Return the unpacked bytes of a file's documents. Raises DamagedError if a few untrusted bytes would take up
+        much of the memory or the time of this machine."""
         size = values.unpacked_size(bytes.fromhex(group.key), value)
         self.unpacked += size
         if origin.is_foreign and (

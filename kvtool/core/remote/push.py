@@ -128,7 +128,7 @@ class _Push:
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
             if delete and not self.garbage.run(listed):
-                head, theirs = self._there()  # what somebody who knows of no leases counts on was deleted
+                head, theirs = self._there()  # a value was deleted that an older kvtool, without leases, counts on
                 self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
@@ -252,8 +252,9 @@ def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
 
 
 def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
-    """Levels of both. Nested ones may refine each other, so they are all of one side where they differ. What somebody
-    else made never joins what was made by who pushes, and gives way to it."""
+    """Join the levels of both. Nested ones may refine each other, so where they differ they are all of one side.
+
+    A chunk that somebody else made is never joined with the pusher's own, but replaced by it."""
     if mine.foreign != theirs.foreign:
         return theirs if mine.foreign else mine
     levels: dict[str, Level] = theirs.levels | mine.levels
@@ -267,8 +268,8 @@ def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
 
 
 class DryRunBlobs:
-    """A shared store that is only read; see Blobs. What a push writes goes nowhere, except the head and the catalogues:
-    they decide on what follows."""
+    """A shared store that is only read; see Blobs. What a push writes is dropped, except the head and the catalogues,
+    which decide on what follows."""
 
     def __init__(self, blobs: Blobs) -> None:
         self.url, self.sizes, self.names, self.reader = blobs.url, blobs.sizes, blobs.names, blobs.reader

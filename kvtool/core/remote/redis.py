@@ -34,7 +34,7 @@ _STRANGE = (
     *(TypeError, ValueError, LookupError, AttributeError),
     *(RecursionError, MemoryError, OverflowError, AssertionError),
 )
-_SCANNED = 1000  # keys that a scan goes over in a round
+_SCANNED = 1000  # keys of one round of a scan
 _AT_ONCE = {"getrange": 128}  # commands in one round trip
 _SMALL_AT_ONCE = 1024  # of those that carry no values
 _BYTES_AT_ONCE = 16 * 2**20
@@ -189,7 +189,7 @@ class RedisBlobs:
         except _STRANGE as error:
             raise RemoteError(f"{self.url} answers as no Redis does: {type(error).__name__}", _CHECK) from error
         except errors.RedisError as error:
-            text = str(error).rstrip(".")  # a sentence, which goes on behind it
+            text = str(error).rstrip(".")  # a sentence, which is continued
             for secret in self._secrets:
                 text = text.replace(secret, HIDDEN)
             text = text[-_MOST_SAID:]
@@ -278,7 +278,7 @@ def _secrets_of(url: str) -> list[str]:
 # ---- bounds on a reply: no more bytes than were asked for, and no slower than a usable line ----------------------
 
 _PLAIN = 2**24  # bytes of an answer without a value of ours: 1000 names of a scan, a number, an error
-_READ_AHEAD = 2**17  # bytes of the answers behind it, which come with its end
+_READ_AHEAD = 2**17  # bytes of later answers, which come with its end
 
 
 class Bounds(threading.local):

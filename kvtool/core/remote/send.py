@@ -313,7 +313,7 @@ def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
     for source in store.sources():
         if len(order) == len(wanted):  # of a change: the others are not read
             break
-        with suppress(DamagedError):  # told elsewhere
+        with suppress(DamagedError):  # reported elsewhere
             document = store.document(source)
             ids = (ref.chunk_id.hex() for ref in (document.chunks if document is not None else ()))
             order |= {key: None for key in ids if key in wanted}

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of catalogues: who vouches for a pack or a shared store, and whom the user trusts.
+"""Ed25519 signatures of catalogues of packs and shared stores, and the keys that the user trusts.
 
 A signature covers the catalogue, and the catalogue names a digest of every value: of descriptions and profiles by their
 names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them.
@@ -196,7 +196,7 @@ def signing_key(path: Path) -> SigningKey:
 
 
 def _comment(path: Path) -> str:
-    """Return the comment of the public key beside a private one, or else the file's name."""
+    """Return the comment of the public key next to a private one, or else the file's name."""
     try:
         words = path.with_name(path.name + ".pub").read_text("utf-8").split(maxsplit=2)
         name = words[2].strip() if len(words) == 3 else path.name

@@ -214,7 +214,7 @@ class Tier:
 
     def keep_fetched(self) -> None:
         """Write chunks whose layers have all arrived; a store that is full or locked goes on fetching."""
-        if self._fetched or self._store.notes_are_long:  # which a writer takes in when it ends
+        if self._fetched or self._store.notes_are_long:  # which a writer adds when it ends
             try:
                 self._fetch_rest()
                 self._write_fetched()

@@ -11,7 +11,7 @@ import re
 from typing import Any, NoReturn
 
 MOST_BYTES = 2**30  # of any value
-MOST_NAMES = 10**7  # that a place lists; one that goes on lists without an end
+MOST_NAMES = 10**7  # that a place lists; more would never end
 LEAST_RATE = 1024  # bytes a second, on average, of an answer that takes longer than the timeout
 MOST_LAYERS = 1000
 MOST_TOKENS = 2**22  # of a chunk
@@ -33,7 +33,7 @@ INT64 = 2**63 - 1
 
 
 def strict_json(data: bytes | memoryview) -> Any:
-    """A value of plain JSON: no NaN, no infinity, nested no deeper than a parser goes."""
+    """Parse plain JSON: no NaN, no infinity, nested no deeper than a parser allows."""
     text = bytes(data).decode("utf-8", "surrogatepass")
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)

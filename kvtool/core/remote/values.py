@@ -215,7 +215,7 @@ _AT_ONCE = 256  # chunks or files
 
 
 def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
-    """All records of a chunk at a level as they stand in the store's folder; raises DamagedError."""
+    """Return all records of a chunk at a level as they are stored. Raises DamagedError."""
     records = []
     with store.snapshot() as snapshot:
         for layer in range(layers):
@@ -290,7 +290,7 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool
 
 def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
     files = dict[str, File]()
-    named = sorted((keys.name_key(entry.path), entry) for entry in store.files())  # documents stand in that order
+    named = sorted((keys.name_key(entry.path), entry) for entry in store.files())  # the order of documents in the store
     for name, entry in _in_views(store, named):
         try:
             file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
@@ -346,7 +346,7 @@ def survey_chunk(
         return None
     if known_chunk is not None and known_chunk.foreign != foreign:
         if foreign:
-            return known_chunk  # to what was made by who pushed it nothing of others is added
+            return known_chunk  # nothing of others is added to the pusher's own
         known_chunk = None  # records of one size need not be the same ones: those are somebody else's
     mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # such is its value, byte for byte
     sizes = store.level_sizes(chunk_id)
@@ -371,9 +371,8 @@ def survey_chunk(
 
 
 def _as_known(mine: _Described, known: _Described | None) -> _Described:
-    """The very entry of the tier where it is the same, so that a million of them are there once; else with the place of
-    the tier's description, where that is the same. What came from the tier is of the one who put it there; what was
-    made here is not somebody else's because he had pushed the same."""
+    """Return the shared store's very entry if it is the same, so that a million of them are in memory once; else `mine`
+    with the place of the same description. An entry that was made here is not foreign because somebody pushed it."""
     if known is None or known.mark != mine.mark:
         return mine
     placed = replace(mine, place=known.place, foreign=mine.foreign and known.foreign)
@@ -414,7 +413,7 @@ State = Mapping[str, Any]
 
 
 def join_codec(mine: State, theirs: State) -> dict[str, Any]:
-    """A store's own codec state with what another one has measured beside it.
+    """Join a store's own codec state with what another store has measured.
 
     New records go on being made with the store's own profile. Losses are kept for each profile that records may name;
     of a level that both have measured with one profile its own counts.
