@@ -13,6 +13,7 @@ import zstandard
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
+from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote import send, values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, records_wanted, unseal_head
@@ -200,7 +201,7 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it ends before what is asked for begins."""
-    monkeypatch.setattr(blobs, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(blobs_module, "MOST_TOGETHER", 1)
     push(store, blobs)
     whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
     name = max(whole, key=lambda name: len(whole[name]))

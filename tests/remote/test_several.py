@@ -152,7 +152,7 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
     """Hold a name as one does whose clock tells this time."""
     if isinstance(blobs, FolderBlobs):
         blobs.hold(name)
-        os.utime(blobs._path(f"push/{name}"), (at, at))
+        os.utime(f"{blobs.url.removeprefix('file://')}/push/{name}", (at, at))
     elif isinstance(blobs, RedisBlobs):
         blobs._client.zadd(blobs._key("push"), {name: at})
     else:
