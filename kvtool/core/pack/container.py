@@ -12,7 +12,7 @@ import os
 import secrets
 import struct
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -36,22 +36,11 @@ def kv_member(key: str, level: str, mark: str) -> str:
     return f"kv/{key}/{level}-{mark}.safetensors"
 
 
-class PackWriter:
-    """Adds members to a pack that is not there yet."""
-
-    def __init__(self, file: zipfile.ZipFile) -> None:
-        self._file = file
-
-    def add(self, name: str, data: bytes) -> None:
-        """A member with these bytes."""
-        member = zipfile.ZipInfo(name, _EPOCH)
-        member.external_attr = 0o600 << 16
-        self._file.writestr(member, data)
-
-
 @contextmanager
-def writing(path: Path, force: bool) -> Iterator[PackWriter]:
+def writing(path: Path, force: bool) -> Iterator[Callable[[str, bytes], None]]:
     """Write a pack. The file appears at `path` when all of it is durable, or never.
+
+    Yields a function that adds a member with a name and bytes.
 
     Raises
     ------
@@ -67,7 +56,7 @@ def writing(path: Path, force: bool) -> Iterator[PackWriter]:
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with open(handle, "w+b") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as pack:
-                yield PackWriter(pack)
+                yield lambda name, data: _add(pack, name, data)
             file.flush()
             os.fsync(file.fileno())
         _put(temporary, path, force)
@@ -80,6 +69,12 @@ def writing(path: Path, force: bool) -> Iterator[PackWriter]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _add(pack: zipfile.ZipFile, name: str, data: bytes) -> None:
+    member = zipfile.ZipInfo(name, _EPOCH)
+    member.external_attr = 0o600 << 16
+    pack.writestr(member, data)
 
 
 def _put(temporary: Path, path: Path, force: bool) -> None:

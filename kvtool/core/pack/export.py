@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import part_name
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
-from kvtool.core.pack.container import CATALOGUE, PackWriter, kv_member, to_safetensors, writing
+from kvtool.core.pack.container import CATALOGUE, kv_member, to_safetensors, writing
 from kvtool.core.remote import values
 from kvtool.core.remote.catalogue import HEAD, Catalogue, Chunk, File, Head, chunk_name, digest_of, seal_head
 from kvtool.core.remote.signing import SigningKey
@@ -80,8 +80,8 @@ def export(
         if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
             raise UsageError(f"{pack} lies in the store's own folder", "name a file outside of it")
         entries = _chosen(store, only)
-        with writing(pack, force) as out:
-            _Export(store, identity, out, levels, report, events or Events(), key).run(entries)
+        with writing(pack, force) as write:
+            _Export(store, identity, write, levels, report, events or Events(), key).run(entries)
     report.bytes, report.seconds = pack.stat().st_size, time.perf_counter() - started
     return report
 
@@ -98,7 +98,7 @@ def _chosen(store: Store, only: Sequence[str]) -> list[FileEntry]:
 class _Export:
     store: Store
     identity: StoreIdentity
-    out: PackWriter
+    write: Callable[[str, bytes], None]
     levels: Sequence[str] | None
     report: ExportReport
     events: Events
@@ -116,13 +116,13 @@ class _Export:
         meta = {name: self._add(f"meta/{name}-{{}}", values.meta_value(self.store, name)) for name in values.META}
         catalogue = Catalogue(self.store.manifest()["identity"], meta, self._profiles(chunks), files, chunks)
         packed = catalogue.pack(self.key)
-        self.out.add(CATALOGUE, packed)
-        self.out.add(HEAD, seal_head(Head(digest_of(packed))))
+        self.write(CATALOGUE, packed)
+        self.write(HEAD, seal_head(Head(digest_of(packed))))
 
     def _add(self, name: str, value: bytes) -> str:
         """Write a value under its name, into which its digest is put. Returns the digest."""
         mark = digest_of(value)
-        self.out.add(name.format(mark), value)
+        self.write(name.format(mark), value)
         return mark
 
     def _files(self, entries: Iterable[FileEntry]) -> tuple[dict[str, File], list[bytes]]:
@@ -143,17 +143,15 @@ class _Export:
     def _chunk(self, chunk_id: bytes, chunks: dict[str, Chunk]) -> None:
         key, foreign = chunk_id.hex(), self.store.origin(chunk_id).is_foreign
 
-        def write(level: str, records: Sequence[bytes]) -> None:
+        def add(level: str, records: Sequence[bytes]) -> None:
             member = kv_member(key, level, values.mark_of_records(records))
-            self.out.add(member, to_safetensors(chunk_id, level, records))
+            self.write(member, to_safetensors(chunk_id, level, records))
             self.report.chunks += 1
 
         levels = None if chunk_id == self.identity.prefix_id else self.levels
-        chunk = values.survey_chunk(
-            self.store, chunk_id, None, self._note, self.key is not None, foreign, levels, write
-        )
+        chunk = values.survey_chunk(self.store, chunk_id, None, self._note, self.key is not None, foreign, levels, add)
         if chunk is not None:
-            self.out.add(chunk_name(key, chunk), values.value_of(self.store, chunk_name(key, chunk)) or b"")
+            self.write(chunk_name(key, chunk), values.value_of(self.store, chunk_name(key, chunk)) or b"")
             chunks[key] = chunk
         elif chunk_id != self.identity.prefix_id:  # an empty one has no record
             raise DamagedError("its description is lost")
@@ -164,9 +162,9 @@ class _Export:
             if info.own and not info.alone and chunks.issuperset(info.chunks):
                 with self._noting(f"stretch {stretch.hex()}"):
                     sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
-                    self.out.add(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
+                    self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
                     for name, value in sealed:
-                        self.out.add(f"stretch/{stretch.hex()}/{name}", value)
+                        self.write(f"stretch/{stretch.hex()}/{name}", value)
                     self.report.stretches += 1
 
     def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
@@ -177,7 +175,7 @@ class _Export:
         for digest in (profile.hex() for profile in self.store.profile_digests()):
             if digest in named:
                 with self._noting(f"profile {digest}"):
-                    self.out.add(f"profile/{digest}", values.profile_value(self.store, digest))
+                    self.write(f"profile/{digest}", values.profile_value(self.store, digest))
                     sound.append(digest)
         return tuple(sound)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from kvtool.core.cache import keys, tables
 from kvtool.core.cache.identity import HERE, ID_BYTES
@@ -19,7 +18,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack.container import CATALOGUE, MOST_HEADER, PackReader, from_safetensors, kv_member
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Readable, SequentialReader
+from kvtool.core.remote.blobs import SequentialReader
 from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of, unseal_head
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.report import TransferReport
@@ -104,24 +103,6 @@ def _check(path: Path, source: Path) -> None:
             raise StoreNotFoundError(f"the store at {source} is empty", "run `kvtool ingest PATH` for it first")
 
 
-class Source(Readable, Protocol):
-    """Protocol of what is imported: a pack, or a store."""
-
-    @property
-    def catalogue(self) -> Catalogue:
-        """Return the catalogue of all that it holds but stretches."""
-        ...
-
-    @property
-    def names(self) -> Iterable[str]:
-        """Return the names of all values, or of the stretches only."""
-        ...
-
-    def get(self, name: str, most: int) -> bytes | None:
-        """Read a value. None if it is missing, empty if it is damaged or larger than `most` bytes."""
-        ...
-
-
 def _import(
     path: Path, place: Path, trust: Trust, lock_wait: float, max_size: int | None, events: Events | None
 ) -> TransferReport:
@@ -145,7 +126,7 @@ def _import(
 
 
 @contextmanager
-def _opened(place: Path) -> Iterator[Source]:
+def _opened(place: Path) -> Iterator[PackBlobs | StoreBlobs]:
     if place.is_dir():
         with Store.open(place) as store, store.view():  # what is forgotten or replaced there meanwhile stays readable
             yield StoreBlobs(store)
@@ -157,7 +138,7 @@ def _opened(place: Path) -> Iterator[Source]:
 # ---- stretches: states of answered prompts, one a value; a catalogue does not name them --------------------------
 
 
-def _take_stretches(store: Store, writer: Writer, source: Source, report: TransferReport) -> None:
+def _take_stretches(store: Store, writer: Writer, source: PackBlobs | StoreBlobs, report: TransferReport) -> None:
     """Import the stretches that the store lacks. A damaged one is left out, and named in the report."""
     chunks = {*store.chunk_ids()}
     for stretch in [bytes.fromhex(found[1]) for name in source.names if (found := _STRETCH.fullmatch(name))]:
@@ -179,7 +160,7 @@ def _is_here(store: Store, stretch: bytes, info: StretchInfo) -> bool:
     return here is not None and len(here.states) >= len(info.states)
 
 
-def _part(source: Source, stretch: bytes, place: Place) -> bytes:
+def _part(source: PackBlobs | StoreBlobs, stretch: bytes, place: Place) -> bytes:
     value = source.get(f"stretch/{stretch.hex()}/{part_name(place)}", MOST_BYTES)
     if not value:
         raise DamagedError(f"the {named_part(place)} are missing")
