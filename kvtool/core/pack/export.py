@@ -57,7 +57,7 @@ def export(
     key: SigningKey | None = None,
     events: Events | None = None,
 ) -> ExportReport:
-    """Write a store, or a part of it, into one file. At most one chunk at a level is held in memory.
+    """Write a store, or a part of it, into one file. At most one chunk at two levels is held in memory.
 
     Parameters
     ----------

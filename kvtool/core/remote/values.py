@@ -356,13 +356,20 @@ def survey_chunk(
         same = {level: stored for level, stored in same.items() if stored.seal is not None}
     if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
         same = {level: stored for level, stored in same.items() if not level_of(level).nested}
-    levels, bases, held = dict[str, Level](), set[str | None](), dict[str, list[bytes]]()
-    for level, size in sizes.items():  # the finer of nested ones first
-        if asked is not None and level not in asked and level not in bases:
-            continue
+    wanted = {*sizes} if asked is None else {*asked}
+    for level in nested(sizes) if asked is not None else ():  # the finer first
+        if level in wanted:
+            wanted.add(stored_base(store, chunk_id, level) or level)
+    levels, before = dict[str, Level](), list[bytes]()
+    for level in reversed([level for level in sizes if level in wanted]):  # the coarser of nested ones first
         try:
-            stored = same.get(level) or _survey_level(store, chunk_id, level, layers, size, sealed, held, read)
-            bases.add(stored.base)
+            stored = same.get(level)
+            if stored is None:
+                records = records_of(store, chunk_id, level, layers)
+                base = _checked_base(chunk_id, level, records, levels, before)
+                read(level, records)
+                seal = seal_of(records) if sealed else None
+                stored, before = Level(sizes[level], mark_of_records(records), base, seal=seal), records
             maker = store.made_with(chunk_id, level)
             levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
         except DamagedError as error:
@@ -379,27 +386,20 @@ def _as_known(mine: _Described, known: _Described | None) -> _Described:
     return known if placed == known else placed
 
 
-def _survey_level(
-    store: Store,
-    chunk_id: bytes,
-    level: str,
-    layers: int,
-    size: int,
-    sealed: bool,
-    held: dict[str, list[bytes]],
-    read: Callable[[str, Sequence[bytes]], None],
-) -> Level:
-    """Read and describe a level; `held`: records of a coarser level, which are read with those that refine them."""
-    records = held.pop(level, None) or records_of(store, chunk_id, level, layers)
+def _checked_base(
+    chunk_id: bytes, level: str, records: Sequence[bytes], levels: Mapping[str, Level], before: Sequence[bytes]
+) -> str | None:
+    """Return the coarser level that records refine, whose own records are `before`. Raises DamagedError if it is
+    missing, or if they refine others."""
     base = base_of(chunk_id, level, records[0])
     if base is not None:
-        held[base] = records_of(store, chunk_id, base, layers)
-        for record, refined in zip(records, held[base], strict=True):
+        if base not in levels:
+            raise DamagedError(f"level {base}, which it refines, is damaged or lost")
+        for record, refined in zip(records, before, strict=True):
             check, other = (decode_record(chunk_id, data)[1] for data in (record, refined))
             if stated_check(check) not in (0, check_of([other])):
                 raise DamagedError(f"it refines another record of level {base} than is stored")
-    read(level, records)
-    return Level(size, mark_of_records(records), base, seal=seal_of(records) if sealed else None)
+    return base
 
 
 def is_complete(store: Store, mine: Catalogue) -> bool:
