@@ -32,7 +32,7 @@ from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.values import survey
-from kvtool.core.upkeep.profiles import old_profiles
+from kvtool.core.upkeep.inventory import old_profiles
 from tests.cli.working import QUESTION, SHORT, damages, kvtool
 from tests.compress.making import (
     LAYERS,

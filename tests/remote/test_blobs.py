@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.prefetch import Prefetcher

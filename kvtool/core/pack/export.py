@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import part_name
@@ -20,7 +20,7 @@ from kvtool.core.remote import values
 from kvtool.core.remote.catalogue import HEAD, Catalogue, Chunk, File, Head, chunk_name, digest_of, seal_head
 from kvtool.core.remote.signing import SigningKey
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.upkeep.naming import named_documents
+from kvtool.core.upkeep.selectors import named_documents
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def export(
 
     Parameters
     ----------
-    only : documents (see `core/upkeep/naming`); a file with several is taken whole. Empty: all.
+    only : documents (see `core/upkeep/selectors`); a file with several is taken whole. Empty: all.
     levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
     force : replace a file that is there.
     key : signs the pack's catalogue, and with it all but states of answered prompts.
@@ -131,7 +131,7 @@ class _Export:
         wanted: dict[bytes, None] = {}
         for entry in entries:
             with self._noting(entry.path):
-                key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
+                key, value = tables.name_key(entry.path), values.file_value(self.store, entry)
                 _, documents = values.open_file(key, value)
                 mark = self._add(f"file/{key.hex()}-{{}}", value)
                 files[key.hex()] = File(mark, entry.mtime_ns, foreign=entry.origin.is_foreign)

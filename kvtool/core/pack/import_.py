@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.identity import HERE, ID_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, named_part, opened_info, opened_part, part_name
@@ -269,7 +269,7 @@ class StoreBlobs:
 
     def _record(self, rest: str) -> bytes | None:
         key, level, layer = rest.split("/")
-        place = keys.record_key(bytes.fromhex(key), level.rpartition("-")[0], int(layer))
+        place = tables.record_key(bytes.fromhex(key), level.rpartition("-")[0], int(layer))
         with self._store.snapshot() as snapshot:
             data = snapshot.get(tables.RECORDS, place)
             return None if data is None else bytes(data)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url

@@ -33,8 +33,8 @@ from typing import Any, NamedTuple
 
 import zstandard
 
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.link import Wanted
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
 from kvtool.core.codec.levels import LEVELS, coarser, nested, whole
 from kvtool.core.errors import DamagedError, StoreFormatError

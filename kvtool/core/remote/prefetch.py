@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvtool.core.cache.link import Arrival, Wanted
+from kvtool.core.cache.backend import Arrival, Wanted
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Readable, Reader

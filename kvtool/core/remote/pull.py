@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
-from kvtool.core.cache.link import Wanted
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
@@ -302,7 +302,7 @@ class _Pull:
             _one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
         ):
             with self._noted(group):
-                self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
+                self.writer.put_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
     def _describe(self, catalogue: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
@@ -532,7 +532,7 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
     """
     mine, kept = dict[str, File](), dict[str, str]()
     for entry in store.files():
-        key = keys.name_key(entry.path).hex()
+        key = tables.name_key(entry.path).hex()
         if key not in catalogue.files:
             continue
         if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
@@ -554,7 +554,7 @@ def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within
     """List the paths of a store's files that the catalogue lacks, of those whose keys it covers; for an untrusted
     origin only the files that came from it."""
     paths = (
-        (entry.path, keys.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
+        (entry.path, tables.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
     )
     return [path for path, key in paths if key not in catalogue.files and within(key)]
 

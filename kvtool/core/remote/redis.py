@@ -17,7 +17,7 @@ from redis import exceptions as errors
 from redis._parsers.hiredis import _HiredisParser
 from redis.utils import HIREDIS_AVAILABLE
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
@@ -363,7 +363,7 @@ class Descriptions:
         """
         files, left = list[Member](), set(self.lacking)
         for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
-            member = (keys.name_key(entry.path).hex(), FILE)
+            member = (tables.name_key(entry.path).hex(), FILE)
             if member in left:
                 left.remove(member)
                 files.append(member)

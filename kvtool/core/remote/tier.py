@@ -10,11 +10,11 @@ from itertools import chain
 from pathlib import Path
 
 from kvtool.core.cache import space
-from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.backend import Ahead, KVRead, Wanted
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.link import Ahead, KVRead, Wanted
-from kvtool.core.cache.lock import writer_lock
+from kvtool.core.cache.layout import writer_lock
+from kvtool.core.cache.record import aligned
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import known, level_of
@@ -27,8 +27,8 @@ from kvtool.core.remote.catalogue_io import LazyCatalogue
 from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.validation import MOST_BYTES
 from kvtool.core.remote.values import base_of
-from kvtool.core.upkeep.budget import LOW_WATER
-from kvtool.core.upkeep.inventory import kept_always, pages, pinned_with_documents, turns
+from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pinned_with_documents
+from kvtool.core.upkeep.size_report import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
@@ -37,7 +37,7 @@ CATALOGUE = "remote/catalogue"  # side file of the local cache: the catalogue th
 
 
 class Tier:
-    """A shared store as the :class:`kvtool.core.cache.link.Link` of its local cache.
+    """A shared store as the :class:`kvtool.core.cache.backend.Link` of its local cache.
 
     Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
     layer by layer, is checked, and is written into the local cache after the answer. Layers that no row sees are
@@ -390,7 +390,7 @@ class _Eviction:
     """An eviction in progress: chunks in order of use, and the bytes that are free once those before were evicted."""
 
     def __init__(self, store: Store, stay: set[bytes], room: int) -> None:
-        self._store, self._scores, self.room = store, turns(store), room
+        self._store, self._scores, self.room = store, eviction_order(store), room
         self.evicted: dict[str, list[bytes]] = {}
         stay |= kept_always(store) | pinned_with_documents(store)
         may_go = (chunk_id for chunk_id in store.ids_here() if chunk_id not in stay)

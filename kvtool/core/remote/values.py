@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, layers_in, stated_size
 from kvtool.core.cache.identity import HERE, ID_BYTES, ORIGIN
@@ -71,7 +71,7 @@ def file_value(store: Store, entry: FileEntry) -> bytes:
             raise DamagedError(f"the document {source} is lost")
         parts.append(document)
     payload = b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
-    return seal(keys.name_key(entry.path), Kind.FILE, payload)
+    return seal(tables.name_key(entry.path), Kind.FILE, payload)
 
 
 def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
@@ -122,7 +122,7 @@ def _checked_file(
 ) -> tuple[FileEntry, list[DocumentEntry]]:
     """The file and its documents, if it is the file that was asked for and its chunks lie within its documents."""
     sources = [document.source for document in documents]
-    if keys.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
+    if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
         raise DamagedError("another file, or other documents than it names, stand in its place")
     if "\0" in entry.path or not {".", ".."}.isdisjoint(_SEPARATOR.split(entry.path)):
         raise DamagedError("its path is none that an ingest gives a file")
@@ -219,7 +219,7 @@ def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[b
     records = []
     with store.snapshot() as snapshot:
         for layer in range(layers):
-            data = snapshot.get(tables.RECORDS, keys.record_key(chunk_id, level, layer))
+            data = snapshot.get(tables.RECORDS, tables.record_key(chunk_id, level, layer))
             if data is None:
                 raise DamagedError(f"layer {layer} is not stored")
             checked = read_record(chunk_id, level, layer, data)
@@ -290,7 +290,9 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool
 
 def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
     files = dict[str, File]()
-    named = sorted((keys.name_key(entry.path), entry) for entry in store.files())  # the order of documents in the store
+    named = sorted(
+        (tables.name_key(entry.path), entry) for entry in store.files()
+    )  # the order of documents in the store
     for name, entry in _in_views(store, named):
         try:
             file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
