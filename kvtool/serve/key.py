@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 from pathlib import Path
 
-from kvtool.core.common.places import data_dir
+from kvtool.core.common.files import data_dir
 
 
 def key_file(named: Path | None) -> Path:

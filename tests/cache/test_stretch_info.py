@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvtool.core.cache.stretches import StretchInfo
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 
 INFO = StretchInfo(0, 7, (1,), (0,), (b"c" * 20,), True, 5, arithmetic=Arithmetic("bfloat16", "cuda"))

@@ -51,19 +51,19 @@ def _entropy() -> Kernels:
 
 
 def _transforms() -> Kernels:
-    from kvtool.core.codec import transform_ir
+    from kvtool.core.codec import transform_kernels
     from kvtool.core.native.builder import STORED
     from kvtool.core.native.isa import AVX512, ISAS
 
     for name, form in product(ISAS, STORED):
-        kinds = {"errors": transform_ir.Errors(form)}
+        kinds = {"errors": transform_kernels.Errors(form)}
         for depth in (64, 192):
-            pitch = transform_ir.pitch_of(depth)
-            kinds |= {f"forward {depth}": transform_ir.Forward(form, pitch)}
-            kinds |= {f"backward {depth}": transform_ir.Backward(form, pitch)}
+            pitch = transform_kernels.pitch_of(depth)
+            kinds |= {f"forward {depth}": transform_kernels.Forward(form, pitch)}
+            kinds |= {f"backward {depth}": transform_kernels.Backward(form, pitch)}
         for what, kind in kinds.items():
             yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind(ISAS[name])
-    pairs = transform_ir.Backward("bfloat16", transform_ir.pitch_of(96), pairs=True)
+    pairs = transform_kernels.Backward("bfloat16", transform_kernels.pitch_of(96), pairs=True)
     yield "codec/backward pairs/bfloat16/avx512", lambda: pairs(AVX512)
 
 

@@ -17,7 +17,7 @@ from kvtool.core.cache import keys, tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.verify import verify
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote import survey, sweep
 from kvtool.core.remote.blobs import Blobs

@@ -7,8 +7,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from kvtool.core.common.places import data_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.errors import KvtoolError
 
 _MOST = 4096  # bytes of a key

@@ -17,7 +17,7 @@ from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, OVERHEAD_BYTES,
 from kvtool.core.cache.rows import origin_in
 from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.codec.levels import MAKER, base_level, level_of
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at

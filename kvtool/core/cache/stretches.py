@@ -20,7 +20,7 @@ from kvtool.core.cache.opened import Opened
 from kvtool.core.cache.record import Bytes, Kind, seal, unseal
 from kvtool.core.cache.rows import Doomed, Row
 from kvtool.core.cache.snapshot import Snapshot
-from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import DamagedError
 
 Side = Literal["rows", "state"]

@@ -199,7 +199,6 @@ class _Slab:
         return scratch(name, int(np.prod(shape)), np.int16).reshape(shape)
 
     def _of(self, level: str) -> I16:
-        """Return the numbers of a level."""
         if level not in self._numbers:
             finer = self._of(NESTED[NESTED.index(level) - 1])
             self._numbers[level] = wider(finer, self._memory(f"level {level}"))

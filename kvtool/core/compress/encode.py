@@ -13,8 +13,8 @@ from kvtool.core.codec.levels import coarser, exact, known, level_of, nested, pr
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.codec.row_subset import inner_of
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
+from kvtool.core.common.types import Events
 from kvtool.core.compress.compress_report import CompressReport, LevelReport
 from kvtool.core.compress.encoding import Task
 from kvtool.core.compress.hands import Hands, OwnHands, Plan

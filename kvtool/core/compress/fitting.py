@@ -13,7 +13,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.compress.fisher import fisher, probes
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
 from kvtool.core.records.encode import encoder_threads

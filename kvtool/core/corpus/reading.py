@@ -210,7 +210,6 @@ class Child:
 
     @property
     def runs(self) -> bool:
-        """Return True if the process still runs."""
         return self._process.poll() is None
 
     def ask(self, path: Path, data: bytes) -> dict[str, Any]:

@@ -43,7 +43,6 @@ class FoundFile:
 
     @property
     def path(self) -> Path:
-        """The name as a path."""
         return Path(self.name)
 
 
@@ -328,7 +327,6 @@ class _Search:
 
 
 def _end_of(link: Path) -> str:
-    """The name of what a link leads to."""
     return os.path.basename(os.path.realpath(link))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvtool.core.cache import keys
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.pack import stretches
 from kvtool.core.pack.container import PackWriter, writing

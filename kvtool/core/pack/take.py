@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, UsageError
 from kvtool.core.pack import stretches
 from kvtool.core.pack.container import PackReader

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.remote.options import PullOptions, PushOptions
 from kvtool.core.remote.pull import preview, pull
 from kvtool.core.remote.push import push

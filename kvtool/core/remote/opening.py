@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.common.urls import place_of
 from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreNotFoundError

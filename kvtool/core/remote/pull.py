@@ -13,7 +13,7 @@ from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable

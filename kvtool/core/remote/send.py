@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError
 from kvtool.core.remote import survey, values
 from kvtool.core.remote.blobs import Blobs

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from kvtool.core.cache.layout import TEMPORARY, make_folder
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.common.urls import place_of
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.descend import new_name

@@ -255,7 +255,6 @@ class Decoding:
 
     @property
     def kind(self) -> str:
-        """Name the kernel."""
         return REFINE if self.columns.refines else self.form
 
 

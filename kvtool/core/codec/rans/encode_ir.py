@@ -192,7 +192,6 @@ def symbols_module(isa: Isa) -> str:
 
 
 def _column(job: Fields, block: Value) -> Value:
-    """Return the first column of a block."""
     return job.places.load(block).to("i64")
 
 

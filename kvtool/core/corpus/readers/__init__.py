@@ -80,34 +80,21 @@ class _Format(NamedTuple):
 
 
 _IMAGES = frozenset(
-    (
-        *(".png", ".jpg", ".jpeg", ".gif", ".bmp", ".tif", ".tiff", ".webp", ".avif", ".heic", ".ico"),
-        *(".psd", ".xcf", ".cr2", ".nef", ".dng", ".jp2", ".jxl"),
-    )
+    ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .avif .heic .ico .psd .xcf .cr2 .nef .dng .jp2 .jxl".split()
 )
 _ARCHIVES = frozenset(
-    (
-        *(".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".zst", ".lz4", ".lzma", ".7z", ".rar", ".cab", ".iso", ".dmg"),
-        *(".jar", ".war", ".whl", ".egg", ".deb", ".rpm", ".apk", ".msi", ".pkg", ".snap", ".crx", ".xpi"),
-    )
+    ".zip .tar .tgz .gz .bz2 .xz .zst .lz4 .lzma .7z .rar .cab .iso .dmg "
+    ".jar .war .whl .egg .deb .rpm .apk .msi .pkg .snap .crx .xpi".split()
 )
 _FOREIGN = (
-    _IMAGES
-    | _ARCHIVES
-    | frozenset(
-        (
-            *(".ps", ".eps", ".djvu", ".xps", ".mobi", ".azw", ".azw3", ".chm"),
-            *(".doc", ".pages", ".wpd", ".hwp", ".hwpx"),
-            *(".xls", ".xlsb", ".ods", ".numbers", ".ppt", ".odp", ".vsd"),
-            *(".msg", ".pst", ".ost"),
-            *(".mp3", ".wav", ".flac", ".ogg", ".oga", ".opus", ".m4a", ".aac", ".wma", ".mid", ".midi", ".aiff"),
-            *(".mp4", ".m4v", ".mkv", ".webm", ".avi", ".mov", ".wmv", ".flv", ".mpg", ".mpeg", ".3gp"),
-            *(".exe", ".dll", ".so", ".dylib", ".class", ".pyc", ".pyo", ".wasm"),
-            *(".ttf", ".otf", ".woff", ".woff2", ".eot"),
-            *(".db", ".sqlite", ".sqlite3", ".mdb", ".accdb", ".parquet", ".feather", ".arrow", ".orc", ".avro", ".h5"),
-            *(".npy", ".npz", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".joblib", ".safetensors", ".gguf", ".onnx"),
-        )
-    )
+    *(*_IMAGES, *_ARCHIVES),
+    *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .doc .pages .wpd .hwp .hwpx .xls .xlsb .ods .numbers".split(),
+    *".ppt .odp .vsd .msg .pst .ost".split(),
+    *".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .mid .midi .aiff".split(),
+    *".mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .3gp".split(),
+    *".exe .dll .so .dylib .class .pyc .pyo .wasm .ttf .otf .woff .woff2 .eot".split(),
+    *".db .sqlite .sqlite3 .mdb .accdb .parquet .feather .arrow .orc .avro .h5".split(),
+    *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
 )
 _TEXT = (
     *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
@@ -196,12 +183,10 @@ def is_foreign(path: PurePath) -> bool:
 
 
 def is_image(path: PurePath) -> bool:
-    """Return True if the name is that of a picture."""
     return path.suffix.lower() in _IMAGES
 
 
 def is_archive(path: PurePath) -> bool:
-    """Return True if the name is that of an archive."""
     return path.suffix.lower() in _ARCHIVES
 
 

@@ -25,37 +25,8 @@ _LOOSE = re.compile(  # a < that begins nothing complete
 _DEEPEST = 12  # levels of a list that are shown by indentation: without a limit, its text grows with depth squared
 _HEADINGS = {f"h{rank}": "#" * rank for rank in range(1, 7)}
 _BLOCKS = frozenset(
-    (
-        *(
-            "address",
-            "article",
-            "aside",
-            "blockquote",
-            "body",
-            "caption",
-            "center",
-            "dd",
-            "details",
-            "dialog",
-            "div",
-            "dl",
-        ),
-        *(
-            "dt",
-            "fieldset",
-            "figcaption",
-            "figure",
-            "footer",
-            "form",
-            "header",
-            "hgroup",
-            "hr",
-            "html",
-            "legend",
-            "main",
-        ),
-        *("p", "section", "summary", "table", "tbody", "tfoot", "thead"),
-    )
+    "address article aside blockquote body caption center dd details dialog div dl dt fieldset figcaption figure "
+    "footer form header hgroup hr html legend main p section summary table tbody tfoot thead".split()
 )
 _VOID = frozenset(
     ("area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "param", "source", "track", "wbr")

@@ -38,13 +38,11 @@ def read(source: str, text: str) -> list[Document]:
 
 @of_text()
 def read_markdown(source: str, text: str) -> list[Document]:
-    """Return one document, the text as it is."""
     return [Document(source, text, "markdown")]
 
 
 @of_text()
 def read_code(source: str, text: str) -> list[Document]:
-    """Return one document, the text as it is."""
     return [Document(source, text, "code")]
 
 
