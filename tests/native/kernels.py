@@ -40,12 +40,12 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    from kvtool.core.codec.rans import decode_ir, encode_ir
+    from kvtool.core.codec.rans import kernels_ir
     from kvtool.core.native.isa import ISAS
 
-    kinds = {form: decode_ir.Decode(form) for form in (*decode_ir.FORMS, decode_ir.REFINE)}
-    kinds |= {"encode": encode_ir.Encode(False), "encode with contexts": encode_ir.Encode(True)}
-    kinds |= {name: getattr(encode_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
+    kinds = {form: kernels_ir.Decode(form) for form in (*kernels_ir.FORMS, kernels_ir.REFINE)}
+    kinds |= {"encode": kernels_ir.Encode(False), "encode with contexts": kernels_ir.Encode(True)}
+    kinds |= {name: getattr(kernels_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
     for isa, (name, kind) in product(ISAS, kinds.items()):
         yield f"entropy/{name}/{isa}", lambda isa=isa, kind=kind: kind(ISAS[isa])
 
