@@ -314,7 +314,7 @@ class CatalogueCache:
 
     Parameters
     ----------
-    url : of the tier, as people are shown it.
+    url : of the shared store, as people are shown it.
     """
 
     def __init__(self, url: str) -> None:

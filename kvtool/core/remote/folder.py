@@ -85,7 +85,7 @@ class FolderBlobs:
                 raise RemoteError(f"{self.url} is locked by another push", "try again") from error
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs. What killed pushes have left is listed, too; of a tier further below its `head` only."""
+        """See Blobs. Lists what killed pushes left, too; of a nested shared store its `head` only."""
         start = self._root / below if below else self._root
         start = start if start.is_dir() else start.parent if below else self._root
         with self._explained("read"):
@@ -176,7 +176,7 @@ class FolderBlobs:
         return True
 
     def _refuse_root(self, error: OSError) -> None:
-        """A folder that may not be read is left out, but not the tier's own."""
+        """A folder that may not be read is left out, but not the shared store's own."""
         if error.filename == str(self._root) and not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 

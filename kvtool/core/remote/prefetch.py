@@ -95,11 +95,11 @@ _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
 
 
 class Prefetcher:
-    """A tier's reader in a thread of its own, which ends with the process if it has to.
+    """A shared store's reader in a separate thread, which ends with the process if it has to.
 
     Attributes
     ----------
-    url : the tier's.
+    url : of the shared store.
     alive : nothing has gone wrong so far.
     """
 
@@ -128,7 +128,7 @@ class Prefetcher:
 
         Raises
         ------
-        RemoteError : the tier is gone, or the time is over.
+        RemoteError : the shared store is gone, or the time is over.
         """
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))

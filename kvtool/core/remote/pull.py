@@ -70,7 +70,7 @@ def pull(
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : forget the files that the tier does not have.
+    delete : forget the files that the shared store does not have.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
@@ -80,7 +80,7 @@ def pull(
     StoreNotFoundError : nothing was pushed there.
     UsageError : more than half would be forgotten, and nobody said `yes`.
     UntrustedError : a signature is required, and there is none of a trusted key.
-    RemoteError : the tier does not answer. What came stays.
+    RemoteError : the shared store does not answer. What came stays.
     StoreFormatError : the store is of another model.
     """
     catalogue, trust = read_catalogue(blobs), trust or Trust()
@@ -127,7 +127,7 @@ def adopt(
     newer : of a file that both have in two versions take the one changed last; else the catalogue's.
     origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
         KV to chunks that other documents use, and no measured losses.
-    mirror : the store has nothing of its own: what the tier knows of codec levels replaces what is here.
+    mirror : the store has nothing of its own: what the shared store knows of codec levels replaces what is here.
         Returns True for a key that the catalogue covers; what is here of others stays. None: it is no mirror.
     """
     started = time.perf_counter()
@@ -277,7 +277,7 @@ class _Pull:
         that only the shared store has."""
         try:
             stored = self.store.codec_state()
-        except DamagedError:  # replaced by the tier's
+        except DamagedError:  # replaced by the shared store's
             stored = {}
         if catalogue.meta.get("codec") == digest_of(values.sealed_meta("codec", stored)):
             return
@@ -537,7 +537,7 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
             continue
         if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
             continue  # the same file from a trusted source counts as made here
-        with suppress(DamagedError):  # replaced by the tier's
+        with suppress(DamagedError):  # replaced by the shared store's
             mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
         if not _may_replace(origins.of(catalogue.files[key]), entry.origin):
             kept[key] = entry.path

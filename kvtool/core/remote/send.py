@@ -50,14 +50,14 @@ class Sender:
         self.report, self.events, self.verify = report, events, verify
 
     def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
-        """Send what is missing; the catalogue as the tier has it now, with the places of what was packed.
+        """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
 
-        It differs from `mine` otherwise where a mark was taken from `theirs` and its records, made on another machine,
-        are gone: half of a level may not be of one rounding and half of another.
+        It also differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are
+        gone: a level may not mix two roundings.
 
         Raises
         ------
-        RemoteError, NoSpaceError : the tier is gone or full.
+        RemoteError, NoSpaceError : the shared store is gone or full.
         KvtoolError : the store was changed meanwhile.
         """
         self._send_facts(mine)
@@ -113,7 +113,7 @@ class Sender:
     def _of_one_machine(
         self, chunks: Mapping[str, Chunk], gaps: set[Member], theirs: Catalogue | None
     ) -> dict[str, Chunk]:
-        """The chunks, described anew where this store's records are not those that the tier has lost."""
+        """Return the chunks, described anew if this store's records are not those that the shared store has lost."""
         found = dict(chunks)
         for key in sorted({key for key, _ in gaps}):
             chunk = chunks[key]
@@ -187,7 +187,7 @@ class Sender:
         sizes = {}
         for at in range(0, len(names), _AT_ONCE):
             some = names[at : at + _AT_ONCE]
-            self.lease.renew()  # to read all of a tier may take hours
+            self.lease.renew()  # to read all of a shared store may take hours
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
         return sizes
