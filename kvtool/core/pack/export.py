@@ -43,7 +43,7 @@ class ExportReport:
     damaged: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
+        """Return a JSON object, as `--json` shows it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 

@@ -120,7 +120,7 @@ class Prefetcher:
         self._asked.put(wanted)
 
     def take(self, timeout: float) -> Arrival:
-        """The next one asked for.
+        """Return the next value in the order of the requests.
 
         Parameters
         ----------
@@ -186,7 +186,7 @@ class Prefetcher:
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
 
     def _next(self) -> list[Wanted] | None:
-        """All that is asked for by now, at least one; None: it is over."""
+        """Return all requests so far, at least one; None: closed."""
         asked = [self._asked.get()]
         while not self._asked.empty():
             asked.append(self._asked.get())

@@ -228,7 +228,7 @@ class _Pull:
             self._forget(catalogue, mirror or (lambda key: True))
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
-        """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
+        """Fetch groups of values; note damaged or missing ones, and leave out their groups."""
         for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
@@ -414,7 +414,7 @@ class _Pull:
 
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
-    """By key, as many as go into one transaction."""
+    """Yield values by key, as many as go into one transaction."""
     some, size = list[tuple[Group, bytes]](), 0
     for group, value in sorted(held, key=lambda pair: pair[0].key):
         some.append((group, value))

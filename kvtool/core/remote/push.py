@@ -146,7 +146,7 @@ class _Push:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
 
     def _say_what_stays(self) -> None:
-        """States are of prompts of a model that keeps some; a catalogue knows no name for them."""
+        """Warn of states of prompts, which a catalogue has no name for."""
         if count := sum(not info.alone for info in self.store.stretches().values()):
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'stretch', 'stretches')} of prompts stay here, and "

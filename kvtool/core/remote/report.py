@@ -58,7 +58,7 @@ class TransferReport:
     signer: str | None = None
 
     def note_damage(self, what: str, why: str) -> None:
-        """Something was left out."""
+        """Note that something was left out, and why."""
         self.damaged.append({"what": what, "reason": why})
 
     def goes_on_from(self, before: TransferReport) -> None:
@@ -70,7 +70,7 @@ class TransferReport:
         self.seconds += before.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
+        """Return a JSON object, as `--json` shows it."""
         facts = asdict(self)
         if self.direction == "import":  # of what lies on the disk
             facts["path"] = facts.pop("url")
