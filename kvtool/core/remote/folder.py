@@ -35,7 +35,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def from_url(url: str, timeout: float) -> FolderBlobs:
     """Open the folder of a `file://` URL, which has no timeout. Raises UsageError."""
     if "?" in url or "#" in url:  # left out of a path without a word, it would be another folder
-        raise UsageError(f"{for_people(url)} has something behind ? or #", "in a folder's name write ? # as %3F %23")
+        raise UsageError(f"{for_people(url)} has text after ? or #", "in a folder's name write ? # as %3F %23")
     parts = urlsplit(url)
     path = unquote(parts.path, errors="surrogateescape")  # names of any bytes, as Python has them
     if parts.netloc not in ("", "localhost") or not Path(path).is_absolute() or "\0" in path:

@@ -292,10 +292,10 @@ def address_of(url: str) -> Address:
     parts = urlsplit(url)
     shown = for_people(url)
     if "@" in url:
-        hint = "credentials come from the environment, a profile or the machine's role; no @ stands in a folder's name"
+        hint = "credentials come from the environment, a profile or the machine's role; a folder's name has no @"
         raise UsageError(f"{shown} holds a user or a password", hint)
     if "?" in url or "#" in url:
-        raise UsageError(f"{shown} has something behind ? or #", _SUCH_AS)
+        raise UsageError(f"{shown} has text after ? or #", _SUCH_AS)
     folder = parts.path.strip("/")
     if not is_host(parts.netloc) or any(part in ("", ".", "..") for part in folder.split("/") if folder):
         raise UsageError(f"{shown} names no place of values", _SUCH_AS)

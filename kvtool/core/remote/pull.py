@@ -267,7 +267,7 @@ class _Pull:
         if new:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
-                raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
+                raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
             origin = Origin.untrusted(self.blobs.url) if mirror else self.origins.own
             self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
             self.report.made_with = str(catalogue.identity.get("model", ""))
@@ -380,7 +380,7 @@ class _Pull:
             size > _MOST_OF_FILE or self.unpacked > _MOST_UNPACKED + _MOST_RATIO * self.report.bytes
         ):
             self.unpacked -= size
-            raise DamagedError(f"it unpacks to {size / 1e6:,.0f} MB, more than is taken from who is not trusted")
+            raise DamagedError(f"it unpacks to {size / 1e6:,.0f} MB, more than is accepted from an untrusted source")
         return size
 
     def _commit(self, files: Sequence[tuple[Group, FileEntry, list[DocumentEntry]]]) -> None:

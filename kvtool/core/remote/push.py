@@ -150,7 +150,7 @@ class _Push:
         if count := sum(not info.alone for info in self.store.stretches().values()):
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'stretch', 'stretches')} of prompts stay here, and "
-                "whoever asks there computes them",
+                "a question there computes them",
                 "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
             )
 

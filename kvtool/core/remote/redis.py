@@ -215,7 +215,7 @@ class RedisBlobs:
 
 _CHECK = "check the address and that the server runs"
 _MOST_SAID = 1000  # characters of what a server says of an error
-_OPTIONS = "such as redis://host:6379/0; behind `?` stand options of redis-py"
+_OPTIONS = "such as redis://host:6379/0; options of redis-py follow after `?`"
 
 
 class RedisReader:

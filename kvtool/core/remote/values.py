@@ -123,7 +123,7 @@ def _checked_file(
     """Check that it is the file that was asked for, and that its chunks are within its documents."""
     sources = [document.source for document in documents]
     if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
-        raise DamagedError("another file, or other documents than it names, stand in its place")
+        raise DamagedError("it is another file, or has other documents than it names")
     if "\0" in entry.path or not {".", ".."}.isdisjoint(_SEPARATOR.split(entry.path)):
         raise DamagedError("its path is none that an ingest gives a file")
     if any(source != entry.path and not source.startswith(f"{entry.path}#") for source in sources):
@@ -134,7 +134,7 @@ def _checked_file(
         named = 0
         for ref in document.chunks:
             if len(ref.chunk_id) != ID_BYTES or not 0 <= ref.start <= ref.end <= len(document.text):
-                raise DamagedError(f"a chunk lies outside of the document {document.source}")
+                raise DamagedError(f"a chunk is outside of the document {document.source}")
             named += ref.end - ref.start
             if not 0 <= ref.tokens <= MOST_TOKENS:
                 raise DamagedError(f"a chunk of {document.source} has a number of tokens that none can have")
@@ -186,7 +186,7 @@ def open_profile(digest: str, value: bytes) -> bytes:
     key = bytes.fromhex(digest)
     data = bytes(unseal(key, Kind.PROFILE, value))
     if hashlib.blake2b(data, digest_size=len(key)).digest() != key:
-        raise DamagedError("another profile stands in its place")
+        raise DamagedError("it is another profile")
     return data
 
 
