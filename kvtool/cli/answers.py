@@ -100,7 +100,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     )
     if cut := facts.get("cut"):
         say = out.status if "shift" in facts else out.detail
-        say(f"{counted(cut, 'further chunk')} found, and cut: too far behind the best, and no new words (--min-score)")
+        say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best, no new words (--min-score)")
     if spared := facts.get("records_spared"):
         read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
         out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")

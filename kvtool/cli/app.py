@@ -80,7 +80,7 @@ RESUME = "what was committed stays; run the same command again to resume"
 _LEFT = {
     "query": "the store holds what it held; ask again",
     "chat": "the store holds what it held",
-    "watch": "what was committed stays; started again, it takes in what changed meanwhile",
+    "watch": "what was committed stays; the next start ingests what changed meanwhile",
     "mcp": "",
     "search": "",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
@@ -265,7 +265,7 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
         return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
         if sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write("\n")  # behind the terminal's own ^C, which no wrapping of lines knows of
+            sys.stderr.write("\n")  # after the terminal's own ^C, which no wrapping of lines knows of
         return KvtoolError("interrupted", _LEFT.get(command, RESUME)), EXIT_INTERRUPTED
     if isinstance(raised, Terminated) or (isinstance(raised, SystemExit) and _SIGTERM_CAME.is_set()):
         return KvtoolError("terminated", _LEFT.get(command, RESUME)), EXIT_TERMINATED

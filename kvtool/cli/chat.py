@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtool.cli import spinner
 from kvtool.cli.answers import cited, show_end, show_explained, show_sources
 from kvtool.cli.commands import new_app
-from kvtool.cli.json_out import error_json
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
-from kvtool.cli.out import Out
+from kvtool.cli.out import Out, error_json
+from kvtool.cli.progress import hide_activity
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.places import data_dir
@@ -138,7 +137,7 @@ class TerminalLines:
         self._session = _prompt_session(out, **console)
 
     def next(self) -> str | None:
-        with spinner.aside(until_new_words=True):
+        with hide_activity(until_new_words=True):
             pass
         while True:
             try:
@@ -308,7 +307,7 @@ class Chat:
         self._last, self.answered = reply, self.answered + 1
         self._tell(reply)
         if interrupts.is_asked:
-            self._out.status("ended by Ctrl-C: what was said of the answer stands in the conversation")
+            self._out.status("ended by Ctrl-C: the conversation keeps the part that was written")
 
     def _answered(self, question: str, interrupts: _Interrupts) -> Reply:
         try:
@@ -361,9 +360,7 @@ class Chat:
         if name:
             self._set(fusion=name)
         mode = self._talk.options.mode(self._session.identity.keeps_states)
-        self._confirm(
-            f"mode: {mode}", "what stands of earlier turns stays as it is" if name and self._talk.turns else ""
-        )
+        self._confirm(f"mode: {mode}", "earlier turns stay as they are" if name and self._talk.turns else "")
 
     def _top_k(self, count: str) -> None:
         if count:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 import typer
 import typer.core
 
-from kvtool.cli import spinner
+from kvtool.cli.progress import hide_activity
 
 if TYPE_CHECKING:
     from kvtool.core.options.option import Option
@@ -131,7 +131,7 @@ class _Described:
     def get_help(self, ctx: Any) -> str:
         """The help; it is what the terminal waited for."""
         text: str = super().get_help(ctx)  # type: ignore[misc]
-        with spinner.aside(until_new_words=True):
+        with hide_activity(until_new_words=True):
             return text
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:

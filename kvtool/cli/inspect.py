@@ -10,8 +10,8 @@ import typer
 import typer.main
 
 from kvtool.cli.commands import LazyGroup, new_app
-from kvtool.cli.job_view import JobView
 from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
+from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
@@ -87,7 +87,7 @@ def report_app(report: Report) -> typer.Typer:
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
     """Make a report, write its page, tell it."""
     page = run.get(PageOptions)  # refused before anything is computed
-    with open_any_store(run) as store, JobView(run) as view:
+    with open_any_store(run) as store, JobView(run.out) as view:
         findings = report.find(Desk(store, run.resolved, view.events, about))
         if page.wanted:
             _write(run, page, findings)

@@ -27,6 +27,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -39,8 +40,9 @@ from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
+from kvtool.core.common.sizes import shown_size
 from kvtool.core.common.switches import check_switches
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Option, Options, Part, options_of
@@ -303,3 +305,17 @@ def open_session(run: Run, store: Store) -> Session:
     run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder
     return session
+
+
+def tell_budget(run: Run, max_size: int | None) -> None:
+    """Report that `--max-size` replaces the store's own budget, if it has one."""
+    from kvtool.core.cache.store import Store
+
+    if max_size is None:
+        return
+    with suppress(KvtoolError), Store.open(run.folder) as store:  # else the command itself tells
+        kept = store.budget()
+        if kept is not None and kept != max_size:
+            run.out.status(
+                f"--max-size {shown_size(max_size)} takes the place of the store's own budget of {shown_size(kept)}"
+            )

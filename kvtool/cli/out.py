@@ -6,15 +6,19 @@ stripped, what the encoding lacks is replaced, a closed pipe ends the process qu
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from kvtool.cli import spinner
-from kvtool.cli.json_out import SCHEMA, error_json, plain, to_json
 from kvtool.cli.progress import (
     ALOUD_EVERY_S,
     EVENT_EVERY_S,
@@ -24,12 +28,16 @@ from kvtool.cli.progress import (
     Lines,
     Progress,
     Reminder,
+    hide_activity,
     rich_bars,
+    show_activity,
+    spinning,
 )
 from kvtool.cli.terminal import (
     SafeStream,
     WordWrap,
     clean,
+    degrade,
     one_line,
     render_markdown,
     render_quote,
@@ -37,6 +45,8 @@ from kvtool.cli.terminal import (
     silence,
     wrapped,
 )
+from kvtool.core.common.json_text import escaped
+from kvtool.core.common.progress import Events
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError
 
@@ -44,6 +54,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 Mode = Literal["human", "json", "jsonl"]
+SCHEMA = 2  # of every JSON object
 
 
 class OutputClosed(SystemExit):
@@ -170,16 +181,16 @@ class Out:
         """Say what goes on now: beside the spinner on a terminal, and as a line where -v wants to know."""
         self.detail(text)
         if self._bars is None:
-            spinner.say(scrubbed(text))
+            show_activity(scrubbed(text))
 
     def idle(self) -> None:
         """Take the spinner away until there is something to do again."""
-        with spinner.aside(until_new_words=True):
+        with hide_activity(until_new_words=True):
             pass
 
     def spinning(self, words: str) -> AbstractContextManager[None]:
         """Show on a terminal that something goes on while what is inside runs; nothing with --quiet."""
-        return nullcontext() if self.verbosity < 0 else spinner.spinning(words, self._stderr)
+        return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr)
 
     def detail(self, text: str) -> None:
         """Say what only -v wants to know."""
@@ -192,7 +203,7 @@ class Out:
         if self.mode == "jsonl" or self.verbosity < 0:
             return
         text = render_quote((self._marked(*piece) for piece in pieces), self._stderr.columns)
-        with suppress(OSError, ValueError), spinner.aside():
+        with suppress(OSError, ValueError), hide_activity():
             self._stderr.write(text)
             self._stderr.flush()
 
@@ -237,7 +248,7 @@ class Out:
         """
         label = one_line(label)
         if self._draws_bars():
-            with spinner.aside(until_new_words=True):
+            with hide_activity(until_new_words=True):
                 pass
             with rich_bars(self._stderr) as self._bars:
                 try:
@@ -281,7 +292,7 @@ class Out:
             self._above(self._bars, text)
             return
         try:
-            with spinner.aside(until_new_words=True) if shares_terminal else nullcontext():
+            with hide_activity(until_new_words=True) if shares_terminal else nullcontext():
                 self._stdout.write(text)
                 self._stdout.flush()
             self._in_line = not text.endswith("\n") if text else self._in_line
@@ -312,7 +323,7 @@ class Out:
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
         line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
-        with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
+        with suppress(OSError, ValueError), hide_activity():  # nobody is left to hear that nobody hears
             if self._bars is not None:
                 self._above(self._bars, line)
             else:
@@ -330,3 +341,116 @@ class Out:
 
     def _coloured(self, label: str, colour: int) -> str:
         return label if self._isplain() or not label else f"\x1b[1;{colour}m{label}\x1b[0m"
+
+
+class JobView:
+    """Shows what a job tells: a bar for each step from the moment its length is known, warnings, files by name."""
+
+    def __init__(self, out: Out) -> None:
+        self._out = out
+        self._progress: Any = None
+        self._bar: Any = None
+        self._label, self._doing = "", ""  # of the step; and what is done in it, or beside it, now
+        self._since = time.monotonic()  # when that began
+        self._reminder: Reminder | None = None
+        self.events = Events(
+            step=self._step,
+            expect=self._expect,
+            advance=self._advance,
+            status=self._status,
+            say=self._say,
+            warn=self._out.warning,
+            failed=self._out.failed,
+            skipped=lambda path, reason: self._out.detail(one_line(f"skipped {path}: {reason}")),
+        )
+
+    def __enter__(self) -> JobView:
+        self._reminder = self._out.reminding(self._told)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close(*error)
+        if self._reminder is not None:
+            self._reminder.close()
+
+    def _told(self) -> str:
+        """Return the progress of the job, or its present activity if that has no count."""
+        if self._doing:
+            return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
+        return self._bar.told() if self._bar else "working"
+
+    def _step(self, label: str, total: int, unit: str) -> None:
+        self._close()
+        self._label, self._doing = label, ""
+        self._progress = self._out.progress(label, total=total, unit=unit)
+        self._bar = self._progress.__enter__()
+
+    def _close(self, *error: Any) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(*(error or (None, None, None)))
+            self._progress = self._bar = None
+
+    def _expect(self, total: float) -> None:
+        if self._bar is not None:
+            self._bar.expect(total)
+
+    def _advance(self, count: float) -> None:
+        if self._bar is not None:
+            if self._doing:
+                self._doing = ""
+                self._show(self._label, pace=True)
+            self._bar.advance(count)
+
+    def _status(self, text: str) -> None:
+        self._doing, self._since = text, time.monotonic()
+        if self._out.mode == "jsonl":
+            self._out.status(text)
+        else:
+            self._out.doing(text)
+        self._show(text, pace=False)
+
+    def _show(self, text: str, pace: bool) -> None:
+        if isinstance(self._bar, Bar):
+            self._bar.describe(text)
+            self._bar.show_pace(pace)
+
+    def _say(self, text: str, hint: str) -> None:
+        self._out.status(text)
+        if hint:
+            self._out.status(hint)
+
+
+# ---- JSON (kvtool/docs/json.md) ----
+
+
+def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:
+    """JSON that any parser takes and no terminal obeys: no NaN, and escapes also where the stream's encoding needs
+    them."""
+    known = plain(value)
+    text = escaped(json.dumps(known, ensure_ascii=False, allow_nan=False, indent=indent))
+    return text if degrade(text, encoding) == text else escaped(json.dumps(known, allow_nan=False, indent=indent))
+
+
+def error_json(error: KvtoolError, exit_code: int | None = None) -> dict[str, Any]:
+    """An error as every object and event has it: `message`, `hint`, `exit_code`; without passwords of URLs."""
+    code = error.exit_code if exit_code is None else exit_code
+    return {"message": scrubbed(error.message), "hint": scrubbed(error.hint), "exit_code": code}
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings, tuples, paths and numpy scalars as what `json` knows; a number that is none as null."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if hasattr(value, "tolist"):  # numpy and torch
+        return plain(value.tolist())
+    if isinstance(value, Iterable):
+        return [plain(inner) for inner in value]
+    raise TypeError(f"{type(value).__name__} cannot be put as JSON")

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.job_view import JobView, tell_budget
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import Run, takes, tell_budget
+from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -30,7 +30,7 @@ Url = Annotated[
 
 _SHARED = "redis://cache:6379/0"
 _AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
-_REPLACE = "`kvtool store rm PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
+_REPLACE = "`kvtool store rm PATH` lets one in; --mine or --trust FILE allow others to replace your files"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
@@ -38,7 +38,7 @@ def push(run: Run, url: Url) -> int | None:
     """Upload what a shared store lacks. Run it again to resume."""
     from kvtool.core.remote.by_url import push_to
 
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = push_to(url, run.folder, run.get(PushOptions), view.events)
     return told(run, [report], report.to_json())
 
@@ -51,7 +51,7 @@ def pull(run: Run, url: Url) -> int | None:
     options = run.get(PullOptions)
     if not options.dry_run:
         tell_budget(run, options.max_size)
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
     return told(run, [report], report.to_json())
 
@@ -101,7 +101,7 @@ def _in_words(report: TransferReport) -> str:
     removed = f"{report.removed} {would}removed" + (
         f" ({report.bytes_freed / 1e6:,.1f} MB)" if report.bytes_freed else ""
     )
-    forgotten = f", {counted(report.forgotten, 'document')} {would}forgotten" if report.forgotten else ""
+    forgotten = f", {counted(report.forgotten, 'document')} {would}removed" if report.forgotten else ""
     moved = f"{counted(report.files.moved, 'file')} and {counted(report.chunks.moved, 'chunk')} at a level"
     return (
         f"{what} {report.url}: {moved} {would}moved "
@@ -129,7 +129,7 @@ def export(run: Run, pack: Pack) -> int | None:
 
     options = run.get(ExportOptions)
     levels = options.levels or None
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = run_export(
             run.folder,
             pack,
@@ -169,7 +169,7 @@ def import_(run: Run, sources: Sources) -> int | None:
 
     options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         reports = merge(
             run.folder,
             sources,

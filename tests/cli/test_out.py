@@ -11,16 +11,13 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from kvtool.cli import progress as module
-from kvtool.cli.job_view import JobView
-from kvtool.cli.json_out import to_json
-from kvtool.cli.out import Out, OutputClosed
+from kvtool.cli.out import JobView, Out, OutputClosed, to_json
 from kvtool.cli.terminal import clean, degrade, one_line
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted, shown_size
@@ -497,7 +494,7 @@ def test_a_job_without_a_bar_says_a_line_now_and_then(make: Make, monkeypatch: p
     monkeypatch.setattr("kvtool.cli.out.PLAIN_EVERY_S", 0.001)
 
     def told(out: Out, stderr: Any, act: Callable[[Events], None]) -> str:
-        with JobView(SimpleNamespace(out=out)) as view:  # type: ignore[arg-type]
+        with JobView(out) as view:
             act(view.events)
             seen = stderr.text
             while stderr.text.count("\n") < seen.count("\n") + 2:
@@ -524,7 +521,7 @@ def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeyp
     monkeypatch.setenv("TERM", "xterm")
 
     def run(out: Out) -> None:
-        with JobView(SimpleNamespace(out=out)) as view:  # type: ignore[arg-type]
+        with JobView(out) as view:
             view.events.step("computing KV", 4, "tokens")
             view.events.advance(4)
             view.events.status("trying the model")
