@@ -256,7 +256,6 @@ class QueryFlags(Options, settings=False):
         None,
         "Write the duration of each step (Chrome's trace format).",
         group=INSIDE,
-        synonyms=("--profile",),
         metavar="FILE",
         unit="path",
     )
