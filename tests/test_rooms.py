@@ -41,20 +41,20 @@ KNOWN: set[tuple[str, str]] = set()
 # than a tenth has to change its number, and its message says why.
 LINES = {
     "agent": 590,
-    "api": 468,
-    "cache": 6055,
+    "api": 467,
+    "cache": 5867,
     "checkpoint": 2646,
     "cli": 5354,
     "codec": 4685,
     "common": 1276,
-    "compress": 1823,
+    "compress": 1651,
     "corpus": 4000,
     "crew": 385,
     "evaluate": 371,
     "fusion": 3490,
     "ingest": 2731,
     "kernels": 4855,
-    "lab": 7713,
+    "lab": 7721,
     "model": 5418,
     "native": 1769,
     "options": 820,
@@ -67,7 +67,7 @@ LINES = {
     "session": 1458,
     "streaming": 838,
     "top": 194,
-    "upkeep": 2026,
+    "upkeep": 1860,
 }
 
 

@@ -107,8 +107,8 @@ def _machines_lines(machines: Sequence[Machine]) -> Iterator[str]:
     yield "# Machines"
     yield ""
     yield (
-        "How soon the first token is there and how fast the others follow, machine by machine, compared with llama.cpp on "
-        "the same GGUF file. Seconds to the first token; after a mode's time its efficiency: its speedup over the "
+        "How soon the first token is there and how fast the others follow, machine by machine, compared with llama.cpp "
+        "on the same GGUF file. Seconds to the first token; after a mode's time its efficiency: its speedup over the "
         "quicker "
         "full prefill of kvtool and `transformers`, over the ratio of FLOPs. llama.cpp: the best of its settings, each "
         "number separately; *saved*: its saved prompt state loaded, then the question. What every number includes: "
