@@ -65,7 +65,7 @@ SHOWN = {  # what the overview lists, by heading
     },
     "This installation": {
         "inspect": "Show what the store holds, or a report about it.",
-        "bench": "Measure speed on this machine, compared with plain transformers.",
+        "bench": "Measure speed on this machine, against plain transformers.",
         "doctor": "Check that libraries, model, store and disk work.",
         "config": "Show the settings and where each value comes from.",
         "help": "Show a page of the documentation.",

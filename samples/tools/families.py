@@ -60,7 +60,7 @@ _HEAD = (
     "on a tiny random model of each configuration class; `samples/tools/families.py` writes this page from "
     "them.\n"
     "\n"
-    "- **KV**: bytes that one token of the tiny model takes in a store, in bfloat16. 512 means plain keys and"
+    "- **KV**: size of one token of the tiny model in a store, in bytes of bfloat16. 512 means plain keys and"
     " values: two heads of 16 in four layers.\n"
     f"- **`reuse`**, **`union`**: bytes that these modes (`union` with 15 %) read of a prompt of {PROMPT:,} "
     f"tokens in chunks of {CHUNK}, and their share of the prompt. A windowed layer is read as far back as a "
