@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
     from kvtool.core.query.reply import Reply, ReplyChunk
 
-_MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # what stands between places, or behind one
+_MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
 _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
@@ -111,7 +111,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
 
 
 def show_end(out: Out, facts: Facts) -> None:
-    """Say that an answer was not ended by the model, which nothing in its text need tell."""
+    """Say that an answer was not ended by the model, since its text may not show it."""
     if facts["finish"] == "length":
         out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
     elif facts["finish"] == "repeat":
@@ -156,7 +156,7 @@ def _show_stream(out: Out, facts: Facts) -> None:
 
 
 def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
-    """Answers of several modes, beside the one of full recompute."""
+    """Show the answers of several modes, next to that of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
         (

@@ -123,7 +123,7 @@ class Root(LazyGroup):
         return parsed
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the named command; one that stands in a group, such as `stats`, is told with its group's name."""
+        """Find the named command; the error for a command of a group, such as `stats`, names the group."""
         if args and args[0] not in COMMANDS:
             group = group_of(args[0])
             if group is not None:
@@ -132,7 +132,7 @@ class Root(LazyGroup):
 
 
 def group_of(name: str) -> str | None:
-    """The group that a command stands in; None where there is no such command."""
+    """Return the group of a command; None: no group has it."""
     return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Show nothing of what is typed meanwhile: it would stand in the middle of an answer. The next prompt has it.
+    """Show nothing of what is typed meanwhile: it would appear in the middle of an answer. The next prompt has it.
 
-    Keys that send signals go on doing so. Where stdin is no terminal that can be told so, nothing is changed.
+    Keys that send signals go on doing so. Where stdin is no terminal, nothing is changed.
     """
     try:
         import termios
@@ -86,7 +86,7 @@ class Lines(Protocol):
     is_terminal: bool
 
     def next(self) -> str | None:
-        """The next line, or several that belong together; None: there is none. Raises UsageError."""
+        """Return the next line, or several that belong together; None: stdin has ended. Raises UsageError."""
 
 
 def lines_for(out: Out) -> Lines:
@@ -256,7 +256,7 @@ class Chat:
         }
 
     def greet(self, place: Path | str) -> None:
-        """Say on a terminal what is asked, the store at `place`, and how it goes."""
+        """Name the store at `place` and the keys on a terminal."""
         if self._aloud:
             documents = counted(len(self._session.store.sources()), "document")
             self._out.status(f"{documents} of the store {place}, answered by {self._session.identity.model}")
@@ -430,7 +430,7 @@ class _Interrupts:
 
     Parameters
     ----------
-    wanted : a person may press it; else it is left to whoever handles it now.
+    wanted : a person may press it; else the present handler keeps it.
 
     Attributes
     ----------
@@ -480,7 +480,7 @@ def chat(run: Run) -> int | None:
 
 def hold(run: Run) -> int | None:
     """Answer what is asked until nothing more is; returns an exit code."""
-    # what is for a single question, and may stand in a configuration file
+    # options of single questions, which a configuration file may set
     options = replace(run.get(QueryOptions), defer=False, slo_ms=None, audit=0.0, explain=False)
     with open_any_store(run) as store:
         with paused_collection():

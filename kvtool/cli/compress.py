@@ -50,7 +50,7 @@ def _compress(run: Run, options: CompressOptions) -> CompressReport:
 
 
 def _agrees(run: Run, question: str) -> bool:
-    """Ask for a yes; where no person can answer there is none."""
+    """Ask for a yes; False if no person can answer."""
     if run.out.verbosity < 0 or not run.out.is_interactive:
         return False
     run.out.print(f"{question} [y/N] ", end="")

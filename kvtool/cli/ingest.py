@@ -21,7 +21,7 @@ from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.options import IngestOptions
 
-_NOTICED_S = 3.0  # seconds beside the work from which on they are explained
+_NOTICED_S = 3.0  # seconds of other work from which on they are explained
 
 app = new_app()
 
@@ -95,7 +95,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
 
 
 def _log_end(book: EventLog, raised: BaseException) -> None:
-    """The last event of a run that ends in an error: what the terminal is told of it."""
+    """The last event of a run that ends in an error: the same error as on the terminal."""
     from kvtool.cli.app import explain
 
     error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)

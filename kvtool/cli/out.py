@@ -58,7 +58,7 @@ SCHEMA = 2  # of every JSON object
 
 
 class OutputClosed(SystemExit):
-    """Whoever read our stdout has gone (`kvtool store ls | head`): nothing is left to say to anybody."""
+    """The reader of our stdout has exited (`kvtool store ls | head`): nobody reads further output."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_DONE)
@@ -82,7 +82,7 @@ class Out:
         self._stdout = SafeStream(sys.stdout if stdout is None else stdout)
         self._stderr = SafeStream(sys.stderr if stderr is None else stderr)
         self._bars: RichProgress | None = None
-        self._in_line = False  # whether stdout stands in the middle of a line
+        self._in_line = False  # whether stdout is in the middle of a line
         self._wrap = WordWrap()  # of an answer that streams to a terminal
 
     @classmethod
@@ -129,12 +129,12 @@ class Out:
             self.print()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-        """Put a table for a person on stdout; nothing in the machine modes. Numbers stand to the right."""
+        """Put a table for a person on stdout; nothing in the machine modes. Numbers are aligned to the right."""
         if self.human:
             self._put(render_table(columns, [list(row) for row in rows], title, self._stdout))
 
     def markdown(self, text: str, for_terminal: str = "") -> None:
-        """Put a page on stdout: drawn on a terminal (`for_terminal`, where it reads otherwise), else as it stands."""
+        """Put a page on stdout: drawn on a terminal (`for_terminal`, if the text differs), otherwise unchanged."""
         if self.human:
             terminal = self._stdout.isatty()
             self._put(render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
@@ -159,7 +159,7 @@ class Out:
             self.event("summary", **plain(value))
 
     def report(self, value: Any, human: Callable[[], None]) -> None:
-        """End a command whose result tells of work that was done, and is no data: with --quiet nobody reads it."""
+        """End a command whose result reports work and is no data: --quiet hides it."""
         if self.mode != "human" or self.verbosity >= 0:
             self.result(value, human)
 
@@ -178,7 +178,7 @@ class Out:
             self._say(text)
 
     def doing(self, text: str) -> None:
-        """Say what goes on now: beside the spinner on a terminal, and as a line where -v wants to know."""
+        """Show the present activity: next to the spinner on a terminal, and as a line with -v."""
         self.detail(text)
         if self._bars is None:
             show_activity(scrubbed(text))
@@ -189,7 +189,7 @@ class Out:
             pass
 
     def spinning(self, words: str) -> AbstractContextManager[None]:
-        """Show on a terminal that something goes on while what is inside runs; nothing with --quiet."""
+        """Show a spinner on a terminal while the block runs; nothing with --quiet."""
         return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr)
 
     def detail(self, text: str) -> None:
@@ -198,7 +198,7 @@ class Out:
             self.status(text)
 
     def passage(self, pieces: Iterable[tuple[str, int]]) -> None:
-        """Show a foreign text on stderr, each line behind a bar, some of it in a colour (0: none); in square brackets
+        """Show a foreign text on stderr, each line after a bar, some of it in a colour (0: none); in square brackets
         where there are no colours."""
         if self.mode == "jsonl" or self.verbosity < 0:
             return
@@ -208,12 +208,12 @@ class Out:
             self._stderr.flush()
 
     def quote(self, text: str) -> None:
-        """Put a foreign text for a person on stdout, each line behind a bar; nothing in the machine modes."""
+        """Put a foreign text for a person on stdout, each line after a bar; nothing in the machine modes."""
         if self.human:
             self._put(render_quote([(text, "{}")], self._stdout.columns))
 
     def warning(self, text: str, hint: str = "", *, even_quiet: bool = False, **facts: Any) -> None:
-        """Say what the user should know although the work goes on; with --quiet too where the exit code says so."""
+        """Warn the user while the work continues; with --quiet too where the exit code says so."""
         text, hint = scrubbed(text), scrubbed(hint)
         self.event("warning", message=text, hint=hint, **facts)
         if self.verbosity >= 0 or even_quiet:
@@ -222,7 +222,7 @@ class Out:
                 self._say(hint, label="hint", colour=36)
 
     def failed(self, what: str, reason: str) -> None:
-        """Say which part of the work failed while the rest goes on; with --quiet too."""
+        """Say which part of the work failed while the rest continues; with --quiet too."""
         self.event("warning", message=f"failed: {what}: {reason}", path=what, error=reason)
         self._say(one_line(f"{what}: {reason}"), label="failed", colour=31)
 
@@ -301,7 +301,7 @@ class Out:
 
     @staticmethod
     def _above(bars: RichProgress, text: str) -> None:
-        """Whole lines on a terminal that shows a bar: above it, where they would else stand behind it."""
+        """Whole lines on a terminal that shows a bar: above it, instead of on its line."""
         from rich.text import Text
 
         with suppress(OSError, ValueError):
@@ -317,7 +317,7 @@ class Out:
 
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
-            self.end_line()  # on one screen, or in one file, not behind half an answer
+            self.end_line()  # on one screen, or in one file, not after half an answer
         text = clean(f"{label}: {text}" if label else text)
         if label != "hint" and (columns := self._stderr.columns):  # a hint's command is copied in one piece
             text = wrapped(text, max(1, columns - 2))
@@ -344,13 +344,13 @@ class Out:
 
 
 class JobView:
-    """Shows what a job tells: a bar for each step from the moment its length is known, warnings, files by name."""
+    """View of a job's events: a bar for each step from the moment its length is known, warnings, files by name."""
 
     def __init__(self, out: Out) -> None:
         self._out = out
         self._progress: Any = None
         self._bar: Any = None
-        self._label, self._doing = "", ""  # of the step; and what is done in it, or beside it, now
+        self._label, self._doing = "", ""  # of the step; and the present activity
         self._since = time.monotonic()  # when that began
         self._reminder: Reminder | None = None
         self.events = Events(

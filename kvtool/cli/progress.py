@@ -48,7 +48,7 @@ _Say = Callable[[str, dict[str, Any]], None]  # a sentence, and the facts in it
 class Pace:
     """Progress and speed of a job over the last minute, or over its last steps if these take longer.
 
-    Between two steps the time that is left runs down; it changes at steps alone.
+    Between two steps the time that is left runs down; it changes only at steps.
     """
 
     def __init__(self, total: float | None, unit: str) -> None:
@@ -140,7 +140,7 @@ class Bar:
         self._bars.update(self._task, description=one_line(label))
 
     def show_pace(self, shown: bool) -> None:
-        """Show how far it is, or nothing of that while something goes on that has no count."""
+        """Show the progress, or nothing during an activity without a count."""
         self._bars.update(self._task, pace=self._pace if shown else None)
 
     def told(self) -> str:
@@ -171,7 +171,7 @@ class Reminder:
 
 
 def speed_text(speed: float | None, unit: str) -> str:
-    """A speed in `unit` a second, with a digit or two behind the point where it is slow; empty before there is one."""
+    """A speed in `unit` a second, with one or two decimals if it is slow; empty before there is one."""
     if not speed:
         return ""
     return f"{speed:,.{0 if speed >= 10 else 1 if speed >= 0.1 else 2}f} {unit}/s"
@@ -207,7 +207,7 @@ _ASCII_FRAMES = "|/-\\"
 class Spinner:
     """A line at the bottom of a terminal that shows the present activity; none if `stream` is no terminal.
 
-    Whoever writes to the same terminal does so inside of `aside`.
+    Other writers to the same terminal write inside of `aside`.
     """
 
     def __init__(self, stream: SafeStream) -> None:
@@ -273,7 +273,7 @@ _running: list[Spinner] = []
 
 @contextmanager
 def spinning(words: str, stream: SafeStream) -> Iterator[None]:
-    """Show that something goes on while what is inside runs, beginning with these words."""
+    """Show a spinner while the block runs, first with these words."""
     spinner = Spinner(stream)
     _running.append(spinner)
     spinner.say(words)

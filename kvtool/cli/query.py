@@ -200,7 +200,7 @@ class Batch:
         return self._modes is None and self._options.audit > 0
 
     def _audit(self, reply: Reply) -> None:
-        """Answer in full, too, where this question is drawn: its line is printed, and stands."""
+        """Answer in full, too, where this question is drawn: the printed line is final."""
         if not self._audits:
             return
         from kvtool.core.query.audit import Auditor
@@ -459,7 +459,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
 
 
 def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> None:
-    """Answer in full, too, where this question is drawn: the answer is printed, and stands."""
+    """Answer in full, too, where this question is drawn: the printed answer is final."""
     from kvtool.core.query.audit import Auditor
 
     auditor = Auditor(session)

@@ -71,7 +71,7 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 
 
 def tell_origin(run: Run, report: TransferReport) -> None:
-    """Tell the user what came from somebody who is not trusted, and what that means."""
+    """Report data of untrusted origin, and the consequence."""
     if report.kept:
         some = ", ".join(report.kept[:3]) + (" …" if len(report.kept) > 3 else "")
         run.out.warning(f"{counted(len(report.kept), 'file')} of another origin stayed as they are: {some}", _REPLACE)
@@ -84,7 +84,7 @@ def tell_origin(run: Run, report: TransferReport) -> None:
 
 
 def tell_signer(run: Run, place: str, signer: str) -> None:
-    """Tell the user that none of the trusted keys has signed something; `signer`: "" for nobody."""
+    """Warn that no trusted key has signed the data; `signer`: "" for nobody."""
     from kvtool.core.remote.signing import UNSIGNED
 
     if signer:

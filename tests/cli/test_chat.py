@@ -197,7 +197,7 @@ def test_a_full_context_starts_over_with_a_word(screen: Screen) -> None:
             session.decoder.context = 10
             refused = screen.says("/reset") + screen.says(QUESTION)
             assert "error: the prompt has" in refused
-            assert "are the question's own: ask a shorter one" in refused  # no passage less would make room
+            assert "are the question's own: ask a shorter one" in refused  # fewer passages would not suffice
         finally:
             session.decoder.context = before
     assert "it starts over" in told

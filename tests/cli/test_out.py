@@ -68,7 +68,7 @@ def test_a_warning_on_the_same_screen_does_not_stand_in_the_answer(make: Make) -
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_warning_in_the_same_file_does_not_stand_in_the_answer(together: bool, tmp_path: Path) -> None:
-    """As `2>&1 | cat` has it; an answer that goes elsewhere stays in one piece."""
+    """As `2>&1 | cat` has it; an answer that is written elsewhere stays in one piece."""
     with (tmp_path / "out").open("w") as stdout, (tmp_path / ("out" if together else "err")).open("a") as stderr:
         out = Out(stdout=stdout, stderr=stderr)
         out.print("the answer", end="")
@@ -275,7 +275,7 @@ def test_no_line_of_a_passage_looks_like_one_of_ours(make: Make) -> None:
 def test_nor_where_the_terminal_wraps_it(
     make: Make, letter: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line that is too wide goes on in the terminal's first column, so none is: not with wide letters either, which
+    """A line that is too wide continues in the terminal's first column, so none is: not with wide letters either, which
     are wide on some terminals alone."""
     monkeypatch.setenv("COLUMNS", columns)
     out, _, err = make(tty=True)

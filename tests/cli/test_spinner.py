@@ -42,7 +42,7 @@ class Terminal:
 
     @property
     def line(self) -> str:
-        """What stands on its last line now."""
+        """Return its last line."""
         return self.text.rsplit("\n", 1)[-1].rsplit("\r\x1b[2K", 1)[-1]
 
 
@@ -59,7 +59,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
 
 
 def wait_for(terminal: Terminal, words: str) -> None:
-    """Until these words stand on the last line."""
+    """Wait until these words are on the last line."""
     until = time.monotonic() + 5
     while not terminal.line.endswith(words):
         assert time.monotonic() < until, terminal.text
@@ -110,7 +110,7 @@ def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPat
 
 
 def on_a_terminal(*args: object, **variables: str) -> tuple[str, str, int]:
-    """Run kvtool with a terminal as its stderr; returns stdout, what stood on the terminal, and the exit code."""
+    """Run kvtool with a terminal as its stderr; returns stdout, the text on the terminal, and the exit code."""
     mine, its = pty.openpty()
     shown = bytearray()
 
