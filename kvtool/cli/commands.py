@@ -1,4 +1,4 @@
-"""Commands, groups of them, and the layout of their help. It imports nothing of `core`: an overview needs no options."""
+"""Commands, groups of them, and the layout of their help. It imports nothing of `core`: an overview has no options."""
 
 from __future__ import annotations
 
