@@ -19,8 +19,8 @@ from rich.cells import cell_len
 from kvtool.cli import progress as module
 from kvtool.cli.out import JobView, Out, OutputClosed, to_json
 from kvtool.cli.terminal import clean, degrade, one_line
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted, shown_size
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 
 
