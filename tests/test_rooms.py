@@ -42,12 +42,12 @@ KNOWN: set[tuple[str, str]] = set()
 LINES = {
     "agent": 589,
     "api": 464,
-    "cache": 5867,
+    "cache": 5861,
     "checkpoint": 2643,
     "cli": 5352,
     "codec": 4636,
     "common": 1207,
-    "compress": 1649,
+    "compress": 1648,
     "corpus": 3790,
     "crew": 385,
     "evaluate": 371,
@@ -67,7 +67,7 @@ LINES = {
     "session": 1454,
     "streaming": 838,
     "top": 194,
-    "upkeep": 1859,
+    "upkeep": 1851,
 }
 
 
