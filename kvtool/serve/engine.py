@@ -21,7 +21,7 @@ from kvtool.serve.scheduler import Scheduler
 from kvtool.serve.talks import Talks
 
 if TYPE_CHECKING:
-    from kvtool.core.ingest.ingest_report import IngestReport
+    from kvtool.core.ingest.report import IngestReport
     from kvtool.core.retrieval.embed import Embeds
     from kvtool.core.retrieval.tables import Array
 

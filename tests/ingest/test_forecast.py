@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from kvtool.core.corpus.walk import FoundFile
-from kvtool.core.ingest import ingest_report
-from kvtool.core.ingest.estimate import Estimate
-from kvtool.core.ingest.ingest_report import Forecast
+from kvtool.core.ingest import report
+from kvtool.core.ingest.account import Estimate
+from kvtool.core.ingest.report import Forecast
 from tests.cli.working import CHUNKS, PREFIX, kvtool, write_corpus
 
 GB = 10**9
@@ -60,7 +60,7 @@ def test_minutes_are_told_where_a_speed_is_known() -> None:
 
 @pytest.mark.slow
 def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.ingest.estimate._FEWEST_TOKENS", 1)
+    monkeypatch.setattr("kvtool.core.ingest.account._MIN_TOKENS", 1)
     folder, store = write_corpus(tmp_path / "in"), tmp_path / "store"
     args = ("ingest", folder, "--store", store, "--model", tiny, *CHUNKS, *PREFIX)
     planned = kvtool(*args, "--dry-run", "--json").fine().json
@@ -81,8 +81,8 @@ def test_a_dry_run_says_what_it_will_take(tiny: Path, tmp_path: Path, monkeypatc
 def test_the_first_line_says_what_it_will_take(fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_corpus(tmp_path / "in")
     assert "tokens to compute" not in fresh(folder, store=tmp_path / "quick").fine().err  # not worth a word
-    monkeypatch.setattr(ingest_report, "_NOTED_BYTES", 1)
-    monkeypatch.setattr(ingest_report, "_MUCH_BYTES", 1)
+    monkeypatch.setattr(report, "_NOTED_BYTES", 1)
+    monkeypatch.setattr(report, "_MUCH_BYTES", 1)
     done = fresh(folder).fine()
     first, second = done.err.splitlines()[:2]
     assert first.startswith("about ")

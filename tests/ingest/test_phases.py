@@ -11,8 +11,8 @@ from kvtool.cli.ingest import is_mostly_beside, time_of
 from kvtool.core.checkpoint.files import DOWNLOAD
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest import account
-from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.report import PHASES, IngestReport
 from tests.checkpoint.gguf_files import write_gguf
 from tests.cli.working import kvtool, write_corpus
 

@@ -14,7 +14,7 @@ import httpx2
 import pytest
 
 from kvtool.core.ingest import storer
-from kvtool.core.ingest.compute import ChunkStorer
+from kvtool.core.ingest.storer import ChunkStorer
 from kvtool.serve.job import Answer
 from kvtool.serve.listening import Listening
 from tests.cli.working import QUESTION, kvtool

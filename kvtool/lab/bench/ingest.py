@@ -17,11 +17,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.progress import Events
 from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.compute import ChunkStorer, Maker
-from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.ingest.storer import batch_tokens
+from kvtool.core.ingest.prepare import NewChunks, PreparedFile
+from kvtool.core.ingest.storer import ChunkStorer, Maker, batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from kvtool.lab.bench.machine import Host
@@ -147,7 +145,7 @@ def _ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedF
         store.writer() as writer,
     ):
         maker = Maker(decoder, lead_ins_of(identity, decoder), RAW)
-        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), maker), Novelties(store)
+        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), maker), NewChunks(store)
         try:
             for file in files:
                 storer.take(file, novelties.of(file))
