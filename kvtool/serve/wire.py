@@ -1,4 +1,4 @@
-"""JSON in and out of requests, and errors as clients of the OpenAI API expect them."""
+"""JSON of requests with its limits, and errors as clients of the OpenAI API expect them."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from kvtool.core.errors import (
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
-# Most of what a request may bring, looked at before anything is done with it: docs/server.md names them.
+# Limits of a request, checked before any work is done; listed in docs/server.md.
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
 LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
 MOST_NAMES = 256  # in a list of them
-_MOST_VALUES = 10**5  # of JSON, names of fields included
-_DEEPEST = 64  # brackets in brackets
-_LONGEST_MESSAGE = 2000  # characters of an error: it repeats what was sent
-# A whole text of JSON, or what follows a quotation mark that none ends.
+_MAX_VALUES = 10**5  # of JSON, names of fields included
+_MAX_DEPTH = 64  # brackets in brackets
+_MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
+# A JSON string, or the rest after an unmatched quotation mark.
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^\[\]{}]++")
-_SHORT_BODY = 1 << 16  # bytes that are read as JSON in a moment
+_SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 
-# Threads for what takes a moment: it does not wait behind embeddings and ingests, which the loop's own threads do.
+# Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
 _BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
 T = TypeVar("T")
-# What an error means to a client: status, type, code. The first class that fits.
+# Status, type and code of an error, by the first class that matches.
 _MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
     (BusyError, 429, "rate_limit_error", "busy"),
     (TooSlowError, 504, "timeout_error", "timeout"),
@@ -64,7 +64,7 @@ class Refusal(Exception):
 
 
 def refused(refusal: Refusal) -> JSONResponse:
-    """The response of a refusal."""
+    """Return the response of a refusal."""
     headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
     kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
     facts = error_facts(refusal.message, refusal.hint, kind, refusal.code, refusal.param)
@@ -72,7 +72,7 @@ def refused(refusal: Refusal) -> JSONResponse:
 
 
 def error_facts(message: str, hint: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """An error as its JSON has it; what is to be done stands in the message, too, which is all that clients show."""
+    """Return the JSON of an error. The message includes the hint: clients show nothing else."""
     message, hint = (scrubbed(shortened(text)) for text in (message, hint))
     param = param and shortened(param).encode("utf-8", "replace").decode()  # a name that the client gave
     text = f"{message} ({hint})" if hint else message
@@ -80,25 +80,25 @@ def error_facts(message: str, hint: str, kind: str, code: str, param: str | None
 
 
 def shortened(text: str) -> str:
-    """Return a text that may repeat what a client sent, at a length that can be shown."""
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
+    """Limit the length of a text that may repeat what a client sent."""
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
 def failed(error: KvtoolError) -> JSONResponse:
-    """The response of an error."""
+    """Return the response of an error."""
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
     headers = None if retry is None else {"Retry-After": str(retry)}
     return JSONResponse({"error": failure(error)}, status_of(error), headers)
 
 
 def failure(error: KvtoolError) -> dict[str, Any]:
-    """An error as its JSON has it."""
+    """Return the JSON of an error."""
     _, kind, code = _meaning(error)
     return error_facts(error.message, error.hint, kind, code)
 
 
 def status_of(error: KvtoolError) -> int:
-    """The status of an error."""
+    """Return the status of an error."""
     return _meaning(error)[0]
 
 
@@ -110,12 +110,7 @@ def _meaning(error: KvtoolError) -> tuple[int, str, str]:
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """The JSON object that a request brings.
-
-    Raises
-    ------
-    Refusal : it brings something else.
-    """
+    """Return the JSON object of a request's body. Raises Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "not_json", "the body has to be JSON", "send Content-Type: application/json")
@@ -124,12 +119,12 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 async def briefly(work: Callable[[], T]) -> T:
-    """Do in another thread what takes a moment."""
+    """Do short work in another thread."""
     return await asyncio.get_running_loop().run_in_executor(_BRIEF, work)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Read a JSON object. The interpreter is held for no longer than 16 MB of text and few values take to be read."""
+    """Parse a JSON object. Its limits bound the time for which the interpreter is held."""
     try:
         text = data.decode("utf-8")
         _check_shape(text)
@@ -137,7 +132,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
             text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole, object_pairs_hook=_once
         )
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no letter
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half a pair of surrogates
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "not_json", f"the body is no JSON: {error}", "send one JSON object in UTF-8") from error
     if not isinstance(value, dict):
@@ -162,7 +157,7 @@ def _whole(text: str) -> int:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object each of whose names stands once: of two values one would be left out without a word."""
+    """Return an object; a repeated name would silently lose a value."""
     value: dict[str, Any] = {}
     for name, each in pairs:
         if name in value:
@@ -172,14 +167,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _check_shape(text: str) -> None:
-    """Refuse JSON that is nested too deep, or has too many values. Raises ValueError."""
+    """Raise ValueError for JSON that is nested too deep, or has too many values."""
     plain = _TEXT.sub('""', text)
-    if plain.count(",") + plain.count("[") + plain.count("{") > _MOST_VALUES:
-        raise ValueError(f"it has more than {_MOST_VALUES} values")
+    if plain.count(",") + plain.count("[") + plain.count("{") > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
     depth = 0
     for letter in _NO_BRACKET.sub("", plain):
         depth += 1 if letter in "[{" else -1
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deep")
 
 
@@ -190,15 +185,15 @@ def taken(
     default: Any = None,
     longest: int = LONGEST_NAME,
 ) -> Any:
-    """Return a field of a request; null and a missing one are its default.
+    """Return a field of a request; its default if it is missing or null.
 
     Parameters
     ----------
-    longest : characters that a text may have.
+    longest : maximum length of a text in characters.
 
     Raises
     ------
-    Refusal : it is of another type, or too long.
+    Refusal : it has another type, or is too long.
     """
     found = value.get(name)
     if found is None:
@@ -211,7 +206,7 @@ def taken(
 
 
 def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
-    """Return a text that is no longer than it may be; other values as they are. Raises Refusal."""
+    """Return a value; raise Refusal for a text that is too long."""
     if isinstance(found, str) and len(found) > longest:
         raise Refusal(400, "too_long", f"{name} has {len(found):,} characters", f"at most {longest:,}", name)
     return found
@@ -228,15 +223,15 @@ _KINDS: dict[type, str] = {
 
 
 def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
-    """Return a field that is a text or a list of them.
+    """Return a field that is a text or a list of texts.
 
     Parameters
     ----------
-    longest : characters that each may have. `most`: how many there may be.
+    longest : maximum length of each in characters. `most`: maximum number.
 
     Raises
     ------
-    Refusal : it is something else, or too much.
+    Refusal : it has another type, or is too long.
     """
     found = taken(value, name, (str, list), (), longest)
     found = [found] if isinstance(found, str) else found

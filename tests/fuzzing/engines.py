@@ -31,6 +31,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Job, Turns
+from kvtool.serve.options import ServeOptions
 from tests.cli.working import Done
 from tests.cli.working import kvtool as command
 from tests.families import HYBRIDS
@@ -168,7 +169,9 @@ class EngineLife:
 
     def _engine(self, store: Path, keep: int) -> Engine:
         model = ModelOptions(model=str(self.model), offline=True, dtype="float32")
-        engine = Engine(store, model, lambda text, hint: None, keep_conversations=keep, hot_memory=min(keep, 10**8))
+        engine = Engine(
+            store, model, lambda text, hint: None, ServeOptions(keep_conversations=keep, hot_memory=min(keep, 10**8))
+        )
         engine.start()
         return engine
 
