@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.serve.conversations import ConversationCache
-from kvtool.serve.job import Answer, Ask, EndedError, Event, Job, Tell
+from kvtool.serve.job import Ask, EndedError, Job, Tell
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.scheduler import LoadedModel, Scheduler
 
@@ -126,32 +125,6 @@ class Engine:
     def submit(self, ask: Ask, tell: Tell) -> Job:
         """Add a question; `tell` gets its events, in another thread. Raises BusyError."""
         return self.scheduler.submit(ask, tell)
-
-    def stream(self, ask: Ask) -> Iterator[str | Answer]:
-        """Yield the pieces of an answer, at last the complete one. Closing the iterator stops the answer.
-
-        Raises
-        ------
-        KvtoolError : it cannot be answered; BusyError: the queue is full.
-        """
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        job = self.submit(ask, events.put)
-        try:
-            while True:
-                event = events.get()
-                if isinstance(event, KvtoolError):
-                    raise event
-                yield event
-                if isinstance(event, Answer):
-                    return
-        finally:
-            self.scheduler.leave(job)
-
-    def ask(self, ask: Ask) -> Answer:
-        """Answer one question. Raises as `stream` does."""
-        *_, answer = self.stream(ask)
-        assert isinstance(answer, Answer)
-        return answer
 
     # ---- documents ----
 

@@ -39,6 +39,7 @@ from tests.fusion.making import MOE, distance
 from tests.fuzzing.checks import require
 from tests.fuzzing.corpus import Corpus
 from tests.fuzzing.runs import Step, main
+from tests.serve.asking import ask as answer_of
 
 STEPS = (
     *(("same", 4), ("edit", 10), ("swap", 4), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5)),
@@ -375,7 +376,7 @@ def _told(engine: Engine, ask: Ask) -> Said:
 
     with patch.object(Answer, "of", noted):
         try:
-            engine.ask(ask)
+            answer_of(engine, ask)
         except KvtoolError as error:
             return Said(error=f"{type(error).__name__}: {error.message}")
     return replies[-1]

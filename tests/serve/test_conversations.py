@@ -28,6 +28,7 @@ from kvtool.serve.job import Answer, Ask, Event, TooSlowError, Turns
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import write_corpus
 from tests.families import HYBRIDS, save_tiny
+from tests.serve import asking
 from tests.serve.conftest import PATIENCE, Served, serving
 
 QUESTIONS = (
@@ -50,7 +51,7 @@ class Client:
         self.engine.start()
 
     def ask(self, question: str, turns: Turns = (), options: QueryOptions = SHORT, **request: Any) -> Answer:
-        return self.engine.ask(Ask(Request(question, **request), options, turns=turns))
+        return asking.ask(self.engine, Ask(Request(question, **request), options, turns=turns))
 
     def talk(self, questions: tuple[str, ...] = QUESTIONS, options: QueryOptions = SHORT) -> tuple[Turns, list[Answer]]:
         turns: Turns = ()
@@ -224,7 +225,7 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
 
 def test_who_leaves_in_the_middle_finds_it_as_it_was(ready: Path, client: Client) -> None:
     turns, _ = client.talk(QUESTIONS[:2])
-    stream = client.engine.stream(Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
+    stream = asking.stream(client.engine, Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
     next(stream)
     stream.close()
     after = client.ask(QUESTIONS[2], turns)

@@ -72,35 +72,32 @@ def ingest(
 
         embedder_of(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
-    events = events or Events()
     with options.reading as reading:
-        if options.dry_run:
-            report = _preview(path, options, events, reading)
-        else:
-            report = _run(path, options, events, reading, kept)
+        job_of = partial(_Job, path, options, events or Events(), reading, kept or KeptModel())
+        report = _preview(path, job_of) if options.dry_run else _run(path, options, job_of)
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _preview(path: Path, options: IngestOptions, events: Events, reading: Reading) -> IngestReport:
+def _preview(path: Path, job_of: Callable[[Store | None], _Job]) -> IngestReport:
     try:
         with Store.open(path) as store:
-            return _Job(path, store, options, events, reading).preview()
+            return job_of(store).preview()
     except StoreNotFoundError:
-        return _Job(path, None, options, events, reading).preview()
+        return job_of(None).preview()
 
 
-def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
+def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _Job]) -> IngestReport:
     """Run; a store is created only once a file can be read: a mistyped path, model or address creates none."""
     if options.ray:
         from kvtool.core.crew.actor_pool import check_reachable
 
         check_reachable(options.ray)
-    first = _Job(path, None, options, events, reading, kept) if is_new(path) else None
+    first = job_of(None) if is_new(path) else None
     if first is not None:
         first.stream.begin()
     with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        job = _Job(path, store, options, events, reading, kept)
+        job = job_of(store)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
         return job.run(store, writer)
@@ -119,15 +116,9 @@ def is_new(path: Path) -> bool:
 
 class _Job:
     def __init__(
-        self,
-        path: Path,
-        store: Store | None,
-        options: IngestOptions,
-        events: Events,
-        reading: Reading,
-        kept: KeptModel | None = None,
+        self, path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel, store: Store | None
     ) -> None:
-        self.options, self._path, self._model = options, path, kept or KeptModel()
+        self.options, self._path, self._model = options, path, kept
         self.account = Account(options, events)
         self.choices = Choices(store, options, self.account.phase)
         self.stream = Stream(store, options, self.choices, self.account, reading)
