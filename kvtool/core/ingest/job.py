@@ -301,14 +301,14 @@ class _Job:
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
         """Load the model."""
         with self.account.phase("model_load", told=False):
-            from kvtool.core.ingest.storer import ChunkStorer, Maker
+            from kvtool.core.ingest.storer import ChunkStorer
 
             self._session = session = self._open(store)
         decoder, level = session.decoder, self.options.level
         profile = session.profiles.current() if level_of(level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
             lead_ins = lead_ins_of(session.identity, decoder)
-        return ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
+        return ChunkStorer(writer, self.account, decoder, lead_ins, level, profile)
 
     def _far_storer(self, store: Store, writer: Writer) -> Storer:
         """Load models in Ray workers, none here."""

@@ -21,6 +21,7 @@ from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
+QUEUED = 4  # batches and commits that may wait to be written: limits their memory
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
@@ -149,19 +150,6 @@ class Storer(ABC):
             self._account.count_file(waiting.file)
 
 
-QUEUED = 4  # batches and commits that may wait to be written: limits their memory
-
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """Model and settings that records are made with."""
-
-    decoder: Decoder
-    lead_ins: LeadIns
-    level: str
-    profile: Profile | None = None
-
-
 class ChunkStorer(Storer):
     """Storer that computes batches in this process.
 
@@ -169,20 +157,20 @@ class ChunkStorer(Storer):
     core delays every matrix product by four times its own work (measured, 2 cores).
     """
 
-    def __init__(self, writer: Writer, account: Account, maker: Maker) -> None:
-        decoder = maker.decoder
-        super().__init__(writer, account, decoder.device, decoder.context, len(maker.lead_ins.own))
-        self.maker = maker
+    def __init__(
+        self, writer: Writer, account: Account, decoder: Decoder, lead_ins: LeadIns, level: str, profile: Profile | None
+    ) -> None:
+        super().__init__(writer, account, decoder.device, decoder.context, len(lead_ins.own))
+        self._decoder, self._lead_ins, self._level, self._profile = decoder, lead_ins, level, profile
         self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
         self._encoders = encoder_threads()
         self._pending: deque[Future[None]] = deque()
 
     def store_prefix(self, prefix: ChunkSpec) -> None:
         """See Storer."""
-        decoder = self.maker.decoder
-        with decoder.turns.turn():
-            made = prefill(decoder, LeadIns.nothing(decoder), [prefix])
-        self._write(made, level_of(self.maker.level).of_prefix)
+        with self._decoder.turns.turn():
+            made = prefill(self._decoder, LeadIns.nothing(self._decoder), [prefix])
+        self._write(made, level_of(self._level).of_prefix)
         self._settle(0)
 
     def finish(self) -> None:
@@ -197,12 +185,15 @@ class ChunkStorer(Storer):
         self._encoders.shutdown(wait=True)
 
     def _compute(self, batch: Batch) -> None:
-        started = time.perf_counter()
-        with self.maker.decoder.turns.turn():  # of a served model, between two steps of the answers
-            made = prefill(self.maker.decoder, self.maker.lead_ins, batch.chunks)
-        self._count(batch, time.perf_counter() - started)
-        self._write(made, self.maker.level, self._spanning(batch))
+        self._write(self._prefill(batch), self._level, self._spanning(batch))
         self._complete(batch)
+
+    def _prefill(self, batch: Batch) -> list[PrefilledChunk]:
+        started = time.perf_counter()
+        with self._decoder.turns.turn():  # of a served model, between two steps of the answers
+            made = prefill(self._decoder, self._lead_ins, batch.chunks)
+        self._count(batch, time.perf_counter() - started)
+        return made
 
     def _write(self, batch: Sequence[PrefilledChunk], level: str, unfinished: Sequence[PreparedFile] = ()) -> None:
         # Verbatim records are copies: one at a time is as fast, and needs less memory.
@@ -211,7 +202,7 @@ class ChunkStorer(Storer):
         def work() -> None:
             for file in unfinished:
                 self._writer.begin_file(file.entry.path, file.chunk_ids)
-            for records in several(partial(encode, level=level, profile=self.maker.profile), batch):
+            for records in several(partial(encode, level=level, profile=self._profile), batch):
                 self._put(records)
 
         self._submit(work)

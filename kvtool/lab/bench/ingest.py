@@ -19,7 +19,7 @@ from kvtool.core.common.progress import Events
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import NewChunks, PreparedFile
-from kvtool.core.ingest.storer import ChunkStorer, Maker, batch_tokens
+from kvtool.core.ingest.storer import ChunkStorer, batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from kvtool.lab.bench.machine import Host
@@ -144,11 +144,11 @@ def _ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedF
         Store.create_or_open(Path(folder) / "store") as store,
         store.writer() as writer,
     ):
-        maker = Maker(decoder, lead_ins_of(identity, decoder), RAW)
-        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), maker), NewChunks(store)
+        account, new_chunks = Account(IngestOptions(), Events()), NewChunks(store)
+        storer = ChunkStorer(writer, account, decoder, lead_ins_of(identity, decoder), RAW, None)
         try:
             for file in files:
-                storer.take(file, novelties.of(file))
+                storer.take(file, new_chunks.of(file))
             storer.finish()
         finally:
             storer.close()
