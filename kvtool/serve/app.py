@@ -32,9 +32,14 @@ from kvtool.serve.metrics import AccessLog, RequestStats, stats_of
 from kvtool.serve.openai import EventStream, OpenAI, listening, while_there
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.unix_socket import PATH, placed
-from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, status_of, texts
+from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
+_HTTP_ERRORS = {
+    404: "there is no such address",
+    405: "this address knows no such method",
+    413: "the request is too long",
+}
 _ALIVE_EVERY = 10.0  # seconds between two empty lines to the local client
 _CLIENT = "shell"  # its name in the log
 
@@ -86,44 +91,35 @@ def make_app(
                 expose_headers=["X-Request-Id", "Retry-After"],
             ),
         ],
-        exception_handlers={
-            Refusal: _on_refusal,
-            KvtoolError: _on_error,
-            HTTPException: _on_http,
-            ClientDisconnect: _on_left,
-            Exception: _on_bug,
-        },
+        exception_handlers=_HANDLERS,
         max_body_size=options.max_body,
     )
     return log.of(BodyTimeout(app, options.client_timeout), {route.path for route in routes})
 
 
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return refused(error)
-
-
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, KvtoolError)
+    """Return the response to an exception of an endpoint."""
+    if isinstance(error, Refusal):
+        return refused(error)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        words = {
+            404: "there is no such address",
+            405: "this address knows no such method",
+            413: "the request is too long",
+        }
+        response = refused(Refusal(error.status_code, "http", words.get(error.status_code, error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+    if not isinstance(error, KvtoolError):
+        return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"))
     response = failed(error)
     stats_of(request).failed(error, response.status_code)
     return response
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    words = {404: "there is no such address", 405: "this address knows no such method", 413: "the request is too long"}
-    response = refused(Refusal(error.status_code, "http", words.get(error.status_code, error.detail)))
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _on_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
-
-
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"))
+_HANDLERS = dict.fromkeys((Refusal, KvtoolError, HTTPException, ClientDisconnect, Exception), _on_error)
 
 
 # ---- the local client ----
@@ -133,24 +129,17 @@ def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
     """Make the application for this user's `kvtool query`, with all of its options; only the user can connect."""
 
     async def query(request: Request) -> Response:
-        try:
-            value = await body_of(request)
-            if not _is_same_model(engine.model, value.get("model", {})):
-                raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
-            if not _names_the_same(value):
-                raise Refusal(409, "another_folder", "names of files are read from another folder here")
-            lines = _lines(engine, _ask(value), stats_of(request))
-            first = await while_there(request, anext(lines))
-        except Refusal as refusal:
-            return refused(refusal)
-        except ClientDisconnect:
-            return Response(status_code=499)
-        except BusyError as error:
-            stats_of(request).failed(error, 429)
-            return JSONResponse({}, 429, {"Retry-After": str(error.retry_after)})
+        value = await body_of(request)
+        if not _is_same_model(engine.model, value.get("model", {})):
+            raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
+        if not _names_the_same(value):
+            raise Refusal(409, "another_folder", "names of files are read from another folder here")
+        lines = _lines(engine, _ask(value), stats_of(request))
+        first = await while_there(request, anext(lines))
         return EventStream(first, lines, "application/x-ndjson")
 
-    return log.of(Starlette(routes=[Route(PATH, query, methods=["POST"])]), [PATH], _CLIENT)
+    app = Starlette(routes=[Route(PATH, query, methods=["POST"])], exception_handlers=_HANDLERS)
+    return log.of(app, [PATH], _CLIENT)
 
 
 def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
@@ -197,7 +186,7 @@ async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerato
             yield _line({"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}})
         finally:
             if ended is not None:
-                stats.failed(ended, status_of(ended))
+                stats.failed(ended, Refusal.of(ended).status)
 
 
 def _line(value: Mapping[str, Any]) -> str:

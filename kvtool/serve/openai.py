@@ -30,8 +30,6 @@ from kvtool.serve.wire import (
     Refusal,
     body_of,
     briefly,
-    failure,
-    status_of,
     taken,
     texts,
     within,
@@ -460,11 +458,11 @@ class OpenAI:
                     yield text
             except KvtoolError as error:
                 left = error
-                yield _event({"error": failure(error)})
+                yield _event({"error": Refusal.of(error).to_json()})
                 yield _DONE
             finally:
                 if left is not None:
-                    stats_of(request).failed(left, status_of(left))
+                    stats_of(request).failed(left, Refusal.of(left).status)
 
     async def embed(self, request: Request) -> Response:
         """`POST /v1/embeddings`: vectors of the store's own embedding model."""

@@ -40,19 +40,21 @@ _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 # Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
 _BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
 T = TypeVar("T")
-# Status, type and code of an error, by the first class that matches.
-_MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
-    (BusyError, 429, "rate_limit_error", "busy"),
-    (TooSlowError, 504, "timeout_error", "timeout"),
-    (EndedError, 503, "server_error", "ending"),
-    (LeftError, 499, "client_error", "left"),
-    (NothingFoundError, 404, "invalid_request_error", "nothing_found"),
-    (UsageError, 400, "invalid_request_error", "invalid_request"),
-    (StoreNotFoundError, 503, "server_error", "no_store"),
-    (StoreLockedError, 503, "server_error", "store_locked"),
-    (NoSpaceError, 507, "server_error", "no_space"),
-    (RemoteError, 502, "server_error", "shared_store"),
+# Status and code of an error, by the first class that matches.
+_MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
+    (BusyError, 429, "busy"),
+    (TooSlowError, 504, "timeout"),
+    (EndedError, 503, "ending"),
+    (LeftError, 499, "left"),
+    (NothingFoundError, 404, "nothing_found"),
+    (UsageError, 400, "invalid_request"),
+    (StoreNotFoundError, 503, "no_store"),
+    (StoreLockedError, 503, "store_locked"),
+    (NoSpaceError, 507, "no_space"),
+    (RemoteError, 502, "shared_store"),
+    (KvtoolError, 500, "failed"),
 )
+_TYPES = {429: "rate_limit_error", 499: "client_error", 504: "timeout_error"}
 
 
 class Refusal(Exception):
@@ -62,21 +64,19 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.code, self.message, self.hint, self.param = status, code, message, hint, param
 
+    @classmethod
+    def of(cls, error: KvtoolError) -> Refusal:
+        """Make the response to an error."""
+        status, code = next((status, code) for kind, status, code in _MEANINGS if isinstance(error, kind))
+        return cls(status, code, error.message, error.hint)
 
-def refused(refusal: Refusal) -> JSONResponse:
-    """Return the response of a refusal."""
-    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    facts = error_facts(refusal.message, refusal.hint, kind, refusal.code, refusal.param)
-    return JSONResponse({"error": facts}, refusal.status, headers)
-
-
-def error_facts(message: str, hint: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """Return the JSON of an error. The message includes the hint: clients show nothing else."""
-    message, hint = (scrubbed(shortened(text)) for text in (message, hint))
-    param = param and shortened(param).encode("utf-8", "replace").decode()  # a name that the client gave
-    text = f"{message} ({hint})" if hint else message
-    return {"message": text, "type": kind, "code": code, "param": param, "hint": hint}
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON of the error. The message includes the hint: clients show nothing else."""
+        message, hint = (scrubbed(shortened(text)) for text in (self.message, self.hint))
+        param = self.param and shortened(self.param).encode("utf-8", "replace").decode()  # a name that the client gave
+        text = f"{message} ({hint})" if hint else message
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"message": text, "type": kind, "code": self.code, "param": param, "hint": hint}
 
 
 def shortened(text: str) -> str:
@@ -84,29 +84,19 @@ def shortened(text: str) -> str:
     return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
 
 
+def refused(refusal: Refusal) -> JSONResponse:
+    """Return the response of a refusal."""
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+    return JSONResponse({"error": refusal.to_json()}, refusal.status, headers)
+
+
 def failed(error: KvtoolError) -> JSONResponse:
     """Return the response of an error."""
+    response = refused(Refusal.of(error))
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
-    headers = None if retry is None else {"Retry-After": str(retry)}
-    return JSONResponse({"error": failure(error)}, status_of(error), headers)
-
-
-def failure(error: KvtoolError) -> dict[str, Any]:
-    """Return the JSON of an error."""
-    _, kind, code = _meaning(error)
-    return error_facts(error.message, error.hint, kind, code)
-
-
-def status_of(error: KvtoolError) -> int:
-    """Return the status of an error."""
-    return _meaning(error)[0]
-
-
-def _meaning(error: KvtoolError) -> tuple[int, str, str]:
-    for kind, status, name, code in _MEANINGS:
-        if isinstance(error, kind):
-            return status, name, code
-    return 500, "server_error", "failed"
+    if retry is not None:
+        response.headers["Retry-After"] = str(retry)
+    return response
 
 
 async def body_of(request: Request) -> dict[str, Any]:
