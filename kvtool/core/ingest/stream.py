@@ -22,7 +22,6 @@ from kvtool.core.ingest.survey import (
     ChangedFile,
     Outcome,
     Seen,
-    UnchangedFile,
     abandoned,
     gone,
     is_below,
@@ -127,13 +126,13 @@ class Stream:
         self._tell_paths()
         self._account.begin(self.walked.files)
         for outcome in self._outcomes:
-            self._account.look_at(_path_of(outcome))
+            self._account.look_at(outcome.found.name if isinstance(outcome, ChangedFile) else outcome.path)
             if isinstance(outcome, Failure):
                 self._account.fail(outcome)
             elif isinstance(outcome, Skipped):
                 self._account.skip(outcome)
-            elif isinstance(outcome, UnchangedFile):
-                self._account.unchanged(outcome.known)
+            elif isinstance(outcome, FileEntry):
+                self._account.unchanged(outcome)
             elif (file := self._prepared(outcome)) is not None:
                 yield file
 
@@ -192,12 +191,6 @@ class Stream:
             self._account.warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
         for path in set(self.walked.bare).difference(map(Path.resolve, self.kept)):
             self._account.warn(f"{path}: no readable file in this folder")
-
-
-def _path_of(outcome: Outcome) -> str:
-    if isinstance(outcome, ChangedFile):
-        return outcome.found.name
-    return outcome.known.path if isinstance(outcome, UnchangedFile) else outcome.path
 
 
 def _is_kept(path: Path) -> str:

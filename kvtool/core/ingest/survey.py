@@ -53,14 +53,8 @@ class ChangedFile:
         return tuple(note for document in self.documents for note in document.notes)
 
 
-@dataclass(frozen=True, slots=True)
-class UnchangedFile:
-    """File that the store has unchanged."""
-
-    known: FileEntry
-
-
-Outcome = ChangedFile | UnchangedFile | Failure | Skipped
+Outcome = ChangedFile | FileEntry | Failure | Skipped
+"""A changed file, the store's entry of an unchanged one, or the reason why there is no text."""
 
 
 def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading, seen: Seen) -> Outcome:
@@ -102,10 +96,10 @@ def _look(
 ) -> Outcome:
     same = store and known and known.settings == settings and not known.origin.is_foreign
     if store and known and same and seen.vouches(store, file.name, known.digest):
-        return UnchangedFile(known)
+        return known
     stands = store and known and same and _is_whole(known, store)
     if store and known and stands and seen.is_unchanged(store, file.name, known.digest):
-        return UnchangedFile(known)
+        return known
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
         return _unreadable(file, known, failure, reading, read=False)
@@ -119,7 +113,7 @@ def _look(
         digest = hashlib.sha256(data).hexdigest()
         seen.note(file.name, before, digest)
         if known and stands and known.digest == digest:
-            return UnchangedFile(known)
+            return known
         # as it was read: a file that grows is larger by now than when it was found
         file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
         documents = reading.documents(file.path, data)
