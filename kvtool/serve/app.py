@@ -104,12 +104,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
     if isinstance(error, HTTPException):
-        words = {
-            404: "there is no such address",
-            405: "this address knows no such method",
-            413: "the request is too long",
-        }
-        response = refused(Refusal(error.status_code, "http", words.get(error.status_code, error.detail)))
+        response = refused(Refusal(error.status_code, "http", _HTTP_ERRORS.get(error.status_code, error.detail)))
         response.headers.update(error.headers or {})
         return response
     if not isinstance(error, KvtoolError):

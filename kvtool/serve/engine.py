@@ -43,7 +43,7 @@ class IngestShutdown:
 
         def stop() -> None:
             went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
-            raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again: it goes on from there")
+            raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
 
         def took(path: str, what: str, chunks: int) -> None:
             nonlocal kept

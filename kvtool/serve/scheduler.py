@@ -421,7 +421,7 @@ class Scheduler:
             return
         except Exception as error:  # the answer is valid
             failed = as_error(error)
-            self._warn(f"what was computed of a prompt could not be kept: {failed.message}", failed.hint)
+            self._warn(f"the computed chunks of a prompt could not be stored: {failed.message}", failed.hint)
 
     def _end(self, job: Job, event: Event) -> None:
         """Send a job its last event, unless it has ended already."""
@@ -453,4 +453,4 @@ class Scheduler:
             job.left = True
         except Exception as error:
             job.failed = as_error(error)
-            self._warn(f"an event could not be told: {job.failed.message}", job.failed.hint)
+            self._warn(f"an event could not be sent: {job.failed.message}", job.failed.hint)

@@ -151,7 +151,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value: dict[str, Any] = {}
     for name, each in pairs:
         if name in value:
-            raise ValueError(f"{name[:LONGEST_NAME]!r} stands there twice")
+            raise ValueError(f"{name[:LONGEST_NAME]!r} appears twice")
         value[name] = each
     return value
 

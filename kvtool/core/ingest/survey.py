@@ -97,8 +97,8 @@ def _look(
     same = store and known and known.settings == settings and not known.origin.is_foreign
     if store and known and same and seen.vouches(store, file.name, known.digest):
         return known
-    stands = store and known and same and _is_whole(known, store)
-    if store and known and stands and seen.is_unchanged(store, file.name, known.digest):
+    is_stored = store and known and same and _is_whole(known, store)
+    if store and known and is_stored and seen.is_unchanged(store, file.name, known.digest):
         return known
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
@@ -112,7 +112,7 @@ def _look(
             raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
         digest = hashlib.sha256(data).hexdigest()
         seen.note(file.name, before, digest)
-        if known and stands and known.digest == digest:
+        if known and is_stored and known.digest == digest:
             return known
         # as it was read: a file that grows is larger by now than when it was found
         file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
