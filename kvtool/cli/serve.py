@@ -58,7 +58,7 @@ class ServeFlags(Options, settings=False):
     "fusion top_k max_tokens store model device",
 )
 def serve(run: Run) -> None:
-    """Answer over HTTP, with the API of OpenAI."""
+    """Answer over HTTP with an OpenAI-compatible API."""
     options = run.get(ServeOptions)
     file = options.key_path
     if run.get(ServeFlags).show_key:

@@ -75,7 +75,7 @@ class Engine:
         options = options or ServeOptions()
         self.place, self.model = place, model
         self._warn = warn
-        self._loaded = LoadedModel(place, model, options.hot_memory, self._warned)
+        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned)
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
         self._shutdown = IngestShutdown()
