@@ -30,7 +30,7 @@ def codec(desk: Desk) -> Findings:
     """Answer questions from exact KV and from each compression level. Report size and loss of each."""
     batch = desk.get(BatchOptions)
     requests, options = batch.requests("codec"), desk.query_options(*RETRIEVAL)
-    from kvtool.core.compress.rows import HeavyRows
+    from kvtool.core.compress.loss import HeavyRows
     from kvtool.lab.charts.codec import codec_sections
     from kvtool.lab.measure.codec import chosen_schemes, codec_facts, codec_overview, codec_rows
     from kvtool.lab.measure.evaluation import Evaluation
