@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from kvtool.core.cache.layout import atomic_write, read_small
 from kvtool.core.cache.store import Store
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of

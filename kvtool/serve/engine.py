@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
-from kvtool.core.common.types import Warn
+from kvtool.core.common.types import Events, Warn
 from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
@@ -96,13 +95,13 @@ class Engine:
         ------
         KvtoolError : the store or its model cannot be used.
         """
-        from kvtool.core.model.generate import prepare_decoding
+        from kvtool.core.model.decode.native import prepare_compiled_model
 
         if self._loaded.exists():
             session = self._loaded.session()
             with self._loaded.turn():
                 session.check_gate()
-            prepare_decoding(session.decoder)
+            prepare_compiled_model(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:

@@ -99,7 +99,7 @@ class LoadedModel:
 
     def _open(self, decoder: Decoder | None) -> Session:
         """Open the store with its model. `decoder`: a loaded model, used if it is the store's."""
-        from kvtool.core.remote.opening import open_store
+        from kvtool.core.remote.mirror import open_store
         from kvtool.core.session.identity import store_identity
         from kvtool.core.session.session import Session
 

@@ -15,7 +15,7 @@ from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.machine import cores, cpu_name
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.readers import ending_of, is_bounded
 from kvtool.core.corpus.readers.document import EXTRA
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places

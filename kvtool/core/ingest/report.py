@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import UsageError
 
