@@ -12,7 +12,8 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus import readers
-from kvtool.core.corpus.reading import Document, Reading
+from kvtool.core.corpus.readers.document import Document
+from kvtool.core.corpus.reading import Reading
 from kvtool.core.ingest import seen, survey
 from tests.cli.working import kvtool
 from tests.remote.serving import wreck

@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from kvtool.core import __version__
 from kvtool.core.cache.store import Store
-from kvtool.core.corpus.readers import UnreadableFile
+from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.walk import Failure
 
 _NAME, _FORMAT = "seen/files.json", 1

@@ -8,7 +8,7 @@ import unicodedata
 from kvtool.core.corpus.readers.document import Document
 from kvtool.core.corpus.readers.encoding import of_text
 
-_MARKS = {  # a command's name → the mark that Unicode puts behind the letter
+_MARKS = {  # a command's name → the mark that Unicode puts after the letter
     **{"`": "\u0300", "'": "\u0301", "^": "\u0302", "~": "\u0303", '"': "\u0308", "=": "\u0304", ".": "\u0307"},
     **{"H": "\u030b", "c": "\u0327", "u": "\u0306", "v": "\u030c", "d": "\u0323", "b": "\u0331", "k": "\u0328"},
     **{"r": "\u030a"},
