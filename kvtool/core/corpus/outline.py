@@ -110,7 +110,8 @@ def words(text: str, kind: str) -> list[Unit]:
     """Cut a text into words, and what has no spaces into pieces of at most 60 characters."""
     del kind
     whole = Unit(0, len(text), Level.PARAGRAPH, Level.CLAUSE)
-    return [piece for word in finer(text, whole) for piece in _tamed(text, word)]
+    found = finer(text, whole)
+    return [piece for word in found for piece in (finer(text, word) if word.end - word.start > _HARD else [word])]
 
 
 def finer(text: str, unit: Unit) -> list[Unit]:
@@ -123,10 +124,6 @@ def finer(text: str, unit: Unit) -> list[Unit]:
             return pieces
     half = _middle(text, unit.start, unit.end)
     return [unit] if half is None else _cut(unit, iter((half,)), Level.HARD)
-
-
-def _tamed(text: str, unit: Unit) -> list[Unit]:
-    return finer(text, unit) if unit.end - unit.start > 60 else [unit]
 
 
 def _line_starts(text: str, start: int, end: int) -> Iterator[int]:

@@ -64,11 +64,7 @@ _CYRILLIC = re.compile("[А-яЁё]")
 _CENTRAL = re.compile("[ąćęłńóśźżáčďéěíňřšťúůýžĺľôŕäöőüű„”“’–…«»\xa0]", re.IGNORECASE)
 
 
-def _nothing_declared(data: bytes) -> str:
-    return ""
-
-
-def of_text(declared: Callable[[bytes], str] = _nothing_declared) -> Callable[[TextReader], Reader]:
+def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
     """Make a reader of bytes of one that reads decoded text.
 
     Parameters

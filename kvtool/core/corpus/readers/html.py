@@ -132,7 +132,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if self._hidden_by:
             self._hidden_depth += tag == self._hidden_by
-        elif tag in self._unseen or (tag not in _VOID and _is_hidden(attrs)):
+        elif tag in self._unseen or (tag not in _VOID and any(name == "hidden" for name, _ in attrs)):
             self._hidden_by, self._hidden_depth = tag, 1
         else:
             self._open(tag)
@@ -252,10 +252,6 @@ class _Page(HTMLParser):
             self.blocks.append(_Block(self._form, self._prefix + text, self._line))
         self._clear()
         self._form, self._prefix, self._pre = "text", "", False
-
-
-def _is_hidden(attrs: list[tuple[str, str | None]]) -> bool:
-    return any(name == "hidden" for name, _ in attrs)
 
 
 def _collapsed(text: str) -> str:

@@ -49,7 +49,7 @@ def read_code(source: str, text: str) -> list[Document]:
 @of_text()
 def read_latex(source: str, text: str) -> list[Document]:
     """Return one document, its sections as headings; its lines are those of the file."""
-    text = _LETTER.sub(_letter, _ACCENT.sub(_accented, text))
+    text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], _ACCENT.sub(_accented, text))
     text = _SECTION.sub(lambda found: f"{'#' * _RANKS[found[1]]} {found[2]}", text)
     return [Document(source, text, "markdown")]
 
@@ -57,7 +57,3 @@ def read_latex(source: str, text: str) -> list[Document]:
 def _accented(found: re.Match[str]) -> str:
     letter = (found[3] or found[4]).lstrip("\\")
     return unicodedata.normalize("NFC", letter + _MARKS[found[1] or found[2]])
-
-
-def _letter(found: re.Match[str]) -> str:
-    return _LETTERS[found[1] or found[2]]
