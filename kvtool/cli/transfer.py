@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.job_view import JobView, tell_budget
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import Run, takes, tell_budget
+from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
-from kvtool.core.pack.options import ExportOptions, ImportOptions
-from kvtool.core.remote.options import PullOptions, PushOptions
+from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.remote.transfer_report import TransferReport
+    from kvtool.core.remote.report import TransferReport
 
 Url = Annotated[
     str,
@@ -30,15 +29,15 @@ Url = Annotated[
 
 _SHARED = "redis://cache:6379/0"
 _AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
-_REPLACE = "`kvtool store rm PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
+_REPLACE = "`kvtool store rm PATH` lets one in; --mine or --trust FILE allow others to replace your files"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
 def push(run: Run, url: Url) -> int | None:
     """Upload what a shared store lacks. Run it again to resume."""
-    from kvtool.core.remote.by_url import push_to
+    from kvtool.core.remote.push import push_to
 
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = push_to(url, run.folder, run.get(PushOptions), view.events)
     return told(run, [report], report.to_json())
 
@@ -46,12 +45,12 @@ def push(run: Run, url: Url) -> int | None:
 @takes(PullOptions, StoreOptions, examples=(f"store pull {_SHARED}", f"store pull {_SHARED} --level 2,3 --delete"))
 def pull(run: Run, url: Url) -> int | None:
     """Download what this store lacks from a shared store. A missing store is created."""
-    from kvtool.core.remote.by_url import pull_from
+    from kvtool.core.remote.pull import pull_from
 
     options = run.get(PullOptions)
     if not options.dry_run:
         tell_budget(run, options.max_size)
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
     return told(run, [report], report.to_json())
 
@@ -71,7 +70,7 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 
 
 def tell_origin(run: Run, report: TransferReport) -> None:
-    """Tell the user what came from somebody who is not trusted, and what that means."""
+    """Report data of untrusted origin, and the consequence."""
     if report.kept:
         some = ", ".join(report.kept[:3]) + (" …" if len(report.kept) > 3 else "")
         run.out.warning(f"{counted(len(report.kept), 'file')} of another origin stayed as they are: {some}", _REPLACE)
@@ -84,7 +83,7 @@ def tell_origin(run: Run, report: TransferReport) -> None:
 
 
 def tell_signer(run: Run, place: str, signer: str) -> None:
-    """Tell the user that none of the trusted keys has signed something; `signer`: "" for nobody."""
+    """Warn that no trusted key has signed the data; `signer`: "" for nobody."""
     from kvtool.core.remote.signing import UNSIGNED
 
     if signer:
@@ -101,7 +100,7 @@ def _in_words(report: TransferReport) -> str:
     removed = f"{report.removed} {would}removed" + (
         f" ({report.bytes_freed / 1e6:,.1f} MB)" if report.bytes_freed else ""
     )
-    forgotten = f", {counted(report.forgotten, 'document')} {would}forgotten" if report.forgotten else ""
+    forgotten = f", {counted(report.forgotten, 'document')} {would}removed" if report.forgotten else ""
     moved = f"{counted(report.files.moved, 'file')} and {counted(report.chunks.moved, 'chunk')} at a level"
     return (
         f"{what} {report.url}: {moved} {would}moved "
@@ -125,11 +124,11 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
-    from kvtool.core.pack.give import export as run_export
+    from kvtool.core.pack.export import export as run_export
 
     options = run.get(ExportOptions)
     levels = options.levels or None
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = run_export(
             run.folder,
             pack,
@@ -163,13 +162,13 @@ def import_(run: Run, sources: Sources) -> int | None:
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.pack.merge import merge
+    from kvtool.core.pack.import_ import merge
     from kvtool.core.session.identity import store_identity
     from kvtool.lab.reports.glance import computed_by, makers
 
     options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         reports = merge(
             run.folder,
             sources,

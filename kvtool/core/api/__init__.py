@@ -10,8 +10,7 @@ from kvtool.core.api.held import alone
 from kvtool.core.api.sharing import Sharing
 from kvtool.core.api.upkeep import Upkeep
 from kvtool.core.cache.options import default_store
-from kvtool.core.common.progress import Events
-from kvtool.core.common.types import Warn
+from kvtool.core.common.types import Events, Warn
 from kvtool.core.common.urls import is_url
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import UsageError
@@ -21,7 +20,7 @@ from kvtool.core.query.options import ChunkChoice, QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
-    from kvtool.core.ingest.ingest_report import IngestReport
+    from kvtool.core.ingest.report import IngestReport
     from kvtool.core.options import arguments
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.backend import Ahead, KVRead, Link
+from kvtool.core.cache.backend import Ahead, KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
@@ -25,13 +25,13 @@ from kvtool.core.cache.record import (
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, base_level, level_of
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at
 
 
-class Chunks(StoreConnection):
+class ChunkReader(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of chunks.
 
     Attributes
@@ -39,7 +39,7 @@ class Chunks(StoreConnection):
     link : the remote backend, which has more of the store's KV; None: none.
     """
 
-    link: Link | None = None
+    link: RemoteBackend | None = None
 
     def chunk_ids(self) -> list[bytes]:
         """Ids of all chunks, sorted."""

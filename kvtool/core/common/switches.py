@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.common.machine import cpu_features
 from kvtool.core.errors import UsageError, did_you_mean
 
 ATTENTION, ENTROPY_CODER, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_ENTROPY_CODER", "KVTOOL_STEPPER")
@@ -30,7 +30,7 @@ def asked(variable: str) -> str:
 
 
 def check_switches() -> None:
-    """Look at all of them, and at what the CPU is told to have, before anything is loaded. Raises UsageError."""
+    """Check all of them, and KVTOOL_CPU_FEATURES, before anything is loaded. Raises UsageError."""
     for variable in SWITCHES:
         asked(variable)
     cpu_features()

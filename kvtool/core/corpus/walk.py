@@ -6,13 +6,14 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.corpus.ignoring import Roots, Rules, is_hidden, is_lock, is_own, is_secret
+from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.readers import is_archive, is_image, kind_of
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
@@ -42,7 +43,6 @@ class FoundFile:
 
     @property
     def path(self) -> Path:
-        """The name as a path."""
         return Path(self.name)
 
 
@@ -52,7 +52,7 @@ class Failure:
 
     Attributes
     ----------
-    known : it failed so in an earlier run, and lies there as it did.
+    known : it failed so in an earlier run, and is unchanged.
     read : it was tried in this run.
     """
 
@@ -109,6 +109,15 @@ class Walked:
     missing: list[Path] = field(default_factory=list)
     bare: list[Path] = field(default_factory=list)
 
+    def part(self, shard: Shard) -> Walked:
+        """Return what is in a shard; `missing` and `bare` are about given paths, and stay."""
+        return replace(
+            self,
+            files=[file for file in self.files if shard.holds(file.name)],
+            failures=[failure for failure in self.failures if shard.holds(failure.path)],
+            skipped=[skipped for skipped in self.skipped if shard.holds(skipped.path)],
+        )
+
 
 def find_files(
     paths: Sequence[Path],
@@ -154,7 +163,7 @@ def find_files(
 
 
 def places(path: Path) -> tuple[Path, ...]:
-    """The places where files of a given path are, or were, by the names that `find_files` gives them."""
+    """Return the names that `find_files` gives, or gave, to a path."""
     path = as_on_disk(path)
     return _absolute(path), Path(os.path.realpath(path))
 
@@ -234,7 +243,7 @@ class _Search:
         return True
 
     def _walk(self, root: Path) -> Iterator[Path]:
-        """Every wanted non-folder below `root`, without following folder links."""
+        """Yield every wanted non-folder below `root`, without following folder links."""
         todo = [(root, Rules.above(root) if self.ignore else Rules())]
         while todo:
             folder, rules = todo.pop()
@@ -318,12 +327,11 @@ class _Search:
 
 
 def _end_of(link: Path) -> str:
-    """The name of what a link leads to."""
     return os.path.basename(os.path.realpath(link))
 
 
 def _absolute(path: Path) -> Path:
-    """Absolute, links in the folder part resolved, the last name kept."""
+    """Make a path absolute: links in the folder part are resolved, the last name is kept."""
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))
     return Path(os.path.realpath(path.parent)) / path.name
@@ -336,7 +344,7 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _not_text(path: Path) -> str:
-    """Why a file is not read whose name calls it something else than text."""
+    """Say why a file is not read, by the kind that its name suggests."""
     if is_image(path):
         return "images are not read, with any model: text only"
     if is_archive(path):

@@ -43,7 +43,7 @@ class Latents:
         self.attention, self._implementation = attention, implementation
         sizes = [getattr(attention, name, None) for name in _SIZES]
         if not all(isinstance(size, int) for size in sizes) or getattr(attention.kv_b_proj, "bias", None) is not None:
-            needed = f"that would need one product without a bias, and {', '.join(_SIZES)} told by the module"
+            needed = f"that would need one product without a bias, and {', '.join(_SIZES)} stated by the module"
             raise ModelError(
                 f"{type(attention).__name__} expands its latents in a way that is not known here; {needed}",
                 "this family is not known to kvtool; use another model",
@@ -112,7 +112,6 @@ class _LatentModule(Swapped):
     """An attention module that attends to latents, where they serve."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module does."""
         name = cache_name(self)
         if self._swapped_by.serves and kwargs.get(name) is not None:
             kwargs[name] = _latents_first(kwargs[name])

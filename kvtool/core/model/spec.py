@@ -59,7 +59,7 @@ def check_trial(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype,
     """
     error = relative_error(found, expected)
     if not error <= TOLERANCE[dtype] * math.sqrt(layers):
-        raise UnsupportedArchitecture(f"the model's own forward gives something else: {error:.2g} of its spread apart")
+        raise UnsupportedArchitecture(f"the model's own forward differs by {error:.2g} of its spread")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +92,6 @@ class NormSpec:
 
     @property
     def is_rms(self) -> bool:
-        """Return True for a root mean square norm."""
         return self.weight.numel() > 0
 
 
@@ -140,7 +139,6 @@ class LayerSpec:
 
     @property
     def norms(self) -> Iterator[NormSpec]:
-        """Return all its norms."""
         yield from (norm for norm in (*self.before, *self.after, *(self.head_norms or ())) if norm is not None)
 
     @property

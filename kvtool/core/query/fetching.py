@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.cache.backend import Link, Stream, Wanted
+from kvtool.core.cache.backend import BlobRequest, RemoteBackend, Stream
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.ahead import BackgroundDecoder
@@ -20,7 +20,7 @@ _TICK = 0.01  # seconds after which it is looked again what the processor does, 
 class _Flight:
     fetch: Fetch
     asked_at: float
-    waiting: deque[tuple[Wanted, str, int]]  # what was asked for, level, layer
+    waiting: deque[tuple[BlobRequest, str, int]]  # what was asked for, level, layer
     sound: bool = True
 
 
@@ -28,7 +28,7 @@ class Driver:
     """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
 
     def __init__(
-        self, link: Link, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
+        self, link: RemoteBackend, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
     ) -> None:
         self._link, self._segments, self._policy, self._ahead = link, segments, policy, ahead
         self._since = since
@@ -59,7 +59,7 @@ class Driver:
         self._see_to_computing()
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
-            waiting: deque[tuple[Wanted, str, int]] = deque()
+            waiting: deque[tuple[BlobRequest, str, int]] = deque()
             for part in fetch.parts:
                 wanted = self._link.wanted(segment.source.chunk_id, part.level)
                 waiting += [(one, part.level, layer) for layer, one in enumerate(wanted)]

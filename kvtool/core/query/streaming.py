@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.backend import Link
+from kvtool.core.cache.backend import RemoteBackend
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.codec.rans.coder import compile_ahead
@@ -137,7 +137,7 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
 
 
 def _ladders(
-    store: Store, link: Link, plan: Plan, options: QueryOptions, selector: Selector, layers: int
+    store: Store, link: RemoteBackend, plan: Plan, options: QueryOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
     """The ladders of the segments that are read and lack something here, the most relevant first.
 
@@ -157,7 +157,7 @@ def _ladders(
 
 
 def _allowed(
-    link: Link, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
+    link: RemoteBackend, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
 ) -> dict[str, float]:
     """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
     offers, laid_out = link.offers(segment.source.chunk_id), segment.source.level or ""
@@ -169,7 +169,7 @@ def _allowed(
     return {laid_out: losses.get(laid_out, 0.0)}
 
 
-def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
+def rungs_of(link: RemoteBackend, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
     """Return the levels that a segment can be fetched at, and their missing parts; `allowed`: losses by level."""
     offers = link.offers(segment.source.chunk_id)
     rungs = []

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
+from kvtool.core.cache import tables
+from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
-from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError
-from kvtool.core.remote import survey, values
+from kvtool.core.common.types import Events
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.descriptions import Descriptions, changed, scattered
-from kvtool.core.remote.entries import Chunk, Level, Pack, Place, catalogue_name, kv_names
-from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.packing import FILE, MOST_BYTES, PACK_BYTES, Member, Packed, by_document, packs_of, thin_packs
-from kvtool.core.remote.shelf import Shelf
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.catalogue import (
+    Catalogue,
+    Chunk,
+    File,
+    Level,
+    Pack,
+    Place,
+    catalogue_name,
+    digest_of,
+    kv_names,
+    places_of,
+)
+from kvtool.core.remote.catalogue_io import CatalogueCache
+from kvtool.core.remote.gc import Lease
+from kvtool.core.remote.report import TransferReport
 
 _AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
@@ -37,14 +50,14 @@ class Sender:
         self.report, self.events, self.verify = report, events, verify
 
     def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
-        """Send what is missing; the catalogue as the tier has it now, with the places of what was packed.
+        """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
 
-        It differs from `mine` otherwise where a mark was taken from `theirs` and its records, made on another machine,
-        are gone: half of a level may not be of one rounding and half of another.
+        It also differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are
+        gone: a level may not mix two roundings.
 
         Raises
         ------
-        RemoteError, NoSpaceError : the tier is gone or full.
+        RemoteError, NoSpaceError : the shared store is gone or full.
         KvtoolError : the store was changed meanwhile.
         """
         self._send_facts(mine)
@@ -57,8 +70,8 @@ class Sender:
         return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
-        """Send again what is lost of the catalogue in force; this machine has just read it, perhaps off its shelf."""
-        shelf = Shelf(self.blobs.url)
+        """Send again what is lost of the catalogue in force; this machine has just read it, or has a copy."""
+        shelf = CatalogueCache(self.blobs.url)
         root = shelf.get(digest)
         stated = {shard.name: shard.size for shard in theirs.shards if shard is not None}
         if root is not None:
@@ -68,7 +81,7 @@ class Sender:
         self._put({name: value for name in broken if (value := shelf.get(name.rpartition("/")[2])) is not None})
 
     def _unsound(self, mine: Catalogue, theirs: Catalogue | None) -> tuple[set[Pack], set[Pack]]:
-        """Packs that are missing or cut off there, and those that are mostly garbage."""
+        """Return the packs that are missing or cut off there, and those that are mostly garbage."""
         packs = sorted(mine.packs())
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
@@ -87,7 +100,7 @@ class Sender:
                 elif (
                     stored.place is None
                     or stored.place.pack in broken
-                    or (stored.place.pack in thin and survey.holds_level(self.store, bytes.fromhex(key), chunk, level))
+                    or (stored.place.pack in thin and values.holds_level(self.store, bytes.fromhex(key), chunk, level))
                 ):
                     gaps.add((key, level))
         sizes = self._sound_sizes([name for _, names in alone for name in names])
@@ -100,7 +113,7 @@ class Sender:
     def _of_one_machine(
         self, chunks: Mapping[str, Chunk], gaps: set[Member], theirs: Catalogue | None
     ) -> dict[str, Chunk]:
-        """The chunks, described anew where this store's records are not those that the tier has lost."""
+        """Return the chunks, described anew if this store's records are not those that the shared store has lost."""
         found = dict(chunks)
         for key in sorted({key for key, _ in gaps}):
             chunk = chunks[key]
@@ -109,7 +122,7 @@ class Sender:
             if not all(self._holds(key, chunk, level) for level in trusted):
                 chunk_id, sealed = bytes.fromhex(key), bool(chunk.seals)
                 foreign, told = self.store.origin(chunk_id).is_foreign, self.report.note_damage
-                surveyed = survey.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
+                surveyed = values.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
                 if surveyed is None or surveyed.mark != chunk.mark:
                     raise changed()
                 found[key] = replace(surveyed, place=chunk.place)
@@ -118,7 +131,7 @@ class Sender:
         return found
 
     def _holds(self, key: str, chunk: Chunk, level: str) -> bool:
-        return survey.holds_level(self.store, bytes.fromhex(key), chunk, level)
+        return values.holds_level(self.store, bytes.fromhex(key), chunk, level)
 
     def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
         """Send gaps, the coarser levels first; the chunks as they are there then."""
@@ -128,12 +141,12 @@ class Sender:
         def records_of(member: Member) -> list[bytes] | None:
             key, level = member
             try:
-                records = survey.records_of(self.store, bytes.fromhex(key), level, chunks[key].layers)
+                records = values.records_of(self.store, bytes.fromhex(key), level, chunks[key].layers)
             except DamagedError as error:
                 self.report.note_damage(f"chunk {key} at level {level}", error.message)
                 lost.add(member)
                 return None
-            if survey.mark_of_records(records) != chunks[key].levels[level].mark:
+            if values.mark_of_records(records) != chunks[key].levels[level].mark:
                 raise changed()
             return records
 
@@ -174,7 +187,7 @@ class Sender:
         sizes = {}
         for at in range(0, len(names), _AT_ONCE):
             some = names[at : at + _AT_ONCE]
-            self.lease.renew()  # to read all of a tier may take hours
+            self.lease.renew()  # to read all of a shared store may take hours
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
         return sizes
@@ -183,8 +196,9 @@ class Sender:
 
     def _send_facts(self, mine: Catalogue) -> None:
         """Send the store's manifest, the state of its codec levels, and its profiles."""
-        facts = {f"meta/{name}-{mark}": values.meta_value(self.store, name) for name, mark in mine.meta.items()}
-        facts |= {f"profile/{digest}": values.profile_value(self.store, digest) for digest in mine.profiles}
+        names = [f"meta/{name}-{mark}" for name, mark in mine.meta.items()]
+        names += [f"profile/{digest}" for digest in mine.profiles]
+        facts = {name: values.value_of(self.store, name) or b"" for name in names}
         sizes = self._sound_sizes(list(facts))
         missing = {name: value for name, value in facts.items() if sizes[name] != len(value)}
         if not all(values.is_sound(name, value) for name, value in missing.items()):
@@ -192,7 +206,7 @@ class Sender:
         self._put(missing)
 
     def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
-        """Files and chunks themselves; the catalogue with their places."""
+        """Send descriptions of files and chunks. Return the catalogue with their places."""
         descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
         self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
         self.report.files.unchanged = len(mine.files) - self.report.files.moved
@@ -209,7 +223,7 @@ class Sender:
 
 
 def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Some at a time, as many bytes as a few packs have: one that is larger is sent alone."""
+    """Yield some packs at a time, of as many bytes as a few have; a larger one is sent alone."""
     some, size = list[Packed](), 0
     for packed in packs:
         if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:
@@ -229,8 +243,8 @@ def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level 
 
 
 def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost: set[Member]) -> Chunk:
-    """The chunk with the places of what was sent, without levels that could not be sent and what refines them: no
-    catalogue names what is not there."""
+    """Return the chunk with the places of what was sent, without levels that could not be sent and those that refine
+    them: no catalogue names what is missing."""
     gone = {level for level in chunk.levels if (key, level) in lost}
     while more := {level for level, stored in chunk.levels.items() if stored.base in gone and level not in gone}:
         gone |= more
@@ -240,3 +254,165 @@ def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost:
         if level not in gone
     }
     return replace(chunk, levels=levels)
+
+
+# ---- packs: some megabytes of records of one level in one value, a document's next to each other -------------------
+
+PACK_BYTES = 8 * 2**20  # of a pack; one chunk that is larger has a pack of its own
+MOST_BYTES = 2**28  # of a level in a pack: Redis keeps no value of more than 512 MB. What is larger is sent by layer
+_LEAST_USED = 0.5  # of a pack: below that, what is still used of it is packed anew
+
+Member = tuple[str, str]  # key of a chunk or a file in hex, level or FILE or CHUNK
+FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
+
+
+class Packed(NamedTuple):
+    """A pack that is made, with the place of each member in it."""
+
+    value: bytes
+    pack: Pack
+    places: dict[Member, Place]
+
+
+def packs_of(members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]) -> Iterator[Packed]:
+    """Pack the records of some members, in their order. The same members and records make the same packs.
+
+    Parameters
+    ----------
+    members : all of one level.
+    records_of : returns a member's records, layer by layer; None: it is left out.
+    """
+    filling, size = dict[Member, list[bytes]](), 0
+    for member in members:
+        records = records_of(member)
+        if records is None:
+            continue
+        of_member = sum(map(len, records))
+        if size and size + of_member > PACK_BYTES:
+            yield _pack(filling)
+            filling, size = {}, 0
+        filling[member] = records
+        size += of_member
+    if size:
+        yield _pack(filling)
+
+
+def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
+    value = b"".join(record for records in members.values() for record in records)
+    pack, places, start = Pack(digest_of(value), len(value)), dict[Member, Place](), 0
+    for member, records in members.items():
+        places[member] = Place(pack, start, tuple(map(len, records)))
+        start += sum(places[member].lengths)
+    return Packed(value, pack, places)
+
+
+def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
+    """Return chunks in the order in which documents first have them; then those that none has."""
+    order: dict[str, None] = {}
+    wanted = dict.fromkeys(chunks)
+    for source in store.sources():
+        if len(order) == len(wanted):  # of a change: the others are not read
+            break
+        with suppress(DamagedError):  # reported elsewhere
+            document = store.document(source)
+            ids = (ref.chunk_id.hex() for ref in (document.chunks if document is not None else ()))
+            order |= {key: None for key in ids if key in wanted}
+    return [*{**order, **wanted}]
+
+
+def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
+    """Return the packs of which less than half is still used by either catalogue."""
+    used: Counter[Pack] = Counter()
+    for place in places_of(theirs.files, theirs.chunks):
+        used[place.pack] += sum(place.lengths)
+    files = {key: file for key, file in mine.files.items() if theirs.files.get(key) is not file}
+    chunks = {key: chunk for key, chunk in mine.chunks.items() if theirs.chunks.get(key) is not chunk}
+    known = {key: theirs.files[key] for key in files.keys() & theirs.files.keys()}
+    there = {*places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
+    for place in {*places_of(files, chunks)} - there:
+        used[place.pack] += sum(place.lengths)
+    return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
+
+
+# ---- descriptions of files and chunks, which are stored in packs, too ---------------------------------------------
+
+_SMALL = 8  # is a pack of less than an eighth of what one may have
+_MOST_SMALL = 16  # of a store
+
+
+class Descriptions:
+    """The descriptions of a store that its catalogue has no place for yet.
+
+    Parameters
+    ----------
+    unsound : packs that are to be replaced.
+    """
+
+    def __init__(self, store: Store, mine: Catalogue, unsound: set[Pack]) -> None:
+        self._store, self._mine = store, mine
+        self.lacking = {(key, FILE) for key, file in mine.files.items() if _lacks(file, unsound)}
+        self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
+
+    def in_order(self) -> Iterator[Member]:
+        """Yield all that lack a place: chunks in the order in which documents have them, then files.
+
+        Raises
+        ------
+        KvtoolError : one is in the store no more.
+        """
+        files, left = list[Member](), set(self.lacking)
+        for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
+            member = (tables.name_key(entry.path).hex(), FILE)
+            if member in left:
+                left.remove(member)
+                files.append(member)
+                for chunk in self._chunks_of(entry):
+                    if chunk in left:
+                        left.remove(chunk)
+                        yield chunk
+        if any(kind == FILE for _, kind in left):  # forgotten since; its chunks may be another file's, too
+            raise changed()
+        yield from sorted(left)
+        yield from files
+
+    def _chunks_of(self, entry: FileEntry) -> Iterator[Member]:
+        for source in entry.documents:
+            document = self._store.document(source)
+            yield from ((ref.chunk_id.hex(), CHUNK) for ref in (document.chunks if document is not None else ()))
+
+    def records_of(self, member: Member) -> list[bytes]:
+        """Return the value of one. Raises KvtoolError if the store was changed since it was surveyed."""
+        key, kind = member
+        entry = self._mine.files[key] if kind == FILE else self._mine.chunks[key]
+        value = values.value_of(self._store, f"{kind[1:]}/{key}-{entry.mark}")
+        if value is None or digest_of(value) != entry.mark:
+            raise changed()
+        return [value]
+
+    def placed(self, places: Mapping[Member, Place]) -> Catalogue:
+        """Return the catalogue with the places of what was sent."""
+        files, chunks = dict(self._mine.files), dict(self._mine.chunks)
+        for (key, kind), place in places.items():
+            if kind == FILE:
+                files[key] = replace(files[key], place=place)
+            else:
+                chunks[key] = replace(chunks[key], place=place)
+        return self._mine.with_entries(files, chunks)
+
+
+def scattered(mine: Catalogue) -> set[Pack]:
+    """Return the small packs of descriptions if small pushes have left many. They are joined, so that a new reader
+    requests few; each small push costs no more than its share of that."""
+    entries: tuple[File | Chunk, ...] = (*mine.files.values(), *mine.chunks.values())
+    packs = {entry.place.pack for entry in entries if entry.place is not None}
+    small = {pack for pack in packs if pack.size < PACK_BYTES // _SMALL}
+    return small if len(small) > _MOST_SMALL else set()
+
+
+def _lacks(entry: File | Chunk, unsound: set[Pack]) -> bool:
+    return entry.place is None or entry.place.pack in unsound
+
+
+def changed() -> KvtoolError:
+    """Return the error for a store that no longer holds what was found in it."""
+    return KvtoolError("the store was changed meanwhile", "push again")

@@ -23,7 +23,7 @@ from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.support import ONLY_EXACTLY
 from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
-from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
@@ -114,13 +114,13 @@ class StoreIdentity:
                 self.check_movable(f"--fusion {mode}")
         if deferred:
             raise UsageError(
-                "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
+                "--defer adds chunks to a prompt, and the state after them is another one", "leave --defer out"
             )
 
     def check_movable(self, what: str) -> None:
         """Refuse what needs movable chunks. Raises UsageError."""
         if self.keeps_states:
-            needed = "that would need a state that is the same wherever its chunk stands"
+            needed = "that would need a state that is the same at every position of its chunk"
             raise UsageError(
                 f"{what} needs chunks that can be moved, and {self.model} keeps a recurrent state; {needed}",
                 f"{ONLY_EXACTLY}, which take no such chunks",
@@ -128,7 +128,6 @@ class StoreIdentity:
 
     @property
     def wanted_prefix(self) -> ChunkSpec:
-        """Specify the chunk of the prompt's prefix."""
         return ChunkSpec(self.prefix_id, self.prefix, (), ids_digest([]))
 
     @property

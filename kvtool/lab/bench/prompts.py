@@ -21,8 +21,7 @@ from kvtool.core.codec.base import channels_of, shape_of_layer, wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.places import cache_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan, with_stored_rows
@@ -238,7 +237,7 @@ def random_text(vocabulary: int, sizes: Sizes, seed: int) -> BenchText:
 
 def prompt_of(decoder: Decoder, text: BenchText, level: str, context: int) -> BenchPrompt:
     """Lay out the prompt of `context` tokens. Raises UsageError where no chunk fits in."""
-    # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
+    # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/storer.py).
     prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
     return BenchPrompt(context, prefix, tuple(chunks), text.question)

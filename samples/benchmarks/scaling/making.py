@@ -23,14 +23,13 @@ from kvtool.core.cache.record import Kind, KVHeader, encode_record, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import Row, document_row, file_row
 from kvtool.core.cache.transaction import Transaction
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
-from kvtool.core.ingest.seen import Seen
-from kvtool.core.ingest.survey import ChangedFile, survey
+from kvtool.core.ingest.survey import ChangedFile, Seen, survey
 from kvtool.core.session.identity import StoreIdentity
 
 CHUNKS = 10  # of a file

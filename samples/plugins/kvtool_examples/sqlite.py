@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import unquote, urlsplit
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import RemoteError, UsageError
-from kvtool.core.remote.blobs import ReadInTurn, seconds_held
+from kvtool.core.remote.blobs import SequentialReader, seconds_held
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS blobs (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -48,10 +48,10 @@ class SqliteBlobs:
         with self._changing():
             self._db.executemany("INSERT OR REPLACE INTO blobs VALUES (?, ?)", values.items())
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Every transaction is durable when it ends."""
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         with self._changing():
             if self._value(name) != before:
                 return False
@@ -79,13 +79,13 @@ class SqliteBlobs:
         with self._changing():
             self._db.execute("DELETE FROM held WHERE name = ?", (name,))
 
-    def reader(self) -> ReadInTurn:
-        return ReadInTurn(self._read)
+    def reader(self) -> SequentialReader:
+        return SequentialReader(self._read)
 
     def close(self) -> None:
         self._db.close()
 
-    def _read(self, wanted: Wanted) -> bytes | None:
+    def _read(self, wanted: BlobRequest) -> bytes | None:
         """A part of a pack, or a value; one that is larger than it may be is as good as none."""
         if wanted.pack:
             query = f"SELECT substr(value, {wanted.start + 1}, {wanted.most}) FROM blobs WHERE name = ?"

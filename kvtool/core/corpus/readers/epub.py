@@ -7,12 +7,10 @@ import zipfile
 from collections.abc import Iterator
 from urllib.parse import unquote
 
+from kvtool.core.corpus.readers.containers import checked, member, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import declared_encoding, visible
-from kvtool.core.corpus.readers.zipped import checked, member, parsed
-
-ENDINGS = (".epub",)
 
 _CONTAINER = "META-INF/container.xml"
 _PAGES = ("application/xhtml+xml", "text/html")
@@ -33,7 +31,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
-    """The names of the pages in reading order."""
+    """Yield the names of the pages in reading order."""
     root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iter() if _name(e.tag) == "rootfile"), "")
     book = parsed(archive, root)
     pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _PAGES}

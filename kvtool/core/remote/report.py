@@ -1,0 +1,77 @@
+"""Report of a push, a pull or an import."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class Counts:
+    """Values that went over, and those that were there already."""
+
+    moved: int = 0
+    unchanged: int = 0
+
+    def goes_on_from(self, before: Counts) -> None:
+        """Count what an earlier part of the same job moved, which this one has found there."""
+        self.unchanged = max(0, self.unchanged - before.moved)
+        self.moved += before.moved
+
+
+@dataclass
+class TransferReport:
+    """Counts of one direction.
+
+    Attributes
+    ----------
+    chunks : at a level each. `bytes` : of all that was moved.
+    removed : files of a store, or values of a shared store (`bytes_freed`).
+    forgotten : documents of a shared store.
+    spared : values of a shared store that were to go and did not, because another push was running.
+    dry_run : nothing was changed; these are the counts of what would have been.
+    damaged : what could not be moved, and why; it was left out.
+    origin : what the documents that came are noted to be from; "": as if they were made here.
+    trusted : whether they may replace and serve the store's own.
+    kept : paths of files that stayed as they are, since they are of another origin.
+    made_with : the model that the store was made for, where it began with this.
+    signer : the owner of the key that has signed what came, "" for nobody; None: no key is trusted, so no signature was
+        checked.
+    """
+
+    direction: str
+    url: str
+    files: Counts = field(default_factory=Counts)
+    chunks: Counts = field(default_factory=Counts)
+    removed: int = 0
+    bytes_freed: int = 0
+    forgotten: int = 0
+    spared: int = 0
+    bytes: int = 0
+    dry_run: bool = False
+    seconds: float = 0.0
+    damaged: list[dict[str, str]] = field(default_factory=list)
+    origin: str = ""
+    trusted: bool = True
+    kept: list[str] = field(default_factory=list)
+    made_with: str = ""
+    signer: str | None = None
+
+    def note_damage(self, what: str, why: str) -> None:
+        """Note that something was left out, and why."""
+        self.damaged.append({"what": what, "reason": why})
+
+    def goes_on_from(self, before: TransferReport) -> None:
+        """Count what an earlier part of the same job did; what it left out, this one has tried again."""
+        self.files.goes_on_from(before.files)
+        self.chunks.goes_on_from(before.chunks)
+        self.removed += before.removed
+        self.bytes += before.bytes
+        self.seconds += before.seconds
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object, as `--json` shows it."""
+        facts = asdict(self)
+        if self.direction == "import":  # of what lies on the disk
+            facts["path"] = facts.pop("url")
+        return facts
