@@ -9,6 +9,7 @@ several, or with an `@app.callback()`, it is a group (`kvtool store stats`).
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import os
 import signal
@@ -136,8 +137,9 @@ def group_of(name: str) -> str | None:
     return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 
+@functools.cache
 def load_command(name: str) -> Any:
-    """Import `kvtool.cli.<name>` and build its command."""
+    """Import `kvtool.cli.<name>` and build its command; once in a process, for typer reads every signature again."""
     command = typer.main.get_command(importlib.import_module(f"kvtool.cli.{name}").app)
     command.name = name
     return command
@@ -245,8 +247,13 @@ def _guarded(args: list[str], out: Out) -> int:
         return code
 
 
+@functools.cache
+def _root_command() -> Any:
+    return typer.main.get_command(app)
+
+
 def _invoke(args: list[str]) -> int:
-    root = typer.main.get_command(app)
+    root = _root_command()
     if os.environ.get(completion.VARIABLE):
         completion.answer(root, args)
     try:

@@ -248,7 +248,7 @@ class _Now:
     stands: ConversationState | None = None
 
 
-# A vague follow-up is searched with the questions before it, as `samples/benchmarks/follow_ups.py` measured. Answers
+# A vague follow-up is searched with the questions before it, as samples/results/chat.md measured. Answers
 # are left out: those of small models mislead the search.
 RARE = 0.05  # share of the chunks that a rare word stands in at most
 ENOUGH = 4  # rare words of a question that is searched alone

@@ -1,6 +1,6 @@
 """Writes a folder of documents in many formats, English and Korean, and the questions that each of them answers.
 
-    python samples/tools/documents.py FOLDER
+    python tests/support/documents.py FOLDER
 
 `FOLDER/documents` holds the files, `FOLDER/questions.jsonl` a question for each, which `kvtool query --batch` takes;
 `source` names the file with the page, slide, cell or line on which the answer stands. Needs kvtool[documents].
@@ -18,8 +18,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from samples.tools.office.facts import Fact, facts
-from samples.tools.office.writers import WRITERS
+from tests.support.office.facts import Fact, facts
+from tests.support.office.writers import WRITERS
 
 
 @dataclass(frozen=True, slots=True)

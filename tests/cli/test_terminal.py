@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from samples.tools.terminal import played
 from tests.cli.working import CHUNKS, kvtool, write_corpus
 from tests.families import save_tiny
+from tests.support.terminal import played
 
 pytestmark = pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux")
 

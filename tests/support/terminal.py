@@ -1,7 +1,7 @@
 """A chat in a real terminal, scene by scene: what is typed, and the screen afterwards.
 
-    python samples/tools/terminal.py STORE > screens.md
-    python samples/tools/terminal.py STORE --only follow-up --max-tokens 40
+    python tests/support/terminal.py STORE > screens.md
+    python tests/support/terminal.py STORE --only follow-up --max-tokens 40
 
 drives `kvtool chat` in a tmux of its own: a follow-up, Ctrl-C in an answer, a window that becomes narrow while a line
 is typed and while an answer is written, Korean, several lines, the commands, and the ways out of it. A scene ends with

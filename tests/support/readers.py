@@ -1,6 +1,6 @@
 """Readers beside writers: every answer is the one that an idle store gives at the same revision.
 
-    python samples/tools/readers.py FOLDER MODEL [--processes 4] [--questions 200]
+    python tests/support/readers.py FOLDER MODEL [--processes 4] [--questions 200]
 
 makes a small store in FOLDER (which must not exist) and asks it from several processes, while this one goes on
 ingesting (documents come, change and go), compressing, pruning and compacting. After each commit a copy of the store is

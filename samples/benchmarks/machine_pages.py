@@ -1,4 +1,4 @@
-"""The pages and the figure of samples/benchmarks/machines.py, from its files of results."""
+"""The pages and the figure of `machines.py`, from its files of results."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from email.policy import SMTPUTF8
 from html import escape
 from pathlib import Path
 
-from samples.tools.office.facts import Fact
-from samples.tools.office.portable import pdf
+from tests.support.office.facts import Fact
+from tests.support.office.portable import pdf
 
 Writer = Callable[[Path, Fact], str]
 """Writes a file and returns its answer's place, as it stands behind the file's name in a source."""

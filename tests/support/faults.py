@@ -1,6 +1,6 @@
 """Faults, really injected: flipped bits, cut files, kills, full disks, readers beside writers; one table of what came.
 
-    .venv/bin/python samples/tools/faults.py --minutes 60 --journal /tmp/faults [--out samples/results/faults.md]
+    .venv/bin/python tests/support/faults.py --minutes 60 --journal /tmp/faults [--out samples/results/faults.md]
 
 Run again with the same --journal to go on where it was stopped; `--minutes 0` prints the table of what is there. Uses
 one core. `--model smollm2` injures a store of the packaged model instead of a tiny random one's.
@@ -200,12 +200,12 @@ class Bench:
         return {"what": filled.what, "why": "; ".join(filled.wrong), "wrong": bool(filled.wrong)}
 
     def readers(self) -> dict[str, Any]:
-        """`samples/tools/readers.py` on a store of its own."""
+        """`tests/support/readers.py` on a store of its own."""
         folder = self._place / "readers"
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
         more = ["--questions", str(self._given.readers)]
-        return self._said([str(ROOT / "samples/tools/readers.py"), str(folder), self.subject.model, *more])
+        return self._said([str(ROOT / "tests/support/readers.py"), str(folder), self.subject.model, *more])
 
     def threads(self) -> dict[str, Any]:
         """In a process of their own: this one forks."""
@@ -249,7 +249,7 @@ def render(rows: list[dict[str, Any]], journal: list[dict[str, Any]], given: arg
     """Markdown."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in journal))
     asked = {name: getattr(given, name) for name in ("flips", "cuts", "kills", "fills", "readers", "threads", "seed")}
-    command = " ".join(["samples/tools/faults.py", *(f"--{name} {value}" for name, value in asked.items())])
+    command = " ".join(["tests/support/faults.py", *(f"--{name} {value}" for name, value in asked.items())])
     lines = [
         "# Faults, injected",
         "",
