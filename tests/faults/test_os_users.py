@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write
-from kvtool.core.cache.side_log import append_side
+from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
-from kvtool.core.remote.shelf import Shelf
+from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.retrieval.index import index_of
 from kvtool.serve import beside
 from tests.cache.making import make_store
@@ -146,7 +146,7 @@ def _fill(folder: Path) -> None:
         store.write_side("gate/verdict.json", {"passed": True})
         append_side(store, "audit/log.jsonl", {"question": "what nobody else shall read"})
         index_of(store)
-    Shelf("file:///nowhere").put("ab" * 16, b"a copy of a catalogue")
+    CatalogueCache("file:///nowhere").put("ab" * 16, b"a copy of a catalogue")
     file_digest(Path(__file__))
 
 
@@ -194,7 +194,7 @@ def test_a_store_that_others_may_read_is_answered_from_and_not_written(users: tu
         assert "hint: " in done.stderr
     else:
         assert "f0" in done.stdout
-    refused = second.runs("store", "forget", "f0", "--store", kept / "store", "--yes")
+    refused = second.runs("store", "rm", "f0", "--store", kept / "store", "--yes")
     assert refused.returncode not in (0, 3)
     assert "Traceback" not in refused.stderr
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (kept / "store").rglob("*")} == before

@@ -12,8 +12,8 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.pack.give import export
-from kvtool.core.remote.survey import records_of
+from kvtool.core.pack.export import export
+from kvtool.core.remote.values import records_of
 from tests.cli.working import PREFIX, kvtool
 
 TRUE, FALSE = "The harbour clock was built by Ada Lane in 1901.", "The harbour clock was built by Mallory Vane in 1666."
@@ -112,4 +112,4 @@ def with_foreign_tokens(scene: Scene, tiny: Path) -> None:
         return replace(entry, mtime_ns=entry.mtime_ns + 10**9), replace(document, chunks=refs)
 
     rewrite(scene.theirs, scene.own, change)
-    kvtool("store", "forget", folder, "--store", scene.theirs, "--yes").fine()
+    kvtool("store", "rm", folder, "--store", scene.theirs, "--yes").fine()

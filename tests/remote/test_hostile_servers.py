@@ -22,10 +22,10 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_FAILED, KvtoolError
-from kvtool.core.remote import objects, redis
+from kvtool.core.remote import object_store, redis
+from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import check_file, make_store
 from tests.remote.object_stub import Answer, HttpServer, Request
 from tests.remote.serving import AMAZON
@@ -311,8 +311,8 @@ def _page(*keys: str, more: bool) -> bytes:
 
 
 def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "MOST_NAMES", 100)
-    monkeypatch.setattr(objects, "_MANY", 1)
+    monkeypatch.setattr(object_store, "MOST_NAMES", 100)
+    monkeypatch.setattr(object_store, "_MANY", 1)
     s3(lambda request: Answer(200, _page("team/kv/pack/a", "team/kv/pack/a", more=True)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs:
         assert "without an end" in refused(lambda: list(blobs.names())).message
@@ -390,7 +390,7 @@ def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
     """The server says that it gives the part, and sends without an end."""
-    from kvtool.core.cache.link import Wanted
+    from kvtool.core.cache.backend import Wanted
 
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40

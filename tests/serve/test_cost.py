@@ -59,7 +59,7 @@ COSTLY = [
     "from kvtool.core.errors import did_you_mean\ndid_you_mean('fu' * 500_000, ['fusion', 'ratio']); print('refused')",
     # brackets of globs that none closes
     "from kvtool.core.retrieval.finder import _matcher\n_matcher(['[' * 64_000])\n"
-    "from kvtool.core.upkeep.naming import matches_glob\nmatches_glob('[' * 64_000, 'a', 'a'); print('refused')",
+    "from kvtool.core.upkeep.selectors import matches_glob\nmatches_glob('[' * 64_000, 'a', 'a'); print('refused')",
     # quotation marks that do not end
     "from kvtool.serve.wire import _check_shape\n_check_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",
 ]
@@ -179,9 +179,9 @@ def body(**more: Any) -> dict[str, Any]:
         (CHAT, body(kvtool={"chunks": ["z" + " " * 60_000 + "z"]})),
         (CHAT, body(kvtool={"chunks": ["ab12"] * (MOST_NAMES + 1)})),
         (CHAT, body(kvtool={"documents": ["d"] * (MOST_NAMES + 1)})),
-        (CHAT, body(kvtool={"only": ["*"] * (MOST_NAMES + 1)})),
-        (CHAT, body(kvtool={"only": ["*a" * 10**5]})),
-        (CHAT, body(kvtool={"only": ["*a" * 2000 + str(number) for number in range(9)]})),
+        (CHAT, body(kvtool={"source": ["*"] * (MOST_NAMES + 1)})),
+        (CHAT, body(kvtool={"source": ["*a" * 10**5]})),
+        (CHAT, body(kvtool={"source": ["*a" * 2000 + str(number) for number in range(9)]})),
         (CHAT, body(metadata=[[]] * 10**5)),
         ("/v1/completions", {"prompt": "a" * (LONGEST_TEXT + 1)}),
         ("/v1/embeddings", {"input": ["a"] * 3000}),

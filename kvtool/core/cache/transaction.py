@@ -1,0 +1,244 @@
+"""Read transactions: snapshots of a store, and the lock that lets many of them run, or one change of LMDB's map.
+
+LMDB moves the map under running transactions, so no transaction may be open while its size is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
+
+import lmdb
+
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.pages import META_PAGES, Leaf
+from kvtool.core.cache.record import Allocator, Kind, aligned, unseal
+from kvtool.core.cache.tree import BIG_HEADER_BYTES, Found, Tree, damaged_pages
+from kvtool.core.errors import DamagedError
+
+Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
+_LOOK_SECONDS = 0.001
+
+
+class TransactionGuard:
+    """Guard of a transaction in an environment: created first, ended in a `finally`; ending it twice is allowed.
+
+    Its state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway.
+    """
+
+    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction", "tree")
+
+    def __init__(self) -> None:
+        self.lock: ReadWriteLock | None = None
+        self.inside = False
+        self.thread = 0
+        self.transaction: Transaction | None = None
+        self.tree: Tree | None = None
+
+    def end(self) -> None:
+        """End the transaction, if it was begun, and leave."""
+        try:
+            if self.transaction is not None:
+                self.transaction.abort()
+        finally:
+            self.inside = False
+            self.transaction = None
+            if self.lock is not None:
+                self.lock.left(self)
+
+
+class ReadWriteLock:
+    """A lock that is held by many guards, or by one thread alone.
+
+    A thread that waits to be alone keeps new threads out, else readers in a loop would starve it; a thread that is
+    inside may enter again, else it would wait for itself. The lock knows its guards weakly, and a thread that wants to
+    be alone ends its own: an interrupt between the lines may have left one open, and nobody waits for that one for
+    ever. Waiting is rare and looks now and then: a plain lock, unlike a condition, cannot be left held by an interrupt.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._guards: dict[int, weakref.ref[TransactionGuard]] = {}
+        self._waiting: set[object] = set()
+
+    def enter(self, guard: TransactionGuard) -> None:
+        """Wait until no thread is alone or wants to be, then let the guard in."""
+        guard.lock, guard.thread = self, threading.get_ident()
+        while True:
+            with self._lock:
+                if not self._waiting or any(other.thread == guard.thread for other in self._inside()):
+                    self._guards[id(guard)] = weakref.ref(guard)
+                    guard.inside = True
+                    return
+            time.sleep(_LOOK_SECONDS)
+
+    def left(self, guard: TransactionGuard) -> None:
+        """Forget a guard that has ended."""
+        self._guards.pop(id(guard), None)
+
+    def run_alone(self, work: Callable[[], None]) -> None:
+        """Do something while no guard is inside and none enters."""
+        ticket = object()
+        try:
+            self._waiting.add(ticket)
+            while True:
+                with self._lock:
+                    if not self._others():
+                        work()
+                        return
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            self._waiting.discard(ticket)
+
+    def _inside(self) -> list[TransactionGuard]:
+        known = [reference() for reference in list(self._guards.values())]
+        return [guard for guard in known if guard is not None and guard.inside]
+
+    def _others(self) -> bool:
+        """Return True if other threads are inside; guards that this thread has left open are ended."""
+        this_thread = threading.get_ident()
+        for guard in self._inside():
+            if guard.thread == this_thread:
+                guard.end()
+        return bool(self._inside())
+
+
+class Snapshot:
+    """A read transaction, which threads may share. Values are private copies."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
+        """A copy of a value, or None; a large one is copied into what `allocate` returns."""
+        return self._tree.get(table + key, allocate=allocate)
+
+    def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
+        """Return the contents of a value's envelope, or None.
+
+        Raises
+        ------
+        DamagedError : the value is damaged; the message names it by `what`.
+        """
+        data = self.get(table, key)
+        return None if data is None else checked_payload(key, kind, data, what)
+
+    def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
+        """A copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
+        return self._tree.get(table + key, size)
+
+    def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
+        """The last bytes of a value, or None; reads no others."""
+        return self._tree.last(table + key, size)
+
+    def copies(
+        self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], allocate: Allocator
+    ) -> list[memoryview | DamagedError | None]:
+        """Copies of many values: each looked up once, and what is not in memory asked for while others are copied.
+
+        Parameters
+        ----------
+        before : called with the number of each before it is copied.
+        """
+        found = [self._found(table + key) for key in keys]
+        waited: list[int] = []
+
+        def copied(number: int) -> memoryview | DamagedError | None:
+            def waits() -> None:
+                if not waited:  # from here on the kernel reads all the others, too
+                    self._will_need(found[number + 1 :])
+                waited.append(number)
+
+            place = found[number]
+            if place is None or isinstance(place, DamagedError):
+                return place
+            before(number)
+            try:
+                return self._tree.value(place, allocate, waits)
+            except DamagedError as error:
+                return error
+
+        return [copied(number) for number in range(len(keys))]
+
+    def _found(self, key: bytes) -> Found | DamagedError | None:
+        try:
+            return self._tree.find(key)
+        except DamagedError as error:
+            return error
+
+    def _will_need(self, found: Sequence[Found | DamagedError | None]) -> None:
+        for place in found:
+            if isinstance(place, tuple):
+                with contextlib.suppress(DamagedError):
+                    self._tree.will_need(place)
+
+    def has(self, table: bytes, key: bytes) -> bool:
+        """Return True if the key has a value; the value is not read."""
+        return self._tree.has(table + key)
+
+    def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
+        """Keys in order. Use them up before the snapshot ends."""
+        for key, _ in self._tree.items(table + prefix):
+            yield key[len(table) :]
+
+    def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
+        """Keys and copied values in order."""
+        for key, value in self._tree.values(table + prefix):
+            yield key[len(table) :], value
+
+    def sizes(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, int]]:
+        """Keys and lengths of values, in order; reads no value."""
+        for key, size in self._tree.items(table + prefix):
+            yield key[len(table) :], size
+
+    def touch(self, rows: list[tuple[bytes, bytes]]) -> None:
+        """Look at what LMDB will meet when these (table, key) are put or deleted; raises DamagedError."""
+        self._tree.check_free_list()
+        for table, key in rows:
+            self._tree.touch(table + key)
+
+    def damaged_pages(self) -> Iterator[str]:
+        """Report the damage of the pages that hold the keys, and of the list of free pages."""
+        return damaged_pages(self._tree)
+
+    def live_bytes_without(self, goes: Callable[[bytes, bytes], bool]) -> int:
+        """Return about, and at most, the bytes of the pages in use without the rows for which `goes(table, key)` is
+        true. A page that keeps some row counts whole, though LMDB may merge it with its neighbour. Of adjacent pages
+        that become empty, one counts, too: it may receive rows of its neighbour."""
+        page_bytes, gaps, beside = self._tree.meta.page_size, 0, 0
+        way: list[int] = []  # pages from the root down to the one that is looked at
+        pages: set[int] = set()
+        stays = True
+        for page, depth, node in self._tree.pages(1):
+            way[depth - 1 :] = [page]
+            if isinstance(node, Leaf):
+                staying = [row for key, row in zip(node.keys, node.values, strict=True) if not goes(key[:1], key[1:])]
+                gaps += stays and not staying
+                stays = bool(staying)
+                pages.update(way if stays else ())
+                beside += sum(-(-(BIG_HEADER_BYTES + size) // page_bytes) for _, size, big in staying if big)
+        return (META_PAGES + len(pages) + gaps + beside) * page_bytes
+
+    def live_bytes(self) -> int:
+        """Return the bytes of the pages in use, LMDB's two meta pages included; free pages do not count."""
+        count = self._tree.meta.counts[1]
+        return (META_PAGES + count.branches + count.leaves + count.beside) * self._tree.meta.page_size
+
+
+def checked_payload(key: bytes, kind: Kind, data: memoryview, what: str) -> memoryview:
+    """Return the contents of a value's envelope; raises DamagedError, which names the value by `what`."""
+    with damage_of(what):
+        return unseal(key, kind, data)
+
+
+@contextlib.contextmanager
+def damage_of(what: str, hint: str = REPAIR) -> Iterator[None]:
+    """Name what is damaged, and what helps, in a DamagedError that is raised inside."""
+    try:
+        yield
+    except DamagedError as error:
+        raise DamagedError(f"{what} of the store is damaged: {error.message}", hint) from error

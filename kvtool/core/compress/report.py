@@ -1,0 +1,121 @@
+"""Report of a compression."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvtool.core.codec.levels import MAX_LOSS
+
+
+@dataclass(slots=True)
+class LevelReport:
+    """Result of one level, over the chunks that were asked for.
+
+    Attributes
+    ----------
+    bytes : records that are read for it, the coarser ones that it refines included.
+    elements : numbers in K and V.
+    error : sum of the relative errors over layers and sides, weighted by elements.
+    loss : what was measured on questions: `kl_first`, `kl_answer`, `top1_agrees`, `questions`.
+    """
+
+    level: str
+    chunks: int = 0
+    bytes: int = 0
+    elements: int = 0
+    error: float = 0.0
+    loss: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        bits = 8 * self.bytes / self.elements if self.elements else 0.0
+        return {
+            "level": self.level,
+            "chunks": self.chunks,
+            "bytes": self.bytes,
+            "bits_per_element": round(bits, 4),
+            "ratio_vs_16bit": round(16 / bits, 3) if bits else None,
+            "ratio_vs_8bit": round(8 / bits, 3) if bits else None,
+            "relative_error": round(self.error / self.elements, 6) if self.elements else 0.0,
+            **self.loss,
+        }
+
+
+@dataclass(slots=True)
+class CompressReport:
+    """Result of a compression (kvtool/docs/json.md).
+
+    Attributes
+    ----------
+    encoded, kept : chunks encoded in this run, and chunks that had the level already.
+    skipped : chunks that no exact record is left of, so they stay as they are.
+    file_before, file_after : bytes of the data file.
+    file_without_exact : bytes that the data file would have without the exact records next to these levels; None: there
+        are none.
+    loss : nats a token of the answer that the level loses which a question would read; None: not measured.
+    max_loss : what it may lose.
+    workers : how many of Ray encoded; 0: this process.
+    fitted : the profile was fitted in this run.
+    """
+
+    levels: list[LevelReport] = field(default_factory=list)
+    bytes_before: int = 0
+    bytes_after: int = 0
+    seconds: float = 0.0
+    encoded: int = 0
+    kept: int = 0
+    skipped: int = 0
+    dropped: int = 0
+    file_before: int = 0
+    file_after: int = 0
+    file_without_exact: int | None = None
+    loss: float | None = None
+    max_loss: float = MAX_LOSS
+    encoded_bytes: int = 0  # of raw numbers
+    encode_seconds: float = 0.0
+    decoded_bytes: int = 0
+    decode_seconds: float = 0.0
+    workers: int = 0
+    profile: dict[str, Any] | None = None
+    fitted: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def freed(self) -> int:
+        """Bytes that the data file is shorter than it was."""
+        return max(0, self.file_before - self.file_after)
+
+    @property
+    def is_allowed(self) -> bool:
+        """Return True if the loss is known and at most `max_loss`."""
+        return self.loss is not None and self.loss <= self.max_loss
+
+    def to_json(self) -> dict[str, Any]:
+        """Make the JSON object of `compress --json`."""
+        return {
+            "levels": [level.to_json() for level in self.levels],
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "file_bytes_before": self.file_before,
+            "file_bytes_after": self.file_after,
+            "file_bytes_without_exact": self.file_without_exact,
+            "bytes_freed": self.freed,
+            "loss": self.loss,
+            "max_loss": self.max_loss,
+            "seconds": self.seconds,
+            "encode_gb_per_s": _rate(self.encoded_bytes, self.encode_seconds),
+            "decode_gb_per_s": _rate(self.decoded_bytes, self.decode_seconds),
+            "chunks": {
+                "encoded": self.encoded,
+                "unchanged": self.kept,
+                "skipped": self.skipped,
+                "exact_dropped": self.dropped,
+            },
+            "workers": self.workers,
+            "profile": self.profile,
+            "warnings": self.warnings,
+        }
+
+
+def _rate(size: int, seconds: float) -> float | None:
+    return round(size / seconds / 1e9, 3) if seconds else None
