@@ -137,12 +137,14 @@ def group_of(name: str) -> str | None:
     return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 
-@functools.cache
 def load_command(name: str) -> Any:
-    """Import `kvtool.cli.<name>` and build its command; once in a process, for typer reads every signature again."""
-    command = typer.main.get_command(importlib.import_module(f"kvtool.cli.{name}").app)
+    """Import `kvtool.cli.<name>` and build its command."""
+    command = _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
     command.name = name
     return command
+
+
+_build_command = functools.cache(typer.main.get_command)  # which reads every signature anew
 
 
 app = new_app(
@@ -247,13 +249,8 @@ def _guarded(args: list[str], out: Out) -> int:
         return code
 
 
-@functools.cache
-def _root_command() -> Any:
-    return typer.main.get_command(app)
-
-
 def _invoke(args: list[str]) -> int:
-    root = _root_command()
+    root = typer.main.get_command(app)
     if os.environ.get(completion.VARIABLE):
         completion.answer(root, args)
     try:
