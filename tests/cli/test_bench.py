@@ -11,7 +11,7 @@ import torch
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.lab.bench import codec
 from tests.cli.working import LAYERS, damages, kvtool, listing
 
@@ -88,7 +88,7 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     for threads in (1, 2):
         for what in ("encode", "decode"):
             row = rows[what, "2", threads]
-            # A single level stands alone, so these are `compress`'s records: of the float32 numbers.
+            # A single level is stored without others, so these are `compress`'s records: of the float32 numbers.
             assert row["bytes"] == pytest.approx(size, rel=0.001)
             assert row["bits_per_element"] == pytest.approx(16 * row["bytes"] / raw_bytes)
         assert {row["raw_bytes"] for row in rows.values()} == {raw_bytes}

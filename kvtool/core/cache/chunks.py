@@ -25,13 +25,13 @@ from kvtool.core.cache.record import (
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, base_level, level_of
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at
 
 
-class Chunks(StoreConnection):
+class ChunkReader(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of chunks.
 
     Attributes

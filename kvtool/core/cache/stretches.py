@@ -20,7 +20,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Bytes, Kind, aligned, seal, unseal
 from kvtool.core.cache.tables import Row, RowKey
 from kvtool.core.cache.transaction import Snapshot
-from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import DamagedError
 
 Side = Literal["rows", "state"]
@@ -128,7 +128,7 @@ def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
-class Stretches(StoreConnection):
+class StretchReader(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads stretches."""
 
     def stretches(self) -> dict[bytes, StretchInfo]:

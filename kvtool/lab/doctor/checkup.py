@@ -10,7 +10,7 @@ from pathlib import Path
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import PACKAGED, ModelFiles
 from kvtool.core.checkpoint.hub import resolve
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 from kvtool.core.remote.mirror import local_place
