@@ -165,21 +165,17 @@ def _skip_what_will_not_stand(
     """Find by their lengths which turns will not stand behind the question, and go on without them: nothing is computed
     that the conversation would let go of. Between two turns others may go on."""
     from kvtool.core.query.conversation import searched
-    from kvtool.core.query.turns import Start, last_start
 
     said = [turn.question for turn in talk.said]
     asked = [*said, *(question for question, _ in turns)]
-    found = (
-        (searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
-        for number, (question, answer) in enumerate([*turns, (request.question, "")])
-    )
-    start = Start()
-    for start in last_start(talk.trial(session, options), found):  # noqa: B007 (the last one counts)
+    trial = talk.trial(session, options)
+    for number, (question, answer) in enumerate([*turns, (request.question, "")]):
+        trial.add(searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
         yield
-    if start.full is not None:
+    if trial.full is not None:
         hint = "the model sees none of the turns before; they still steer the search"
-        session.warn(f"{start.full.message}: it starts over", hint)
-        talk.skip(turns[: start.skipped])
+        session.warn(f"{trial.full.message}: it starts over", hint)
+        talk.skip(turns[: trial.skipped])
 
 
 class _Clock:
@@ -209,7 +205,7 @@ def begun_for(job: Job, session: Session, talks: Talks) -> Generator[PreparedAns
     None where something else may be done before it goes on; at last the answer that has begun.
     """
     from kvtool.core.query.answer import begin_answer
-    from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.prompt import lay_out
 
     ask = job.ask
     if ask.turns is None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtool.core.query.turns import TurnLayout
+from kvtool.core.query.conversation import TurnLayout
 from kvtool.core.session.identity import StoreIdentity
 from tests.fuzzing import runs
 from tests.fuzzing.engines import EngineLife

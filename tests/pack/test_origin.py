@@ -815,7 +815,7 @@ def test_a_document_is_unpacked_once_for_all_of_its_passages(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is held against its text, before the first token."""
-    from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.prompt import lay_out
 
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)
     kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()

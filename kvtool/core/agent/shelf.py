@@ -14,7 +14,7 @@ from kvtool.core.agent.results import Excerpt, Found, Status, Stretch
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.since import changes
+from kvtool.core.query.staleness import changes
 from kvtool.core.remote.opening import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text

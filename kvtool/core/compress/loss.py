@@ -18,9 +18,8 @@ from kvtool.core.common.types import Ids
 from kvtool.core.compress.by_layer import Toll, tolls
 from kvtool.core.compress.rows import HeavyRows
 from kvtool.core.errors import DamagedError
-from kvtool.core.evaluate.measures import Row, means
+from kvtool.core.evaluate.measures import Row, means, score
 from kvtool.core.evaluate.reference import Reference
-from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, Segment
 from kvtool.core.fusion.selectors.reuse import Reuse

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.side_log import append_side, read_side_log
-from kvtool.core.evaluate.runs import run_name
+from kvtool.core.evaluate.measures import run_name
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

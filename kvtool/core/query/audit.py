@@ -21,8 +21,8 @@ from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer
-from kvtool.core.query.chains import answer_chain
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.recurrent import answer_chain
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.session.session import Session
 

@@ -21,7 +21,7 @@ from kvtool.core.codec.levels import known
 from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
 from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
-from kvtool.core.query.layout import PromptLayout, lay_out_at
+from kvtool.core.query.prompt import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
 

@@ -1,9 +1,10 @@
-"""Request and reply of a query (kvtool/docs/json.md)."""
+"""Request and reply of a query (kvtool/docs/json.md), and sums of replies."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
+from kvtool.core.evaluate.measures import MEASURES, Row, means, medians
 from kvtool.core.fusion.selectors import AUTO
 from kvtool.core.retrieval.passages import Hit, place_and_text
 
@@ -19,8 +21,8 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
-    from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkSpans, LayerBackends
+    from kvtool.core.query.iterative import Round
 
 
 _SHOWN = 400  # characters of a text that a notebook or a prompt shows
@@ -56,7 +58,7 @@ class ReplyChunk:
     ----------
     start, end : characters of the document.
     line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
-    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/since.py`).
+    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/staleness.py`).
     origin : the pack, store or signer that the document came from; "" for one that was ingested here.
     """
 
@@ -295,3 +297,31 @@ def request_of(row: Any) -> Request:
         sources=tuple(lists["sources"]),
         made_by=str(row.get("made_by") or ""),
     )
+
+
+_TIMES = ("ttft", "retrieve", "read", "recompute", "generate")
+_COUNTS = ("prompt", "reused", "recomputed", "fresh")
+
+
+def numbers(reply: Reply) -> Row:
+    """Pick what is summed up of one reply; what it has not is left out."""
+    row = reply.to_json()
+    return {
+        **{name: row[name] for name in MEASURES if name in row},
+        **{f"tokens_{name}": row["tokens"][name] for name in _COUNTS},
+        "bytes_read": row["bytes_read"],
+        **({"rounds": len(reply.rounds), "chunks_loaded": len(reply.chunks)} if reply.rounds else {}),
+        **{f"{name}_ms": row["timing_ms"][name] for name in _TIMES},
+    }
+
+
+def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Sum up the numbers of one mode's replies: means of scores and counts, medians of times."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    times = medians(rows, [name for name in names if name.endswith("_ms")])
+    return {
+        "fusion": fusion,
+        "count": len(rows),
+        **means(rows, [name for name in names if name not in times]),
+        **{f"{name}_median": value for name, value in times.items()},
+    }

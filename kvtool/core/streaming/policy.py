@@ -10,18 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvtool.core.streaming.book import Book, Fetch, Policy, Task
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
-from kvtool.core.streaming.ladder import Ladder
-
-__all__ = ["Adaptive", "Fetch", "Policy", "Task"]
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Estimator, Fetch, Ladder, Policy, Task
 
 DEPTH = 2  # fetches outstanding at once
 OPTIMISM = 10.0  # how much faster than ever before a link may become: those that were down come back
 _NONE: frozenset[int] = frozenset()
 
 
-class Adaptive(Book):
+class Adaptive(Policy):
     """Bases, then refinements; text where it is sooner, or where only text is sure to meet the objective.
 
     - Where text alone would meet the objective, that is promised: a base is fetched where that is expected to be sooner

@@ -69,7 +69,7 @@ def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
     return None
 
 
-def keep(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> int:
+def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> int:
     """Note what was used, and store the stretches that were computed; returns how many.
 
     A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning.

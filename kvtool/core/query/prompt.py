@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
+
 _NOTHING = ids_digest([])  # the lead-in of what stands first
 Marks = tuple[bytes | None, ...]
 """Marks of a chunk's records at a level, one a layer: other records have other marks."""
