@@ -241,7 +241,7 @@ class Engine:
     @property
     def embedder_name(self) -> str | None:
         """The embedding model that the store's vectors are of; None: there is none."""
-        from kvtool.core.retrieval.vectors import remembered
+        from kvtool.core.retrieval.embed import remembered
 
         if isinstance(self.place, str) or not self._resident.exists():
             return None

@@ -30,8 +30,8 @@ def update_index(store: Store, account: Account, embedder: str | None, offline: 
     ------
     ModelError : the embedder that was asked for cannot be used; one from before is only warned of.
     """
+    from kvtool.core.retrieval.embed import remembered
     from kvtool.core.retrieval.finder import Finder
-    from kvtool.core.retrieval.vectors import remembered
 
     finder = Finder(store, account.warn)
     with suppress(DamagedError):  # of a document that was there before: `store verify` tells, and so does a query

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
-from kvtool.core.model.options import NetworkOptions, system_option
+from kvtool.core.model.options import NetworkOptions, embedder_option, system_option
 from kvtool.core.options.option import Options, option
-from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.retrieval.passages import Found, Hit
 from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 

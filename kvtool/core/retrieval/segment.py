@@ -2,20 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtool.core.retrieval.passages import Passage, found_by, title_of
-from kvtool.core.retrieval.postings import Postings, key_of
 from kvtool.core.retrieval.tables import Array, Tables
 from kvtool.core.retrieval.terms import LANGUAGES, language_of, terms
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
+
+
+_MOST = 65_535  # times that a term counts in one row
+
+
+@lru_cache(maxsize=1 << 20)
+def key_of(term: str) -> int:
+    """A term as a 64-bit digest, so that terms of any script fit one array.
+
+    Among a million terms two share a digest with a chance of 10^-7.
+    """
+    digest = hashlib.blake2b(term.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvtool term").digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Postings:
+    """Postings lists: the rows of each term, and its count in each.
+
+    Attributes
+    ----------
+    keys : uint64 `[terms]`, ascending digests.
+    offsets : int64 `[terms + 1]`, the first posting of each term.
+    rows, counts : uint32 and uint16 `[postings]`; a term's rows ascend.
+    """
+
+    keys: Array
+    offsets: Array
+    rows: Array
+    counts: Array
+
+    @classmethod
+    def build(cls, texts: Iterable[Sequence[str]]) -> Postings:
+        """Index rows by their terms; row i is given as the i-th sequence of words."""
+        numbers: dict[str, int] = {}
+        occurrences: list[Array] = []
+        for row, words in enumerate(texts):
+            terms = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words))
+            occurrences.append(terms << 32 | row)
+        found = np.concatenate(occurrences) if occurrences else np.empty(0, np.int64)
+        keys = np.fromiter(map(key_of, numbers), np.uint64, len(numbers))
+        order = np.argsort(keys)
+        ranks = np.empty_like(order)
+        ranks[order] = np.arange(len(order))
+        pairs, counts = np.unique(ranks[found >> 32] << 32 | found & 0xFFFFFFFF, return_counts=True)
+        offsets = np.searchsorted(pairs, np.arange(len(keys) + 1) << 32)
+        rows = (pairs & 0xFFFFFFFF).astype(np.uint32)
+        return cls(keys[order], offsets, rows, np.minimum(counts, _MOST).astype(np.uint16))
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
+        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: the row goes)."""
+        keys, rows, counts = [], [], []
+        for postings, renumbered in parts:
+            moved = renumbered[postings.rows]
+            kept = moved >= 0
+            keys.append(np.repeat(postings.keys, np.diff(postings.offsets))[kept])
+            rows.append(moved[kept].astype(np.uint32))
+            counts.append(postings.counts[kept])
+        return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
+
+    def of(self, key: int) -> tuple[Array, Array]:
+        """The rows that have a term, and how often each has it."""
+        at = int(np.searchsorted(self.keys, np.uint64(key)))
+        if at == len(self.keys) or int(self.keys[at]) != key:
+            return self.rows[:0], self.counts[:0]
+        span = slice(int(self.offsets[at]), int(self.offsets[at + 1]))
+        return self.rows[span], self.counts[span]
+
+    def rows_of(self, keys: Array) -> Array:
+        """The rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
+        at = np.searchsorted(self.keys, keys)
+        known = at < len(self.keys)
+        known[known] = self.keys[at[known]] == keys[known]
+        spans = [self.rows[self.offsets[term] : self.offsets[term + 1]] for term in at[known].tolist()]
+        return np.concatenate(spans) if spans else self.rows[:0]
+
+    def to_arrays(self, name: str) -> dict[str, Array]:
+        """The four arrays under names that begin with `name`, for a file."""
+        fields = ("keys", "offsets", "rows", "counts")
+        return {f"{name}_{field}": getattr(self, field) for field in fields}
+
+    @classmethod
+    def from_tables(cls, tables: Tables | Mapping[str, Array], name: str) -> Postings:
+        """Inverse of :meth:`to_arrays`."""
+        keys, offsets, rows, counts = (tables[f"{name}_{field}"] for field in ("keys", "offsets", "rows", "counts"))
+        return cls(keys, offsets, rows, counts)
+
+
+def _sorted(keys: Array, rows: Array, counts: Array) -> Postings:
+    order = np.lexsort((rows, keys))
+    keys = keys[order]
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.empty(0, np.int64)
+    offsets = np.append(starts, len(keys)).astype(np.int64)
+    return Postings(keys[starts], offsets, rows[order], np.minimum(counts[order], _MOST).astype(np.uint16))
+
 
 _OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
 
@@ -39,6 +135,7 @@ class IndexSegment:
     titles : which documents have a term in their title.
     lengths : uint32 `[chunks]`, how many terms each has.
     alive : bool `[documents]`: which of them are still the store's.
+    name : of the file that keeps it; "" where none does yet.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -48,6 +145,7 @@ class IndexSegment:
         self.lengths = tables["lengths"]
         self._first = tables["first_chunk"]
         self.alive = np.ones(len(self._first) - 1, dtype=bool)
+        self.name = ""
 
     @classmethod
     def build(cls, documents: Sequence[MarkedDocument]) -> IndexSegment:
@@ -61,10 +159,8 @@ class IndexSegment:
         ]
         lengths: list[int] = []
         refs = [ref for entry in entries for ref in entry.chunks]
-        sources = [entry.source.encode("utf-8", "surrogatepass") for entry in entries]
         arrays: dict[str, Array] = {
-            "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
-            "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
+            **_sources(entry.source for entry in entries),
             "file_keys": digests([document.file_key for document in documents], 20),
             "marks": digests([document.mark for document in documents], 16),
             "languages": np.array([LANGUAGES.index(language) for language in spoken], np.uint8),
@@ -99,12 +195,10 @@ class IndexSegment:
             rows, places = (np.concatenate(side) for side in zip(*pairs, strict=True))
             return rows[np.argsort(places)]
 
-        sources = [parts[at].source(number).encode("utf-8", "surrogatepass") for at, number in kept]
         words = Postings.merged([(part.words, new) for part, new in zip(parts, chunks, strict=True)])
         titles = Postings.merged([(part.titles, new) for part, new in zip(parts, documents, strict=True)])
         arrays: dict[str, Array] = {
-            "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
-            "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
+            **_sources(parts[at].source(number) for at, number in kept),
             "first_chunk": np.cumsum([0, *(len(parts[at].chunks_of(n)) for at, n in kept)], dtype=np.int64),
             **{name: gathered(name, documents) for name in _OF_DOCUMENTS},
             **{name: gathered(name, chunks) for name in ("chunk_ids", "spans", "lengths")},
@@ -183,6 +277,13 @@ class IndexSegment:
         """Count these documents, given by number, as no longer the store's."""
         self.alive[documents] = False
         self.__dict__.pop("living", None)
+
+
+def _sources(sources: Iterable[str]) -> dict[str, Array]:
+    """The arrays of the documents' sources."""
+    encoded = [source.encode("utf-8", "surrogatepass") for source in sources]
+    ends = np.cumsum([len(source) for source in encoded], dtype=np.int64)
+    return {"source_bytes": np.frombuffer(b"".join(encoded), np.uint8), "source_ends": ends}
 
 
 def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -> Iterator[list[str]]:
