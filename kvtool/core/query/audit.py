@@ -29,9 +29,6 @@ from kvtool.core.session.session import Session
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Generated
-    from kvtool.core.query.options import QueryOptions
-    from kvtool.core.query.reply import Reply
-    from kvtool.core.session.session import Session
 
 
 _READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"

@@ -25,12 +25,9 @@ from kvtool.core.query.prompt import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.query.options import QueryOptions
-    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
 
