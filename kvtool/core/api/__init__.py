@@ -232,7 +232,8 @@ class Cache(Held):
 
     @alone(LockOptions)
     def budget(self, *size: int | str | None) -> Budget:
-        """The size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts it."""
+        """Return the size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts
+        it."""
         from kvtool.core.upkeep.budget import keep_budget, read_budget
 
         with self._beside() as folder:

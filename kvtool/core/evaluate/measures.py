@@ -78,7 +78,7 @@ def _f1(said: str, wanted: str) -> float:
 
 
 def run_name(mode: str, changes: Iterable[tuple[str, Any]], amount: float | None) -> str:
-    """A run as a user writes it, such as `union+shift=no:0.15`.
+    """Return a run as a user writes it, such as `union+shift=no:0.15`.
 
     Parameters
     ----------

@@ -57,7 +57,7 @@ class Resolved:
     origins: Mapping[str, Origin]
 
     def get(self, source: type[O], *names: str, **others: Any) -> O:
-        """A room's options with the values in force.
+        """Return a room's options with the values in force.
 
         Parameters
         ----------
@@ -217,7 +217,8 @@ def _read_toml(path: Path) -> Mapping[str, Any]:
 
 
 def _named_values(table: Mapping[str, Any], names: _Names, path: Path) -> Iterator[tuple[str, Any, Option]]:
-    """The file's values with their options, found by name; in a command's table also by what its flag is called."""
+    """Yield the file's values with their options, found by name; in a command's table also by what its flag is
+    called."""
     for name, value in table.items():
         if name in names.tables and isinstance(value, dict):
             for inner, inner_value in value.items():

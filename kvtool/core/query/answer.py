@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -69,15 +69,7 @@ def answer(
     """
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        return answer_asked(session, lay_out(session, request, options), options, on_text, again)
-
-
-def answer_asked(
-    session: Session, asked: PromptLayout, options: QueryOptions, on_text: OnText | None = None, again: bool = False
-) -> Reply:
-    """Answer a request whose prompt is laid out."""
-    with session.lock, session.store.view():
-        begun = begin_answer(session, asked, options)
+        begun = begin_answer(session, lay_out(session, request, options), options)
         started, (first, *more) = time.perf_counter(), begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))
@@ -112,7 +104,7 @@ class PreparedAnswer:
 
     def reply(self, said: Generated) -> Reply:
         """Return the reply: the answer, with all that led to it."""
-        return _reply(self, said, _timing(self, said))
+        return _reply(self, said)
 
     def keep(self, again: bool = False) -> None:
         """Note what was used, and store what was missing; `again`: see `answer`."""
@@ -152,7 +144,7 @@ def begin_answer(
         sampling = Sampling(options.max_tokens, options.temperature, options.seed, stop_repeats=options.stop_repeats)
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks, again = reply_chunks(session, asked, outcome.fused.plan), _standing_chunks(session, asked)
+        chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         return PreparedAnswer(
@@ -191,7 +183,7 @@ def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selecto
 def _fuse(
     session: Session, asked: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
 ) -> Outcome:
-    """The whole prompt in one pass, or in rounds; or what comes after a cached prefix."""
+    """Fuse the whole prompt in one pass, or in rounds; or what comes after a cached prefix."""
     decoder, plan, timeline, reserve = session.decoder, streamed.plan, session.timeline, options.max_tokens
     cache = None if asked.behind is None else asked.behind.cache
     if isinstance(cache, StateCache):
@@ -206,7 +198,7 @@ def _fuse(
 
 
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
-    """The first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
     if outcome.begun is not None:
         if sampling.temperature <= 0:
             return outcome.begun.ids
@@ -229,7 +221,7 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
     ]
 
 
-def _standing_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
+def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
     """Return the reply's entry of each retrieved chunk that was in the prompt cache already."""
     if asked.behind is None:
         return []
@@ -253,8 +245,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     holes = [segment for segment in fused.plan.segments[:-1] if segment.status == "miss" and segment.ids]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
-    if holes:
-        fill_holes(session, holes)
+    _fill_holes(session, holes)
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
@@ -284,9 +275,9 @@ def _bytes_spared(begun: PreparedAnswer) -> int:
     return begun.outcome.fused.read_set.bytes_skipped(sizes)
 
 
-def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> Reply:
+def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
-    fused, slo_ms = begun.outcome.fused, options.slo_ms
+    fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
     text = said.text.strip()
     return Reply(
         question=asked.request.question,
@@ -295,7 +286,7 @@ def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> 
         fusion=str(options.fusion),
         chunks=with_changes(session.store, begun.chunks),
         revision=asked.revision,
-        tokens=_tokens(fused, said),
+        tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
         timing_ms=timing,
         bytes_read=fused.bytes_read + begun.streamed.bytes_read,
         bytes_spared=_bytes_spared(begun),
@@ -326,7 +317,7 @@ def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> 
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:
-    """The prompt's token ids, by what they are."""
+    """Return the prompt's token ids, by what they are."""
     return {
         "prefix": list(plan.segments[0].ids),
         "lead_in": list(session.identity.lead_in.ids),
@@ -335,26 +326,18 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
-    shifted = int(fused.shifted.rows.sum())
-    return fused.tokens.to_json() | {"shifted": shifted, "generated": len(said.ids)}
-
-
-def fill_holes(session: Session, holes: Sequence[Segment]) -> int:
-    """Prefill holes behind the store's lead-in and store them; returns how many.
+def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
+    """Prefill holes behind the store's lead-in and store them. Say what was computed in place and why, and what has it
+    stored: this question, or an ingest.
 
     A query is no writer: when the store is locked, full or read-only the holes stay, with a warning. A chunk of a
     `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
     (Candidate.stored) is not missing.
     """
     wanted = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
-    stored = _store(session, wanted) if wanted and not session.store.read_only else 0
-    _tell(session, holes, {chunk.chunk_id for chunk in wanted} if stored else set())
-    return stored
-
-
-def _tell(session: Session, holes: Sequence[Segment], stored: Container[bytes] = ()) -> None:
-    """Say what was computed in place and why, and what has it stored: `stored` now, or an ingest."""
+    stored: set[bytes] = set()
+    if wanted and not session.store.read_only and _store(session, wanted):
+        stored = {chunk.chunk_id for chunk in wanted}
     for segment in holes:
         chunk_id = segment.source.chunk_id  # an instruction of one's own has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
@@ -364,9 +347,9 @@ def _tell(session: Session, holes: Sequence[Segment], stored: Container[bytes] =
         session.warn(f"{name} was computed in place: {segment.reason}", hint)
 
 
-def _store(session: Session, wanted: Sequence[ChunkSpec]) -> int:
-    """Store what was computed; how many, none with a warning where that cannot be."""
-    store, decoder, identity, warn = session.store, session.decoder, session.identity, session.warn
+def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
+    """Store what was computed; False with a warning where that cannot be."""
+    store, decoder, identity = session.store, session.decoder, session.identity
     try:
         with store.writer(session.lock_wait) as writer:
             of_chunks: LeadIns | None = None  # computed once for all
@@ -380,10 +363,10 @@ def _store(session: Session, wanted: Sequence[ChunkSpec]) -> int:
                 (made,) = make(decoder, lead_ins, [chunk])
                 writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
     except KvtoolError as error:
-        warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
-        return 0
+        session.warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
+        return False
     store.note_use([chunk.chunk_id for chunk in wanted])
-    return len(wanted)
+    return True
 
 
 def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
@@ -398,13 +381,13 @@ def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
         writer.drop_chunks([chunk.chunk_id])  # another chunk's
         return False
     here = store.sizes_here(chunk.chunk_id)
-    sound = [level for level in here if _reads(session, chunk.chunk_id, level)]
+    sound = [level for level in here if _is_readable(session, chunk.chunk_id, level)]
     for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any more
         writer.drop_level([chunk.chunk_id], level)
     return info is not None and bool(exact(sound))
 
 
-def _reads(session: Session, chunk_id: bytes, level: str) -> bool:
+def _is_readable(session: Session, chunk_id: bytes, level: str) -> bool:
     try:
         read_chunk(session.store, chunk_id, level, session.layers, session.profiles)
     except DamagedError:
@@ -413,7 +396,7 @@ def _reads(session: Session, chunk_id: bytes, level: str) -> bool:
 
 
 def _wanted(segment: Segment, identity: StoreIdentity) -> ChunkSpec | None:
-    """The record to make; None: there is one all the same, or the chunk before it is needed."""
+    """Return the record to make; None: there is one all the same, or the chunk before it is needed."""
     chunk_id = segment.source.chunk_id
     if segment.source.stored or not stands_alone(segment, identity):
         return None

@@ -105,7 +105,7 @@ def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
 
 
 def uncached(plan: Plan) -> Plan:
-    """The same prompt, rows that were not there among it, as one segment of which nothing is stored."""
+    """Return the same prompt, rows that were not there among it, as one segment of which nothing is stored."""
     return build_plan(Candidate(()), [], plan.text_ids)
 
 
@@ -139,7 +139,7 @@ def _is_same(said: Generated, full: Generated) -> bool:
 
 
 def changes_of(selector: Selector) -> dict[str, Any]:
-    """The parameters of a mode that are not its own, but for the amount."""
+    """Return the parameters of a mode that are not its own, but for the amount."""
     return {
         each.name: value
         for each in fields(cast(Any, selector))

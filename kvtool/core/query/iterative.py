@@ -54,7 +54,7 @@ class Round:
     tokens: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the reply's `rounds`."""
+        """Return a line of the reply's `rounds`."""
         return {
             "chunks": list(self.chunks),
             "enough": self.enough,
@@ -119,7 +119,7 @@ def fuse_in_rounds(
 
 
 def confidence(log_p: Sequence[float]) -> float:
-    """The geometric mean of the probabilities of an answer's first tokens, from their logarithms."""
+    """Return the geometric mean of the probabilities of an answer's first tokens, from their logarithms."""
     return math.exp(math.fsum(log_p) / len(log_p))
 
 

@@ -173,7 +173,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
 
     def mode(self, keeps_states: bool = False) -> str:
-        """The fusion mode: the one that was asked for, else what the model is best answered in."""
+        """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
 
     def check_of(self, identity: StoreIdentity, modes: Sequence[str] = ()) -> None:

@@ -101,7 +101,7 @@ class ReplyChunk:
         return self.behind(self.source)
 
     def behind(self, name: str) -> str:
-        """The place behind a name of its file."""
+        """Return the place behind a name of its file."""
         return Place(self.line, self.label).behind(name)
 
     def to_json(self) -> dict[str, Any]:
@@ -163,7 +163,7 @@ class Reply:
 
     @property
     def asked_mode(self) -> str:
-        """The mode that was asked for: `fusion`, or `auto` where the controller chose it."""
+        """Return the mode that was asked for: `fusion`, or `auto` where the controller chose it."""
         return AUTO if self.controller else self.fusion
 
     @property
@@ -198,7 +198,7 @@ class Reply:
         return [f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms", f"tokens: {tokens}"]
 
     def _repr_html_(self) -> str:
-        """The answer and its sources, for notebooks."""
+        """Return the answer and its sources, for notebooks."""
         cells = [
             (chunk.place, chunk.text[:_SHOWN], "" if chunk.score is None else f"{chunk.score:.3f}", chunk.status)
             for chunk in self.chunks
@@ -211,7 +211,7 @@ class Reply:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `query --json`."""
+        """Return the JSON object of `query --json`."""
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
@@ -243,7 +243,7 @@ class Reply:
 
 
 def read_batch(path: Path) -> list[Request]:
-    """The requests of a `--batch` file: one JSON object a line.
+    """Return the requests of a `--batch` file: one JSON object a line.
 
     Raises
     ------
@@ -280,7 +280,7 @@ def _wrong(error: Exception) -> str:
 
 
 def request_of(row: Any) -> Request:
-    """The request of a line. Raises ValueError."""
+    """Return the request of a line. Raises ValueError."""
     if not isinstance(row, dict) or not isinstance(row.get("question"), str):
         raise ValueError("no question")
     lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents", "sources")}

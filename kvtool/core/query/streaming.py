@@ -130,7 +130,7 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 
 
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
-    """A segment's KV behind the store's lead-in, as ingest would store it: on the CPU the same bits.
+    """Return a segment's KV behind the store's lead-in, as ingest would store it: on the CPU the same bits.
 
     Returns
     -------
@@ -168,7 +168,7 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
 def _ladders(
     store: Store, link: Link, plan: Plan, options: QueryOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
-    """The ladders of the segments that are read and lack something here, the most relevant first.
+    """Return the ladders of the segments that are read and lack something here, the most relevant first.
 
     The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
     """
@@ -237,7 +237,7 @@ class Computing:
         return self._known[text]
 
     def settled(self, levels: Mapping[int, str | None]) -> dict[int, str | None]:
-        """The levels, or text for all where that is sooner."""
+        """Return the levels, or text for all where that is sooner."""
         text = frozenset(number for number, level in levels.items() if level is None)
         if text and self(self._everything) < self(text):
             return dict.fromkeys(self._everything)
@@ -386,7 +386,7 @@ class Driver:
             self._send(other)
 
     def _lose(self, error: RemoteError) -> None:
-        """The tier is gone: what is outstanding failed, and nothing more is asked."""
+        """Give the tier up: what is outstanding failed, and nothing more is asked."""
         self._link.give_up(error)
         while self._out:
             self._end(self._out[0], self._now(), arrived=False)
@@ -461,7 +461,7 @@ class BackgroundDecoder:
 
     @property
     def computing(self) -> int | None:
-        """The chunk that is computed, or of which `ended` has not told yet how that ended."""
+        """Return the chunk that is computed, or of which `ended` has not told yet how that ended."""
         with self._changed:
             return None if self._text is None else self._text[0]
 

@@ -59,7 +59,7 @@ class Embeds(Protocol):
 
 
 def embedder_of(ref: str, offline: bool = False) -> Embeds:
-    """The embedder of a name: a plugin's, if there is one and no folder is called so; else a model.
+    """Return the embedder of a name: a plugin's, if there is one and no folder is called so; else a model.
 
     Raises
     ------
@@ -102,7 +102,7 @@ class _Plugged:
 
 
 def _unit(vectors: Array) -> Array:
-    """The same directions, each of length 1."""
+    """Return the same directions, each of length 1."""
     unit: Array = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
     return unit
 
@@ -270,7 +270,7 @@ class Vectors:
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
 
     def places(self, wanted: Array) -> Array:
-        """The rows of these keys' vectors; -1 where there is none."""
+        """Return the rows of these keys' vectors; -1 where there is none."""
         at = np.searchsorted(self.keys, wanted)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == wanted[known]
@@ -311,7 +311,7 @@ class Vectors:
 
 
 def keys_of(index: Index) -> Array:
-    """A key for every row of the index, uint64, made of its chunk's id and its document's title."""
+    """Return a key for every row of the index, uint64, made of its chunk's id and its document's title."""
     parts = [np.empty(0, np.uint64)]
     for segment in index.segments:
         ids = beginnings(segment.tables["chunk_ids"])
@@ -343,7 +343,7 @@ class Meaning:
         return cls(embedder, vectors, index)
 
     def __call__(self, question: str) -> Array:
-        """Every row's likeness, from 0, the least alike, to 1; 0 for the dead. float64 `[rows]`."""
+        """Return every row's likeness, from 0, the least alike, to 1; 0 for the dead. float64 `[rows]`."""
         known = self._places >= 0
         likeness = np.zeros(len(self._places))
         if known.any():
@@ -368,7 +368,7 @@ def remember(store: Store, ref: str) -> None:
 
 
 def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
-    """The embedding model of the last ingest that named one; where that is damaged, `warn` is told."""
+    """Return the embedding model of the last ingest that named one; where that is damaged, `warn` is told."""
     for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
         try:
             return opened(store.side_file(name)).texts["model"]

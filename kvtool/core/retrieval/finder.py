@@ -53,8 +53,8 @@ class Places:
         self._revision: int | None = None
 
     def of_chunks(self, text: str) -> list[Passage]:
-        """The passage of a chunk, given by its id in hex or the beginning of it; or all that hold something of a place,
-        in order. Raises UsageError."""
+        """Return the passage of a chunk, given by its id in hex or the beginning of it; or all that hold something of a
+        place, in order. Raises UsageError."""
         self._follow()
         if not is_id(text):
             return self._at(text)
@@ -66,7 +66,7 @@ class Places:
         return [self._passages[chunk_named(text, self._passages)]]
 
     def of_document(self, name: str) -> list[Passage]:
-        """The passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
+        """Return the passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
         return [passage for document in self._documents(name) for passage in passages_in(document)]
 
     def _documents(self, name: str) -> list[DocumentEntry]:
@@ -77,7 +77,7 @@ class Places:
         return [document for document in documents if document is not None]
 
     def _at(self, place: str) -> list[Passage]:
-        """The passages at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
+        """Return the passages at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
         path, sign, number = place.rpartition(":")
         if sign and number.isdecimal() and len(number) <= _MOST_DIGITS:
             return self._at_number(path, int(number))
@@ -93,8 +93,8 @@ class Places:
         raise UsageError(f"{place!r} names no chunk", hint)
 
     def _at_label(self, path: str, label: str) -> list[Passage]:
-        """The passages of a file that are cited as `p. 12–13` or `Costs row 9 – Taxes row 2`, or hold something of
-        `p. 12`."""
+        """Return the passages of a file that are cited as `p. 12–13` or `Costs row 9 – Taxes row 2`, or hold something
+        of `p. 12`."""
         for document in self._documents(path):
             for mark in document.marks:
                 if label == mark.place:
@@ -104,7 +104,7 @@ class Places:
         raise UsageError(f"{path} has no {label}", "answers cite the places that there are")
 
     def _at_number(self, path: str, number: int) -> list[Passage]:
-        """The passages that hold something of a line, or a page, slide or paragraph, of a file."""
+        """Return the passages that hold something of a line, or a page, slide or paragraph, of a file."""
         found: tuple[int, list[Passage]] | None = None
         for document in self._documents(path):
             start = start_of(document.text, document.marks, number)
@@ -133,7 +133,8 @@ def _label_starts(place: str) -> Iterator[int]:
 
 
 def _holding(document: DocumentEntry, start: int) -> list[Passage]:
-    """The passages with something of the part of a document that begins at a character; of an empty line the next."""
+    """Return the passages with something of the part of a document that begins at a character; of an empty line the
+    next."""
     text, stop = document.text, end_of(document.text, document.marks, start)
     behind = [passage for passage in passages_in(document) if passage.end > start]
     inside = [passage for passage in behind if text[max(start, passage.start) : min(stop, passage.end)].strip()]
@@ -141,7 +142,8 @@ def _holding(document: DocumentEntry, start: int) -> list[Passage]:
 
 
 def _matching(name: str, sources: Sequence[str]) -> list[str]:
-    """The sources that a name means: the path itself (or a JSON-lines file's documents), else the one path ending so.
+    """Return the sources that a name means: the path itself (or a JSON-lines file's documents), else the one path
+    ending so.
 
     Raises
     ------
@@ -211,7 +213,7 @@ class Finder:
 
     @property
     def index(self) -> Index:
-        """The index at the revision of the last question, or of the first use."""
+        """Return the index at the revision of the last question, or of the first use."""
         if self._index is None:
             self._index = index_of(self._store, self._warn)
         return self._index
@@ -277,7 +279,8 @@ class Finder:
         return self._read(source, self._store.documents_revision())
 
     def text(self, passage: Passage) -> str:
-        """The text by which a chunk is found; "" where its document is damaged or gone: questions go on without."""
+        """Return the text by which a chunk is found; "" where its document is damaged or gone: questions go on
+        without."""
         try:
             return self._text(passage)
         except DamagedError as error:
@@ -293,15 +296,15 @@ class Finder:
         return None
 
     def _text(self, passage: Passage) -> str:
-        """The text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
+        """Return the text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
         document = self.document(passage.source)
         if document is None or not stands_in(document, passage):
             raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
         return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
-        """The words of a question that stand in a chunk, as they are spelled there; what tells it from the others best
-        (TF-IDF) first."""
+        """Return the words of a question that stand in a chunk, as they are spelled there; what tells it from the
+        others best (TF-IDF) first."""
         text = self.text(passage)
         language = language_of(text)
         asked = {*itertools.chain(*asked_terms(question, (language,)))}

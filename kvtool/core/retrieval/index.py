@@ -54,12 +54,12 @@ class Index:
 
     @classmethod
     def empty(cls) -> Index:
-        """An index without a document."""
+        """Return an index without a document."""
         return cls([], (digests([], _KEY), digests([], _MARK)), -1)
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """The languages by which its documents are stemmed."""
+        """Return the languages by which its documents are stemmed."""
         return tuple(sorted(set[str]().union(*(segment.languages for segment in self.segments))))
 
     def __len__(self) -> int:
@@ -79,23 +79,23 @@ class Index:
         return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
-        """The chunk in a row, with the place where it stands."""
+        """Return the chunk in a row, with the place where it stands."""
         number, row_there = self._place(row)
         return self.segments[number].passage(row_there)
 
     def document_at(self, row: int) -> tuple[int, int]:
-        """The numbers of a row's segment and, in it, of the row's document."""
+        """Return the numbers of a row's segment and, in it, of the row's document."""
         number, row_there = self._place(row)
         return number, self.segments[number].document_of(row_there)
 
     def rows_of(self, place: tuple[int, int]) -> range:
-        """The rows of a document's chunks; the document is given as :meth:`document_at` does."""
+        """Return the rows of a document's chunks; the document is given as :meth:`document_at` does."""
         number, document = place
         span, offset = self.segments[number].chunks_of(document), self.offsets[number]
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        """The number of a row's segment, and the row's number in it."""
+        """Return the number of a row's segment, and the row's number in it."""
         for number, segment in enumerate(self.segments):
             if row < len(segment):
                 return number, row
@@ -136,7 +136,7 @@ class Index:
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[MarkedDocument]:
-        """The new and changed documents of a file; what the index has in their place, or no more, is buried."""
+        """Yield the new and changed documents of a file; what the index has in their place, or no more, is buried."""
         entry = store.file_at(key)
         known = self._documents_of(key)
         for source in entry.documents if entry is not None else ():
@@ -150,7 +150,7 @@ class Index:
             segment.bury(np.array([number]))
 
     def _documents_of(self, key: bytes) -> dict[str, tuple[IndexSegment, int]]:
-        """The living documents of a file by source: each one's segment and number in it."""
+        """Return the living documents of a file by source: each one's segment and number in it."""
         places = {}
         if key in self._files:
             for segment in self.segments:
@@ -225,7 +225,7 @@ class Index:
 
 
 def beginnings(ids: Array) -> Array:
-    """The first eight bytes of each id, uint64."""
+    """Return the first eight bytes of each id, uint64."""
     return np.ascontiguousarray(ids[:, :8]).view(np.uint64)[:, 0]
 
 

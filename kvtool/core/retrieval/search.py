@@ -43,7 +43,8 @@ def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
 
 
 def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Array]:
-    """The living rows that have a form of a word, and how much of the most that it can count the best form does."""
+    """Return the living rows that have a form of a word, and how much of the most that it can count the best form
+    does."""
     lists = []
     for form in forms:
         rows, counts = _living_postings(segment, form)
@@ -70,7 +71,7 @@ def idf_weights(index: Index, words: Iterable[Forms]) -> dict[Forms, float]:
 
 
 def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
-    """The terms that tell a text from the others: highest count × idf first, ties by the term."""
+    """Return the terms that tell a text from the others: highest count × idf first, ties by the term."""
     times = Counter(words)
     worth = {term: times[term] * weight for (term,), weight in idf_weights(index, ((term,) for term in times)).items()}
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
@@ -110,7 +111,7 @@ Place = tuple[int, int]  # number of a segment, number of a document in it
 
 
 def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
-    """The living documents all of whose title's terms are among these words.
+    """Return the living documents all of whose title's terms are among these words.
 
     Each comes with its share: 1 over the number of documents that have the very same title.
     """
@@ -230,7 +231,7 @@ class Search:
         return first
 
     def _rows_named(self, text: str, base: Array) -> dict[int, float]:
-        """The row of the best chunk of each document that a text names, with the document's share."""
+        """Return the row of the best chunk of each document that a text names, with the document's share."""
         shares = {}
         words = itertools.chain.from_iterable(asked_terms(text, self.index.languages))
         for place, share in named_in(self.index, words).items():

@@ -23,7 +23,7 @@ _MOST = 65_535  # times that a term counts in one row
 
 @lru_cache(maxsize=1 << 20)
 def key_of(term: str) -> int:
-    """A term as a 64-bit digest, so that terms of any script fit one array.
+    """Return a term as a 64-bit digest, so that terms of any script fit one array.
 
     Among a million terms two share a digest with a chance of 10^-7.
     """
@@ -78,7 +78,7 @@ class Postings:
         return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
 
     def of(self, key: int) -> tuple[Array, Array]:
-        """The rows that have a term, and how often each has it."""
+        """Return the rows that have a term, and how often each has it."""
         at = int(np.searchsorted(self.keys, np.uint64(key)))
         if at == len(self.keys) or int(self.keys[at]) != key:
             return self.rows[:0], self.counts[:0]
@@ -86,7 +86,7 @@ class Postings:
         return self.rows[span], self.counts[span]
 
     def rows_of(self, keys: Array) -> Array:
-        """The rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
+        """Return the rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
         at = np.searchsorted(self.keys, keys)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == keys[known]
@@ -94,7 +94,7 @@ class Postings:
         return np.concatenate(spans) if spans else self.rows[:0]
 
     def to_arrays(self, name: str) -> dict[str, Array]:
-        """The four arrays under names that begin with `name`, for a file."""
+        """Return the four arrays under names that begin with `name`, for a file."""
         fields = ("keys", "offsets", "rows", "counts")
         return {f"{name}_{field}": getattr(self, field) for field in fields}
 
@@ -214,17 +214,17 @@ class IndexSegment:
         return len(self.lengths)
 
     def source(self, document: int) -> str:
-        """The source of a document, given by its number."""
+        """Return the source of a document, given by its number."""
         ends = self.tables["source_ends"]
         start = int(ends[document - 1]) if document else 0
         return self.tables["source_bytes"][start : int(ends[document])].tobytes().decode("utf-8", "surrogatepass")
 
     def chunks_of(self, document: int) -> range:
-        """The rows of a document's chunks."""
+        """Return the rows of a document's chunks."""
         return range(int(self._first[document]), int(self._first[document + 1]))
 
     def documents_of(self, file_key: bytes) -> Array:
-        """The numbers of a file's living documents."""
+        """Return the numbers of a file's living documents."""
         at = self._by_file.get(file_key, ())
         return np.array([number for number in at if self.alive[number]], np.int64)
 
@@ -236,11 +236,11 @@ class IndexSegment:
         return numbers
 
     def document_of(self, row: int) -> int:
-        """The number of the document that the chunk in a row belongs to."""
+        """Return the number of the document that the chunk in a row belongs to."""
         return int(np.searchsorted(self._first, row, side="right")) - 1
 
     def passage(self, row: int) -> Passage:
-        """The chunk in a row, with the place where it stands."""
+        """Return the chunk in a row, with the place where it stands."""
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
         return Passage(
@@ -249,7 +249,7 @@ class IndexSegment:
 
     @cached_property
     def languages(self) -> frozenset[str]:
-        """The languages by which its documents are stemmed, those of dead ones included."""
+        """Return the languages by which its documents are stemmed, those of dead ones included."""
         return frozenset(LANGUAGES[number] for number in np.unique(self.tables["languages"]))
 
     @cached_property
@@ -280,14 +280,15 @@ class IndexSegment:
 
 
 def _sources(sources: Iterable[str]) -> dict[str, Array]:
-    """The arrays of the documents' sources."""
+    """Return the arrays of the documents' sources."""
     encoded = [source.encode("utf-8", "surrogatepass") for source in sources]
     ends = np.cumsum([len(source) for source in encoded], dtype=np.int64)
     return {"source_bytes": np.frombuffer(b"".join(encoded), np.uint8), "source_ends": ends}
 
 
 def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -> Iterator[list[str]]:
-    """The words of each chunk, one chunk at a time: those of a large corpus would take far more room than its index.
+    """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more room than its
+    index.
 
     A compound's parts make a chunk longer, the whole of it does not.
     """

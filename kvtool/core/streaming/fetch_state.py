@@ -40,7 +40,7 @@ class Rung:
         return sum(part.size for part in self.parts)
 
     def absent(self, held: Set[str]) -> tuple[Part, ...]:
-        """The parts that are still to be fetched when those of the `held` levels are there."""
+        """Return the parts that are still to be fetched when those of the `held` levels are there."""
         return tuple(part for part in self.parts if part.level not in held)
 
 
@@ -90,7 +90,7 @@ class Estimator(Protocol):
     """Bandwidth of a link. One that has seen nothing expects nothing."""
 
     def observe(self, size: float, seconds: float) -> None:
-        """A transfer of `size` bytes, waiting for its first byte included."""
+        """Note a transfer of `size` bytes, waiting for its first byte included."""
 
     @property
     def bytes_per_second(self) -> float | None:
@@ -140,7 +140,7 @@ DEFAULT_MARGIN = 0.1  # of the estimate that is not counted on
 
 
 def make_estimator(name: str) -> Estimator:
-    """A fresh estimator.
+    """Return a fresh estimator.
 
     Raises
     ------
@@ -263,7 +263,7 @@ class Policy(ABC):
 
     @property
     def levels(self) -> dict[int, str | None]:
-        """The level that each chunk has been fetched at; None: its text is all there is."""
+        """Return the level that each chunk has been fetched at; None: its text is all there is."""
         return {chunk: self._level(chunk) for chunk in self._ladders}
 
     @property
@@ -357,7 +357,7 @@ class Policy(ABC):
 
 
 def text_row(chunk: int, decision: str) -> dict[str, Any]:
-    """The log's row of a chunk that is computed from its text."""
+    """Return the log's row of a chunk that is computed from its text."""
     return _row(chunk, None, decision)
 
 
