@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvtool.core.common.timeline import add_span
 from kvtool.core.fusion.engine import Fused, extend_fused, fuse, joined
@@ -14,6 +14,7 @@ from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.prefix_cache import PrefixFused
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.generate import GreedyPrefix, greedy_prefix
+from kvtool.core.query.reply import Round
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
@@ -30,40 +31,6 @@ _NOT_THERE = (
     *("cannot be determined", "i don't know", "i do not know", "i'm sorry", "i am sorry", "unknown", "unanswerable"),
     *("알 수 없", "찾을 수 없", "언급되지 않", "나와 있지 않", "정보가 없", "모르겠"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Report of one round: the chunks that it loaded, its cost and its result.
-
-    Attributes
-    ----------
-    chunks : ids (hex) of the loaded chunks.
-    enough, reason : whether the round's answer is good enough, and why.
-    confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
-    tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
-    milliseconds : of fusing and of computing the answer's beginning.
-    """
-
-    chunks: tuple[str, ...]
-    enough: bool
-    reason: str
-    confidence: float | None
-    bytes_read: int
-    milliseconds: float
-    tokens: dict[str, int]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a line of the reply's `rounds`."""
-        return {
-            "chunks": list(self.chunks),
-            "enough": self.enough,
-            "reason": self.reason,
-            "confidence": self.confidence,
-            "bytes_read": self.bytes_read,
-            "timing_ms": {"round": round(self.milliseconds, 3)},
-            "tokens": self.tokens,
-        }
 
 
 @dataclass(frozen=True, slots=True)

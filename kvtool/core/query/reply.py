@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
     from kvtool.core.query.explain import ChunkSpans, LayerBackends
-    from kvtool.core.query.iterative import Round
 
 
 _SHOWN = 400  # characters of a text that a notebook or a prompt shows
@@ -109,6 +108,40 @@ class ReplyChunk:
         row = {name: getattr(self, name) for name in names}
         more = {"reason": self.reason, "since_ingest": self.since_ingest, "origin": self.origin}
         return row | {name: value for name, value in more.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Report of one round of `--defer`: the chunks that it loaded, its cost and its result.
+
+    Attributes
+    ----------
+    chunks : ids (hex) of the loaded chunks.
+    enough, reason : whether the round's answer is good enough, and why.
+    confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
+    tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
+    milliseconds : of fusing and of computing the answer's beginning.
+    """
+
+    chunks: tuple[str, ...]
+    enough: bool
+    reason: str
+    confidence: float | None
+    bytes_read: int
+    milliseconds: float
+    tokens: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a line of the reply's `rounds`."""
+        return {
+            "chunks": list(self.chunks),
+            "enough": self.enough,
+            "reason": self.reason,
+            "confidence": self.confidence,
+            "bytes_read": self.bytes_read,
+            "timing_ms": {"round": round(self.milliseconds, 3)},
+            "tokens": self.tokens,
+        }
 
 
 @dataclass(slots=True, repr=False)
