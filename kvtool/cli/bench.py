@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from kvtool.lab.bench.fusion import FusionBench, FusionOptions
     from kvtool.lab.bench.ingest import IngestBench
 
-app = new_app("Measure speed on this machine, next to plain transformers in the same run.")
+app = new_app("Measure speed on this machine, compared with plain transformers in the same run.")
 
 
 @app.command()

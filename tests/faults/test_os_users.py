@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write
-from kvtool.core.cache.side_log import append_side
+from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
 from kvtool.core.remote.shelf import Shelf
@@ -194,7 +194,7 @@ def test_a_store_that_others_may_read_is_answered_from_and_not_written(users: tu
         assert "hint: " in done.stderr
     else:
         assert "f0" in done.stdout
-    refused = second.runs("store", "forget", "f0", "--store", kept / "store", "--yes")
+    refused = second.runs("store", "rm", "f0", "--store", kept / "store", "--yes")
     assert refused.returncode not in (0, 3)
     assert "Traceback" not in refused.stderr
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (kept / "store").rglob("*")} == before

@@ -61,7 +61,7 @@ def ran(code: str) -> str:
         "did_you_mean('fu' * 500_000, ['fusion', 'ratio']); print('refused')",
         # brackets of globs that none closes
         "from kvtool.core.retrieval.finder import _matcher\n_matcher(['[' * 4000 + str(n) for n in range(128)])\n"
-        "from kvtool.core.upkeep.naming import matches_glob\n"
+        "from kvtool.core.upkeep.selectors import matches_glob\n"
         "for n in range(128): matches_glob('[' * 4000 + str(n), 'a', 'a')\nprint('refused')",
         # quotation marks that do not end
         "from kvtool.serve.wire import _check_shape\n_check_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",
@@ -180,9 +180,9 @@ def body(**more: Any) -> dict[str, Any]:
         (CHAT, body(kvtool={"chunks": ["z" + " " * 60_000 + "z"]})),
         (CHAT, body(kvtool={"chunks": ["ab12"] * (MOST_NAMES + 1)})),
         (CHAT, body(kvtool={"documents": ["d"] * (MOST_NAMES + 1)})),
-        (CHAT, body(kvtool={"only": ["*"] * (MOST_NAMES + 1)})),
-        (CHAT, body(kvtool={"only": ["*a" * 10**5]})),
-        (CHAT, body(kvtool={"only": ["*a" * 2000 + str(number) for number in range(9)]})),
+        (CHAT, body(kvtool={"source": ["*"] * (MOST_NAMES + 1)})),
+        (CHAT, body(kvtool={"source": ["*a" * 10**5]})),
+        (CHAT, body(kvtool={"source": ["*a" * 2000 + str(number) for number in range(9)]})),
         (CHAT, body(metadata=[[]] * 10**5)),
         ("/v1/completions", {"prompt": "a" * (LONGEST_TEXT + 1)}),
         ("/v1/embeddings", {"input": ["a"] * 3000}),

@@ -23,17 +23,16 @@ from kvtool.core.remote.options import PullOptions, PushOptions
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.compress.compress_report import CompressReport
+    from kvtool.core.compress.report import CompressReport
     from kvtool.core.ingest.ingest_report import IngestReport
     from kvtool.core.options import arguments
     from kvtool.core.pack.give import ExportReport
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
     from kvtool.core.remote.transfer_report import TransferReport
-    from kvtool.core.upkeep.budget import Budget
-    from kvtool.core.upkeep.compact import Compacted
-    from kvtool.core.upkeep.job import PruneReport
     from kvtool.core.upkeep.plan import Plan
+    from kvtool.core.upkeep.prune import Compacted, PruneReport
+    from kvtool.core.upkeep.size_report import Budget
 
 
 __all__ = ["Cache", "open"]
@@ -203,8 +202,8 @@ class Cache(Held):
             return merge(folder, paths, trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
 
     @alone(ForgetOptions)
-    def forget(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
-        """Forget documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
+    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
+        """Remove documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
         from kvtool.core.upkeep.forget import forget
 
         wanted = self._wanted(ForgetOptions, options)
@@ -215,7 +214,7 @@ class Cache(Held):
     @alone(PruneOptions)
     def prune(self, **options: Unpack[arguments.PruneArguments]) -> PruneReport:
         """Make the store smaller; `options` are the fields of `PruneOptions`."""
-        from kvtool.core.upkeep.job import prune
+        from kvtool.core.upkeep.prune import prune
 
         wanted = self._wanted(PruneOptions, options)
         with self._beside() as folder:
@@ -224,7 +223,7 @@ class Cache(Held):
     @alone(LockOptions)
     def compact(self, **options: Unpack[arguments.LockArguments]) -> Compacted:
         """Give free pages, and what nothing refers to, back to the disk."""
-        from kvtool.core.upkeep.compact import compact
+        from kvtool.core.upkeep.prune import compact
 
         wanted = self._wanted(LockOptions, options)
         with self._beside() as folder:
@@ -234,7 +233,7 @@ class Cache(Held):
     def budget(self, *size: int | str | None) -> Budget:
         """Return the size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts
         it."""
-        from kvtool.core.upkeep.budget import keep_budget, read_budget
+        from kvtool.core.upkeep.size_report import keep_budget, read_budget
 
         with self._beside() as folder:
             if size:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.link import Link, Stream, Wanted
+from kvtool.core.cache.backend import Link, Stream, Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from kvtool.core.cache.side import TABLES
+from kvtool.core.cache.side_files import TABLES
 from kvtool.core.checkpoint.files import file_digest, looks_local
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import parsed

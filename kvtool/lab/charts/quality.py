@@ -14,7 +14,7 @@ _HEAD = (
     *("run", "n", "F1", "of full", "contains", "KL first", "KL answer", "same first", "same answer"),
     *("recomputed", "TTFT ms", "speedup", "Pareto"),
 )
-_HALVES_HEAD = (
+_HOLDOUT_HEAD = (
     *("rule", "run", "half", "n", "recomputed", "KL answer", "KL first", "F1 - full", "contains - full"),
     *("same first", "same answer"),
 )
@@ -33,8 +33,8 @@ def quality_sections(value: dict[str, Any], about: str) -> list[Section]:
     ]
     if len(value["runs"]) > 1:
         sections.append(Section("Question by question", (paired_text(value),), tables=(paired_table(value),)))
-    if value.get("halves"):
-        sections.append(Section("Chosen on one half", (halves_text(value),), tables=(halves_table(value),)))
+    if value.get("holdout"):
+        sections.append(Section("Chosen on one half", (holdout_text(value),), tables=(holdout_table(value),)))
     return sections
 
 
@@ -163,14 +163,14 @@ def paired_text(value: Mapping[str, Any]) -> str:
 # ---- chosen on one half ----
 
 
-def halves_table(value: Mapping[str, Any]) -> Table:
+def holdout_table(value: Mapping[str, Any]) -> Table:
     """Tabulate the choice of each rule on the first half of the questions, with both halves' results."""
-    return Table(_HALVES_HEAD, tuple(row for rule in value["halves"]["rules"] for row in _half_rows(rule)))
+    return Table(_HOLDOUT_HEAD, tuple(row for rule in value["holdout"]["rules"] for row in _half_rows(rule)))
 
 
 def _half_rows(rule: Mapping[str, Any]) -> list[tuple[object, ...]]:
     if rule["run"] is None:
-        return [(rule["rule"], "none does", *("-",) * (len(_HALVES_HEAD) - 2))]
+        return [(rule["rule"], "none does", *("-",) * (len(_HOLDOUT_HEAD) - 2))]
     return [
         (
             rule["rule"],
@@ -186,9 +186,9 @@ def _half_rows(rule: Mapping[str, Any]) -> list[tuple[object, ...]]:
     ]
 
 
-def halves_text(value: Mapping[str, Any]) -> str:
+def holdout_text(value: Mapping[str, Any]) -> str:
     """Explain the rules, and name the runs that were left out."""
-    found = value["halves"]
+    found = value["holdout"]
     left_out = f" Not weighed, since some questions lack them: {', '.join(found['left_out'])}."
     return (
         "Chosen on the first half of the questions in the file's order. nearest: the lowest mean KL of the answer "

@@ -12,9 +12,17 @@ from kvtool.core.codec.base import LayerKV
 from kvtool.core.codec.levels import LEVELS, level_of, lossy
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.types import Ids
-from kvtool.core.compress.by_layer import Toll
-from kvtool.core.compress.loss import EXACT, LevelScheme, Question, Scheme, mean_loss, measure_one, tolls_of
-from kvtool.core.compress.rows import HeavyRows
+from kvtool.core.compress.loss import (
+    EXACT,
+    HeavyRows,
+    LevelScheme,
+    Question,
+    Scheme,
+    Toll,
+    mean_loss,
+    measure_one,
+    tolls_of,
+)
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
 from kvtool.core.fusion.plan import Segment

@@ -21,14 +21,16 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 class CodecOptions(Options, settings=False):
     """Options of the schemes to measure."""
 
-    scheme: tuple[str, ...] = option((), "Only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME")
+    scheme: tuple[str, ...] = option(
+        (), "Measure only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME"
+    )
 
 
 def codec(desk: Desk) -> Findings:
-    """Answer questions from exact records and from each level's, and tell what that costs and loses."""
+    """Answer questions from exact KV and from each compression level. Report size and loss of each."""
     batch = desk.get(BatchOptions)
     requests, options = batch.requests("codec"), desk.query_options(*RETRIEVAL)
-    from kvtool.core.compress.rows import HeavyRows
+    from kvtool.core.compress.loss import HeavyRows
     from kvtool.lab.charts.codec import codec_sections
     from kvtool.lab.measure.codec import chosen_schemes, codec_facts, codec_overview, codec_rows
     from kvtool.lab.measure.evaluation import Evaluation

@@ -36,7 +36,7 @@ class MakeOptions(Options, settings=False, group=QUESTIONS):
 
     make: int | None = option(
         None,
-        "Write N questions into the file, from the store's chunks by its model; measure nothing yet.",
+        "Let the model write N questions about stored chunks to the file, and measure nothing.",
         metavar="N",
         lowest=1,
     )
@@ -65,7 +65,7 @@ def _asked(desk: Desk, path: Path) -> Findings:
     from kvtool.lab.charts.eval import own_table, own_text
     from kvtool.lab.charts.quality import quality_sections
     from kvtool.lab.measure.found import check_sources
-    from kvtool.lab.measure.halves import best, halves
+    from kvtool.lab.measure.holdout import best, holdout
     from kvtool.lab.measure.quality import overview, quality_rows
     from kvtool.lab.measure.runs import RunSpec, parse_runs, usual_runs
     from kvtool.lab.measure.trial import NO_CONTEXT
@@ -82,8 +82,8 @@ def _asked(desk: Desk, path: Path) -> Findings:
     value |= {"failed": results.failed, **overview(results.rows, base_run(flags, specs))}
     value |= {"max_kl": evidence.max_kl, "best": best(value["runs"], evidence.max_kl)}
     value["made"] = sum(bool(requests[at].made_by) for at in results.rows)
-    if evidence.halves:
-        value["halves"] = halves(results.rows, evidence.max_kl)
+    if evidence.holdout:
+        value["holdout"] = holdout(results.rows, evidence.max_kl)
     told: list[str | Table] = [
         own_table(value),
         f"{counted(value['questions'], 'question')}, {read_at(value)}",

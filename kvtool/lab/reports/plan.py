@@ -20,7 +20,7 @@ _WITHOUT_WORDS = "no word: by its title or by vectors"
 
 
 def plan(desk: Desk) -> Findings:
-    """Lay a question's prompt out and tell what of it is cached, and how long each mode would take; runs no model."""
+    """Show which parts of a question's prompt are cached, and the expected time of each mode. Runs no model."""
     request, options = one_question(desk, "plan"), desk.query_options(*_ASKED)
     from kvtool.core.checkpoint.load import resolve_device
     from kvtool.core.query.prompt import lay_out

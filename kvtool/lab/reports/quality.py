@@ -26,20 +26,20 @@ ASKED = (*RETRIEVAL, "level", "max_loss")
 class EvidenceOptions(Options, settings=False, group=RUNS):
     """Options of the references for runs, besides full recompute."""
 
-    no_context: bool = option(False, "Answer without any chunk, too, and tell what share of the gap a run recovers.")
-    halves: bool = option(False, "Choose a run on the first half of the questions, and tell it of the other half.")
+    no_context: bool = option(False, "Also answer without chunks, and report what share of the gap a run recovers.")
+    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the second.")
     max_kl: float = option(
-        0.05, "KL of the answer, in nats, that is near enough to be chosen.", metavar="NATS", lowest=0
+        0.05, "Maximum KL divergence of a mode that is recommended, in nats per token.", metavar="NATS", lowest=0
     )
 
 
 def quality(desk: Desk) -> Findings:
-    """Answer questions in every mode beside full recompute: how near each comes, how fast, and how sure that is."""
+    """Answer questions in every mode and by full recompute. Report quality and speed, with intervals."""
     flags, evidence = desk.get(RunOptions), desk.get(EvidenceOptions)
     requests = desk.get(BatchOptions).requests("quality")
     options = desk.query_options(*ASKED, max_tokens=flags.max_tokens, force=flags.force)
     from kvtool.lab.charts.quality import quality_sections
-    from kvtool.lab.measure.halves import halves
+    from kvtool.lab.measure.holdout import holdout
     from kvtool.lab.measure.quality import overview, quality_rows
     from kvtool.lab.measure.runs import RunSpec, parse_runs
     from kvtool.lab.measure.trial import NO_CONTEXT
@@ -50,8 +50,8 @@ def quality(desk: Desk) -> Findings:
     results = evaluate(desk, requests, [*beside, *specs], options, begin)
     value = {"resolved": {"model": desk.identity.model}, "max_tokens": flags.max_tokens, "failed": results.failed}
     value |= overview(results.rows, base_run(flags, specs))
-    if evidence.halves:
-        value["halves"] = halves(results.rows, evidence.max_kl)
+    if evidence.holdout:
+        value["holdout"] = holdout(results.rows, evidence.max_kl)
     sections = quality_sections(value, f"{desk.identity.model}, {desk.get(BatchOptions).set_name}")
     return Findings("Fusion quality", value, [*_told(value)], sections, read_at(value), results.exit_code)
 
@@ -66,18 +66,18 @@ def base_run(flags: RunOptions, specs: Sequence[RunSpec]) -> str:
 
 
 def _told(value: Mapping[str, Any]) -> Iterator[str | Table]:
-    from kvtool.lab.charts.quality import halves_table, halves_text, paired_table, paired_text, quality_table
+    from kvtool.lab.charts.quality import holdout_table, holdout_text, paired_table, paired_text, quality_table
 
     yield quality_table(value)
     yield f"{counted(value['questions'], 'question')}, {read_at(value)}; in brackets the 95 % interval over questions"
     if len(value["runs"]) > 1:
         yield paired_table(value)
         yield paired_text(value)
-    if value.get("halves"):
-        yield halves_table(value)
-        yield halves_text(value)
-    elif "halves" in value:
-        yield "--halves needs two questions at least"
+    if value.get("holdout"):
+        yield holdout_table(value)
+        yield holdout_text(value)
+    elif "holdout" in value:
+        yield "--holdout needs two questions at least"
     if value["with_holes"]:
         yield f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good"
 
@@ -90,6 +90,6 @@ REPORT = Report(
     ),
     examples=(
         "inspect quality --batch q.jsonl --runs reuse,union:5% --resume r.jsonl",
-        "inspect quality --batch questions.jsonl --no-context --halves",
+        "inspect quality --batch questions.jsonl --no-context --holdout",
     ),
 )

@@ -22,7 +22,7 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
     """A file of questions."""
 
     batch: Path | None = option(None, "A file of questions.", metavar="FILE.jsonl", unit="path")
-    limit: int | None = option(None, "Only the first N of them.", metavar="N", lowest=1)
+    limit: int | None = option(None, "Use only the first N questions.", metavar="N", lowest=1)
 
     def requests(self, report: str) -> list[Request]:
         """Read all questions of the file. Raises UsageError where none is named, or it cannot be read."""
@@ -42,7 +42,9 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
 class ResumeOptions(Options, settings=False, group=QUESTIONS):
     """The file that an evaluation's results are kept in: what may take hours can be interrupted."""
 
-    resume: Path | None = option(None, "Keep results here and go on from them.", metavar="FILE.jsonl", unit="path")
+    resume: Path | None = option(
+        None, "Save results to this file, and resume from it.", metavar="FILE.jsonl", unit="path"
+    )
 
 
 def questions(desk: Desk, report: str) -> list[Request]:

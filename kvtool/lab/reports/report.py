@@ -146,7 +146,7 @@ class Report:
 class PageOptions(Options, settings=False, group="Page"):
     """Options of where a report is written besides the terminal."""
 
-    html: Path | None = option(None, "Write a page with plots, too.", metavar="FILE", unit="path")
+    html: Path | None = option(None, "Also write an HTML page with plots.", metavar="FILE", unit="path")
     figures: Path | None = option(None, "Write the plots as SVG files.", metavar="FOLDER", unit="path")
 
     @property

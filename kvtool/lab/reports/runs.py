@@ -29,8 +29,8 @@ class RunOptions(Options, settings=False, group=RUNS):
     runs: tuple[str, ...] = option(
         (), "Modes, each with how much it recomputes: reuse, epic:16, union:5% …", metavar="a,b:AMOUNT,c"
     )
-    max_tokens: int = option(20, "Longest answer in tokens.", lowest=1)
-    force: bool = option(False, "Measure although the gate refuses.")
+    max_tokens: int = option(20, "Maximum length of an answer, in tokens.", lowest=1)
+    force: bool = option(False, "Measure even if this model failed the self-check.")
 
 
 @dataclass(frozen=True, slots=True)

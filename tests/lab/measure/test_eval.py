@@ -14,7 +14,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.reply import read_batch
 from kvtool.core.session.session import Session
 from kvtool.lab.measure import making
-from kvtool.lab.measure.halves import best
+from kvtool.lab.measure.holdout import best
 from tests.cli.working import QUESTION, kvtool, untouched
 
 RUNS = ("--runs", "reuse,epic:4", "--max-tokens", "6")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.lab.measure.halves import cheapest, halves, nearest
+from kvtool.lab.measure.holdout import cheapest, holdout, nearest
 from kvtool.lab.measure.pairs import by_full, compared
 from kvtool.lab.measure.quality import overview, summarise
 
@@ -114,7 +114,7 @@ def test_a_run_is_chosen_on_the_first_half_alone() -> None:
     for place in range(8):
         good, bad = (0.01, 0.5) if place < 4 else (0.5, 0.01)
         rows[place] |= {"blend:0.1": row(good, f1=0.5, recomputed=10), "epic:4": row(bad, f1=0.5, recomputed=5)}
-    found = halves(rows, 0.05)
+    found = holdout(rows, 0.05)
     assert found is not None
     for rule in found["rules"]:
         assert rule["run"] == "blend:0.1"
@@ -147,7 +147,7 @@ def test_the_rules() -> None:
 def test_runs_that_lack_questions_are_not_weighed() -> None:
     rows = questions(5)
     del rows[4]["reuse"]
-    found = halves(rows, 9.0)
+    found = holdout(rows, 9.0)
     assert found is not None
     assert found["left_out"] == ["reuse"]
     assert {rule["run"] for rule in found["rules"]} == {"union:0.15"}
@@ -155,7 +155,7 @@ def test_runs_that_lack_questions_are_not_weighed() -> None:
 
 
 def test_where_nothing_can_be_chosen() -> None:
-    assert halves(questions(1), 1.0) is None
-    found = halves({place: {"full": row(recomputed=100)} for place in range(4)}, 1.0)
+    assert holdout(questions(1), 1.0) is None
+    found = holdout({place: {"full": row(recomputed=100)} for place in range(4)}, 1.0)
     assert found is not None
     assert [rule["run"] for rule in found["rules"]] == [None, None]

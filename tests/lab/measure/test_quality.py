@@ -195,16 +195,16 @@ def test_without_any_context(store: Path, batch: Path, results: Path, fused: lis
 @pytest.mark.slow
 def test_chosen_on_one_half(store: Path, batch: Path, results: Path, tmp_path: Path) -> None:
     html = tmp_path / "page.html"
-    done = quality(store, batch, "--resume", results, "--halves", "--html", html).fine()
+    done = quality(store, batch, "--resume", results, "--holdout", "--html", html).fine()
     assert "nearest" in done.out
     assert "at most 0.05 nats" in done.out
     assert "Chosen on one half" in html.read_text(encoding="utf-8")
-    found = quality(store, batch, "--resume", results, "--halves", "--max-kl", "99", "--json").fine().json["halves"]
+    found = quality(store, batch, "--resume", results, "--holdout", "--max-kl", "99", "--json").fine().json["holdout"]
     by_rule = {rule["rule"]: rule for rule in found["rules"]}
     assert (by_rule["cheapest"]["run"], found["max_kl"]) == ("reuse", 99)
     assert [by_rule["nearest"][half]["count"] for half in ("chosen_on", "held_out")] == [2, 1]
-    one = quality(store, batch, "--limit", "1", "--halves").fine()
-    assert "--halves needs two questions at least" in one.out
+    one = quality(store, batch, "--limit", "1", "--holdout").fine()
+    assert "--holdout needs two questions at least" in one.out
 
 
 # ---- going on ----

@@ -54,7 +54,7 @@ def _is_near(run: Summary, max_kl: float) -> bool:
     return interval is not None and interval[1] <= max_kl
 
 
-def halves(rows: Mapping[int, Mapping[str, Row]], max_kl: float) -> dict[str, Any] | None:
+def holdout(rows: Mapping[int, Mapping[str, Row]], max_kl: float) -> dict[str, Any] | None:
     """Choose by each rule on the first half of the questions, in the order of the file, and tell it of both halves.
 
     Returns
