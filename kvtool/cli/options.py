@@ -37,7 +37,7 @@ import typer.core
 from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
+from kvtool.core.common.machine import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
 from kvtool.core.common.switches import check_switches
 from kvtool.core.errors import UsageError
@@ -284,7 +284,7 @@ def open_any_store(run: Run) -> Store:
     place = run.get(StoreOptions).place
     if isinstance(place, Path):
         return Store.open(place)
-    from kvtool.core.remote.opening import open_shared
+    from kvtool.core.remote.mirror import open_shared
 
     timeout = run.get(RemoteOptions).remote_timeout
     return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)

@@ -11,7 +11,7 @@ import torch
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.lab.bench import codec
 from tests.cli.working import LAYERS, damages, kvtool, listing
 

@@ -18,9 +18,8 @@ import numpy as np
 
 from kvtool.core.cache.identity import chunk_named, is_id
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.common.globs import regex_of
 from kvtool.core.common.marks import end_of, start_of
-from kvtool.core.common.spelling import composed
+from kvtool.core.common.spelling import composed, regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import UsageError
 from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
 from kvtool.core.model.decode.native import PARTS, CompiledModel, compiled_model

@@ -10,10 +10,10 @@ from pathlib import Path
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import PACKAGED, ModelFiles
 from kvtool.core.checkpoint.hub import resolve
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
-from kvtool.core.remote.opening import local_place
+from kvtool.core.remote.mirror import local_place
 from kvtool.core.session.identity import StoreIdentity, model_files, store_identity
 from kvtool.lab.doctor.finding import Finding, failing
 from kvtool.lab.doctor.installation import check_extras, check_kvtool, check_libraries

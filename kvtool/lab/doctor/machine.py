@@ -8,8 +8,16 @@ from pathlib import Path
 
 from kvtool.core.checkpoint.files import ModelFiles
 from kvtool.core.checkpoint.load import resolve_device, resolve_dtype
-from kvtool.core.common.arithmetic import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
-from kvtool.core.common.machine import cores, cpu_name, is_busy
+from kvtool.core.common.machine import (
+    cores,
+    cpu_features,
+    cpu_name,
+    is_busy,
+    is_fast,
+    lacks_avx2,
+    product_dtype,
+    why_float32,
+)
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.native.isa import best_isa

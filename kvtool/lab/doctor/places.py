@@ -13,7 +13,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import StoreNotFoundError
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.session.identity import StoreIdentity, known_result
 from kvtool.core.upkeep.inventory import sizes_of
 from kvtool.lab.doctor.finding import Finding, failing

@@ -11,7 +11,7 @@ from kvtool.lab.doctor.finding import Finding, failing
 # Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
 _REGISTRIES = (
     *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
-    *("kvtool.core.codec.levels", "kvtool.core.remote.urls"),
+    *("kvtool.core.codec.levels", "kvtool.core.remote.blobs"),
 )
 
 

@@ -16,7 +16,7 @@ from kvtool.lab.measure.journal import Journal
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.common.progress import Events
+    from kvtool.core.common.types import Events
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
     from kvtool.core.session.identity import StoreIdentity

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.common.files import make_folder
 from kvtool.core.common.json_text import escaped, parsed
-from kvtool.core.common.private import make_folder
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
 

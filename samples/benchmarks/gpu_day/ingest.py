@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder

@@ -1,0 +1,246 @@
+"""Garbage collection of a shared store: deletes values of kvtool that no valid catalogue and no push refers to."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+
+from kvtool.core.common.types import Events
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.remote.blobs import LEASES, Blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
+from kvtool.core.remote.catalogue_io import read_head, root_of, with_shards
+from kvtool.core.remote.report import TransferReport
+
+KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
+_MOST_BEFORE = 64  # that a head names, while other pushes leave no time to reclaim them
+_AT_ONCE = 1000
+
+
+def own_names(blobs: Blobs) -> set[str]:
+    """Return the names that belong to a shared store; those of another one in a subfolder are left out."""
+    return _own(set(blobs.names()))
+
+
+def _own(names: set[str]) -> set[str]:
+    nested = {name.removesuffix(HEAD) for name in names if name.endswith(f"/{HEAD}")}
+    return {name for name in names if is_own(name) and not (nested and _is_below(name, nested))}
+
+
+def _is_below(name: str, nested: set[str]) -> bool:
+    parts = name.split("/")
+    return any("/".join(parts[:depth]) + "/" in nested for depth in range(1, len(parts)))
+
+
+def check_ours(blobs: Blobs) -> None:
+    """Refuse to push where other things are, and no `head` of ours says that they may be there.
+
+    A push that was cut off before its first head leaves values of ours, and nothing else.
+
+    Raises
+    ------
+    StoreFormatError
+    """
+    names = set(blobs.names())
+    foreign = sorted(names - _own(names))
+    if HEAD in names and not _is_head(blobs):
+        catalogues = [name for name in names if name.startswith("catalogue/")]
+        foreign = foreign or ([] if any(_is_catalogue(blobs, name) for name in catalogues) else [HEAD])
+    if foreign:
+        more = f" and {len(foreign) - 1:,} more" if len(foreign) > 1 else ""
+        raise StoreFormatError(
+            f"{blobs.url} is not empty and holds no store of kvtool's: {foreign[0]}{more}",
+            "name an empty or a new folder; in Redis another database or ?prefix=",
+        )
+
+
+def _is_head(blobs: Blobs) -> bool:
+    (head,) = blobs.get([HEAD])
+    try:
+        return head is not None and bool(unseal_head(head))
+    except DamagedError:
+        return False
+
+
+def _is_catalogue(blobs: Blobs, name: str) -> bool:
+    (packed,) = blobs.get([name])
+    return packed is not None and catalogue_name(digest_of(packed)) == name
+
+
+def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
+    """Refuse to delete more than half of a tier unasked.
+
+    Raises
+    ------
+    UsageError : with the counts.
+    """
+    blobs = {name for name in listed if name != HEAD and not name.startswith(("catalogue/", "shard/"))}
+    gone = blobs - mine.blobs()
+    documents = theirs.files if theirs is not None else {}
+    forgotten = documents.keys() - mine.files.keys()
+    if 2 * len(gone) > len(blobs) or 2 * len(forgotten) > len(documents):
+        raise UsageError(
+            f"--delete would forget {len(forgotten):,} of {len(documents):,} documents of {url} and delete "
+            f"{len(gone):,} of {len(blobs):,} values",
+            "look at it with --dry-run; if that is what you want, add --yes",
+        )
+
+
+class GarbageCollector:
+    """Collector that deletes unreferenced values, under a lease, and reports those that it spares."""
+
+    def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
+        self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
+
+    def run(self, listed: set[str]) -> bool:
+        """Delete those of the listed names to which the catalogue in force does not refer.
+
+        False: another catalogue came into force meanwhile, and refers to a value that was deleted.
+
+        Parameters
+        ----------
+        listed : the names that were there when the push began; later ones stay.
+        """
+        gone: set[str] = set()
+        head, wanted = self._in_force()
+        with self._lease.sweeping() as alone:
+            while doomed := sorted(listed - wanted - gone)[:_AT_ONCE]:
+                if not alone():
+                    self._spare(len(listed - wanted - gone))
+                    break
+                if self.blobs.get([HEAD])[0] != head:
+                    head, wanted = self._in_force()
+                    continue
+                self._delete(doomed)
+                gone.update(doomed)
+        _, wanted = self._in_force()
+        return not gone & wanted
+
+    def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
+        """Delete values to which only catalogues long out of force refer. Nothing is deleted if `head` is no longer in
+        force: another push may count on just those values by now.
+
+        Parameters
+        ----------
+        joined : the catalogue of the next head, of this digest.
+
+        Returns
+        -------
+        Digests of the earlier catalogues that stay valid, for the next head.
+        """
+        was = unseal_head(head)
+        before = tuple(dict.fromkeys((was.catalogue, *was.before)))
+        kept, old = before[:KEPT], before[KEPT:]
+        if not old:
+            return before
+        with self._lease.sweeping() as alone:
+            wanted = joined.blobs() | theirs.blobs()
+            wanted |= self._counted_on(kept[1:], wanted)
+            doomed = self._counted_on(old, wanted) - wanted
+            names = {catalogue_name(each) for each in old if each != digest}
+            for some in (*_parts(sorted(doomed)), sorted(names)):  # the catalogues last: they know the others
+                if not alone() or self.blobs.get([HEAD])[0] != head:
+                    return before[:_MOST_BEFORE]
+                self._delete(some)
+        return kept
+
+    def _counted_on(self, digests: Iterable[str], known: set[str]) -> set[str]:
+        """Return the names that these catalogues refer to, without those of `known` shards, which are in `known`."""
+        names: set[str] = set()
+        for digest in digests:
+            try:
+                root = root_of(self.blobs, digest)
+                fresh = [
+                    number for number, shard in enumerate(root.shards) if shard and shard.name not in known | names
+                ]
+                names |= set(filter(is_own, with_shards(self.blobs, root, fresh).blobs()))
+            except DamagedError:  # another push has reclaimed it
+                continue
+        return names
+
+    def _in_force(self) -> tuple[bytes | None, set[str]]:
+        head, catalogue = read_head(self.blobs)
+        if head is None or catalogue is None:
+            raise RemoteError(f"the head of {self.blobs.url} has vanished", "push again")
+        return head, {HEAD, catalogue_name(unseal_head(head).catalogue), *catalogue.blobs()}
+
+    def _delete(self, names: list[str]) -> None:
+        self._report.bytes_freed += sum(self.blobs.sizes(names))
+        self._report.removed += len(names)
+        self.blobs.delete(names)
+
+    def _spare(self, count: int) -> None:
+        self._report.spared += count
+        self._events.warn(
+            f"{count:,} values of {self.blobs.url} were left there: another push is running", "delete later"
+        )
+
+
+def _parts(names: list[str]) -> list[list[str]]:
+    return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
+
+
+# ---- leases of pushes and deletions --------------------------------------------------------------------------------
+#
+# A deletion first announces itself, then looks for running pushes; a push does the reverse. So at least one of the two
+# sees the other: the deletion stops, the push waits, and only then asks what the shared store has already.
+
+_RENEWED_EVERY = min(LEASES.values()) / 4
+_LOOK_EVERY = 0.1  # seconds, while another one deletes
+_LONGER = 5.0  # seconds to wait for what should be over by then
+
+
+class Lease:
+    """The lease by which a running push is seen by others. Use `running`."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._id = secrets.token_hex(8)
+        self._renewed = float("-inf")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold it; entered when nobody else deletes."""
+        self.renew()
+        try:
+            # A deletion stops at its next values. A lease that outlives a dead process was taken by a wrong clock.
+            until = time.monotonic() + LEASES["sweep"] + _LONGER
+            while self._others("sweep") and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY)
+                self._hold("push")
+            yield
+        finally:
+            self._release("push")
+
+    def renew(self) -> None:
+        """Go on holding it; to be called now and then."""
+        if time.monotonic() - self._renewed > _RENEWED_EVERY:
+            self._hold("push")
+
+    @contextmanager
+    def sweeping(self) -> Iterator[Callable[[], bool]]:
+        """Announce a deletion. Yields a check for right before each deletion: True if no push is running."""
+
+        def alone() -> bool:
+            self._hold("sweep")
+            self._hold("push")
+            return not self._others("push")
+
+        self._hold("sweep")
+        try:
+            yield alone
+        finally:
+            self._release("sweep")
+
+    def _hold(self, what: str) -> None:
+        self._blobs.hold(f"{what}-{self._id}")
+        self._renewed = time.monotonic()
+
+    def _release(self, what: str) -> None:
+        with suppress(KvtoolError):  # the shared store is gone: the lease expires
+            self._blobs.release(f"{what}-{self._id}")
+
+    def _others(self, what: str) -> bool:
+        return any(name.startswith(f"{what}-") for name in self._blobs.held() - {f"{what}-{self._id}"})

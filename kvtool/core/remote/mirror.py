@@ -1,0 +1,269 @@
+"""Mirror of a shared store in a local one: opened by URL, brought up to date with the shared store's catalogue."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from kvtool.core.cache.identity import HERE
+from kvtool.core.cache.layout import atomic_write
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import nested, profiled
+from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.errors import (
+    DamagedError,
+    KvtoolError,
+    NoSpaceError,
+    RemoteError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreNotFoundError,
+)
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import TIMEOUT, Blobs, open_blobs
+from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of
+from kvtool.core.remote.catalogue_io import (
+    LazyCatalogue,
+    cache_folder,
+    catalogue_in,
+    check_same_identity,
+    keep_copies,
+    number_of,
+    pack_root,
+    read_root,
+    with_shards,
+)
+from kvtool.core.remote.pull import adopt
+from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_files, evict_some
+
+
+def open_store(
+    place: Path | str,
+    *,
+    timeout: float = TIMEOUT,
+    lock_wait: float = 0.0,
+    warn: Warn = warn_nobody,
+) -> Store:
+    """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
+    if isinstance(place, Path):
+        return Store.open(place)
+    return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
+
+
+def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
+    """Open the local cache of a shared store, with the shared store as its remote backend.
+
+    If the shared store does not answer, is gone or cannot be used, the local cache is used without it.
+
+    Parameters
+    ----------
+    timeout : seconds to wait for a value.
+
+    Raises
+    ------
+    RemoteError : the shared store does not answer, and the local cache is empty.
+    StoreNotFoundError : nothing was pushed there, and the local cache is empty.
+    """
+    blobs, place = open_blobs(url, timeout), local_place(url)
+    try:
+        digest, root = read_root(blobs)
+    except (RemoteError, DamagedError, StoreNotFoundError) as error:
+        blobs.close()
+        return _alone(place, warn, error)
+    store: Store | None = None
+    try:
+        store = Store.create_or_open(place)
+        mirror = MirrorUpdater(store, blobs, digest, root, timeout, warn)
+        if mirror.sync_catalogue(lock_wait):
+            store.link = Tier(store, blobs, LazyCatalogue(blobs, root), mirror.mark, timeout, warn)
+        return store
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    finally:
+        if store is None or store.link is None:
+            blobs.close()
+
+
+def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
+    """Open the local store without its shared store, or raise `error` if nothing is stored locally."""
+    with suppress(KvtoolError):
+        store = Store.open(place)
+        if store.manifest():
+            warn(f"{error.message}: only what is here already is used", error.hint)
+            return store
+        store.close()
+    raise error
+
+
+def local_place(url: str) -> Path:
+    """Return the folder of the local cache of a URL. Its contents can be fetched again."""
+    return cache_folder("remote", url)
+
+
+_ADOPTED = "remote/adopted.json"
+_MOST_TOLD = 10  # damages, one by one
+_RULES = 3  # of an import: a store that an older kvtool filled is brought up to date once more
+
+
+class MirrorUpdater:
+    """Updater of a local cache to the latest catalogue of its shared store.
+
+    Parameters
+    ----------
+    digest : of the catalogue, by which the shared store names it.
+    root : the catalogue; of a sharded one the root alone.
+    timeout : seconds to wait for a value.
+
+    Attributes
+    ----------
+    mark : digest of the catalogue, as it is stored next to the local cache.
+    """
+
+    def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
+        self._store, self._blobs, self._digest, self._root = store, blobs, digest, root
+        self._timeout, self._warn = timeout, warn
+        self._packed = pack_root(root) if root.shards else root.pack()
+        self.mark = digest_of(self._packed)
+
+    def sync_catalogue(self, lock_wait: float) -> bool:
+        """Bring the local cache up to date. False: the shared store cannot be used, the local cache can.
+
+        Raises
+        ------
+        KvtoolError : the local cache is empty, and the shared store does not answer, or no space is left.
+        """
+        store, url, warn = self._store, self._blobs.url, self._warn
+        mine = store.manifest()
+        try:
+            if mine:
+                check_same_identity(mine.get("identity", {}), self._root.identity, url)
+            self._adopt(lock_wait)
+        except StoreFormatError as error:
+            warn(f"{error.message}: only what is here already is used", f"start anew: remove {store.path}")
+            return False
+        except (StoreLockedError, NoSpaceError) as error:
+            if not store.manifest():
+                raise
+            warn(f"what is new at {url} was not taken over: {error.message}", "")
+        except RemoteError as error:
+            if not store.manifest():
+                raise
+            warn(f"{error.message}: only what is here already is used", error.hint)
+            return False
+        if store.read_side(_ADOPTED, catalogue=self.mark).get("unnamed"):
+            text = f"{url} does not say which profile its lossy records are of: --level auto leaves them alone"
+            warn(text, "push to it again")
+        return True
+
+    def _adopt(self, lock_wait: float) -> None:
+        """Import what the catalogue describes, once for each catalogue."""
+        adopted = self._store.read_side(_ADOPTED, rules=_RULES)
+        if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
+            return
+        with self._store.writer(lock_wait) as writer:
+            last = self._store.side_file(CATALOGUE)
+            before = self._before()
+            sound = before is not None and adopted == _adopted(digest_of(last.read_bytes()))
+            changed = _changed(self._root, before) if sound else None
+            then = _entries(self._blobs, before, changed)
+            now = with_shards(self._blobs, self._root, range(len(self._root.shards)) if changed is None else changed)
+            within = _within(len(self._root.shards), changed)
+            report = self._described(writer, now, within)
+            if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
+                writer.set_budget(default_budget(self._store.path))
+            _drop_stale(self._store, writer, now, then, within)
+            evict_for_files(self._store, writer, len(self._packed))
+            atomic_write(last, self._packed)
+        keep_copies(self._blobs, self._digest, self._root)
+        self._tell(report)
+        unnamed = any(level not in chunk.makers for chunk in now.chunks.values() for level in profiled(chunk.levels))
+        self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
+
+    def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
+        """Import the descriptions, and evict KV for them. Raises NoSpaceError if no KV is left to evict."""
+        while True:
+            try:
+                return adopt(
+                    self._store, writer, self._blobs, now, HERE, (), True, timeout=self._timeout, mirror=within
+                )
+            except NoSpaceError:
+                if not evict_some(self._store, writer):
+                    raise
+
+    def _before(self) -> Catalogue | None:
+        """Return the catalogue that was imported last, or its root; None if that is not known."""
+        with suppress(OSError, KvtoolError):
+            return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
+        return None
+
+    def _tell(self, report: TransferReport) -> None:
+        for damage in report.damaged[:_MOST_TOLD]:
+            self._warn(f"{damage['what']}: {damage['reason']}", "push again with --verify")
+        if len(report.damaged) > _MOST_TOLD:
+            self._warn(f"{len(report.damaged) - _MOST_TOLD} more are damaged or missing there", "")
+
+
+def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[str, object]:
+    """Return the note of a catalogue that was copied here; `unnamed`: it has lossy records of unknown profiles."""
+    return {"catalogue": mark, "rules": _RULES, "damaged": damaged, "unnamed": unnamed}
+
+
+# ---- what has changed since the last one -------------------------------------------------------------------------
+
+
+def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
+    """Return the numbers of the shards that differ; None: all may."""
+    if before is None or not now.shards or len(before.shards) != len(now.shards):
+        return None
+    pairs = zip(now.shards, before.shards, strict=True)
+    return {number for number, (one, other) in enumerate(pairs) if one != other}
+
+
+def _within(count: int, changed: set[int] | None) -> Callable[[str], bool]:
+    """Return a test of a key: True if it is in one of the shards that have changed."""
+    return lambda key: changed is None or number_of(key, count) in changed
+
+
+def _entries(blobs: Blobs, before: Catalogue | None, changed: set[int] | None) -> Catalogue | None:
+    """Read the changed shards of the last catalogue; None if they can no longer be read."""
+    if before is None:
+        return None
+    with suppress(KvtoolError):
+        return with_shards(blobs, before, range(len(before.shards)) if changed is None else changed)
+    return None
+
+
+def _drop_stale(
+    store: Store, writer: Writer, now: Catalogue, then: Catalogue | None, within: Callable[[str], bool]
+) -> None:
+    """Drop lossy records that differ from the shared store's: what is fetched may refine just those. Entries that are
+    the same in the last catalogue were compared then."""
+    doomed: dict[str, list[bytes]] = {}
+    for chunk_id in store.ids_here():  # of the others there are no records
+        key = chunk_id.hex()
+        new = now.chunks.get(key) if within(key) else None
+        old = then.chunks.get(key) if then is not None else None
+        if new is not None and (old is None or old.levels != new.levels):
+            for level in _stale(store, chunk_id, new):
+                doomed.setdefault(level, []).append(chunk_id)
+    for level in nested(doomed):  # the finer first: none is ever there without what it refines
+        writer.drop_level(doomed[level], level)
+
+
+def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
+    here = [*reversed(nested(store.sizes_here(chunk_id)))]
+    kept: list[str] = []
+    for level in here:  # the coarser first
+        if level in now.levels:
+            sound = values.holds_level(store, chunk_id, now, level)
+        else:
+            base = values.stored_base(store, chunk_id, level)
+            sound = base is None or base in kept
+        if sound:
+            kept.append(level)
+    return [level for level in here if level not in kept]

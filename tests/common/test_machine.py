@@ -1,0 +1,105 @@
+"""Which number format a CPU multiplies fast, told by its features and by what its libraries may use."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from kvtool.core.common import machine
+from kvtool.core.common.machine import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
+from kvtool.core.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def _free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No limit of oneDNN's, whatever the tests run under."""
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("features", "fast"),
+    [
+        ("fpu avx2 fma", False),
+        ("avx2 avx512f avx512bw avx512vl", False),
+        ("avx2 avx512_bf16", True),
+        ("avx2 amx_bf16", True),
+        ("avx2 amx-bf16", True),
+        ("fp asimd bf16", True),
+        ("fp asimd i8mm", False),
+    ],
+)
+def test_bfloat16_by_features(monkeypatch: pytest.MonkeyPatch, features: str, fast: bool) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
+    assert is_fast("bfloat16") is fast
+    assert product_dtype("bfloat16") == ("bfloat16" if fast else "float32")
+    assert is_fast("float32")
+    assert not is_fast("float16")
+    assert product_dtype("bfloat16", "cuda:1") == "bfloat16"
+    assert product_dtype("float16", "mps") == "float16"
+
+
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+@pytest.mark.parametrize(("limit", "fast"), [("AVX2", False), ("avx512_core", False), ("AVX512_CORE_BF16", True)])
+def test_what_onednn_may_use_counts(monkeypatch: pytest.MonkeyPatch, variable: str, limit: str, fast: bool) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2 avx512_bf16")
+    monkeypatch.setenv(variable, limit)
+    assert is_fast("bfloat16") is fast
+    assert fast or why_float32("bfloat16") == f"{variable} forbids bfloat16 products"
+
+
+def test_says_the_cpu_is_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "avx2")
+    assert why_float32("bfloat16") == "this CPU has no fast bfloat16 products"
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="a word about x86")
+@pytest.mark.parametrize(("features", "lacks"), [("sse4_2 avx", True), ("avx avx2", False)])
+def test_a_cpu_from_before_avx2(monkeypatch: pytest.MonkeyPatch, features: str, lacks: bool) -> None:
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
+    assert lacks_avx2() is lacks
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTOOL_CPU_FEATURES", raising=False)
+    own = cpu_features()
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", "")
+    assert cpu_features() == own
+
+
+@pytest.mark.parametrize("told", ["avx2 avx521f", "avx2,fma", "avx2 AVX_512"])
+def test_what_no_cpu_has_is_refused(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Misspelt it would count as not there, and nobody would hear of it."""
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
+    with pytest.raises(UsageError) as caught:
+        cpu_features()
+    assert repr(told.split()[-1]) in caught.value.message
+    assert "avx512f" in caught.value.hint
+
+
+def test_all_that_this_cpu_has_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVTOOL_CPU_FEATURES", raising=False)
+    own = cpu_features()
+    monkeypatch.setenv("KVTOOL_CPU_FEATURES", " ".join(own))
+    assert cpu_features() == own
+
+
+def test_where_the_kernel_lists_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llvmlite knows the same features by other spellings."""
+    own = machine._features.__wrapped__(None)
+    monkeypatch.setattr(machine, "_CPUINFO", machine.Path("/nowhere/cpuinfo"))
+    found = machine._features.__wrapped__(None)
+    for name in ("avx2", "avx512bf16", "bf16", "amxbf16"):
+        assert (name in found) == (name in own)
+
+
+def test_asking_imports_nothing() -> None:
+    code = (
+        "import sys\nfrom kvtool.core.common.machine import is_fast\nis_fast('bfloat16')\n"
+        "assert not {'torch', 'numpy', 'llvmlite'} & set(sys.modules)"
+    )
+    if sys.platform == "linux":
+        subprocess.run([sys.executable, "-c", code], check=True)
