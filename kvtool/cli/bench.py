@@ -262,5 +262,5 @@ def _notes(result: DecodeBench) -> list[str]:
             f"{result.weights_bytes / 1e6:.0f} MB"
         )
     if result.kl_max is not None:
-        lines.append(f"logits: KL {result.kl_max:.1e} nats at most, {result.apart_max:.1e} apart")
+        lines.append(f"logits: KL {result.kl_max:.1e} nats at most, difference {result.apart_max:.1e} at most")
     return [*lines, result.host.line()]

@@ -10,8 +10,8 @@ import typer
 import typer.main
 
 from kvtool.cli.commands import LazyGroup, new_app
-from kvtool.cli.job_view import JobView
 from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
+from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
@@ -36,7 +36,7 @@ class Reports(LazyGroup):
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take flags that stand before the report's name as the report's own."""
+        """Treat flags before the report's name as the report's own."""
         return super().parse_args(ctx, self._name_first(args))
 
     def _name_first(self, args: list[str]) -> list[str]:
@@ -62,7 +62,7 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """Make the command of a report: its options, and what stands behind its name."""
+    """Make the command of a report: its options and its argument."""
 
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
@@ -85,9 +85,9 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    """Make a report, write its page, tell it."""
+    """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
-    with open_any_store(run) as store, JobView(run) as view:
+    with open_any_store(run) as store, JobView(run.out) as view:
         findings = report.find(Desk(store, run.resolved, view.events, about))
         if page.wanted:
             _write(run, page, findings)
@@ -106,7 +106,7 @@ def _tell(run: Run, told: Sequence[str | Quote | Table]) -> None:
 
 
 def _write(run: Run, options: PageOptions, findings: Findings) -> None:
-    """Write the page, and the figures by themselves. Raises KvtoolError where they cannot be written."""
+    """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
     from kvtool.lab.charts.page import figure_files, page
 
     title, sections = findings.title, findings.page_sections
