@@ -364,7 +364,7 @@ def _modes(compare: str | None) -> list[str] | None:
 
 
 def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> list[Request]:
-    from kvtool.core.query.reply import Request, read_batch
+    from kvtool.core.query.reply import read_batch
 
     if batch is not None:
         if question is not None or choice.chunks or choice.documents:
@@ -483,7 +483,6 @@ def audited(audit: Audit) -> str:
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
-    from kvtool.core.fusion.selectors import REFERENCE
     from kvtool.core.query.audit import compare
 
     replies = compare(session, request, options, modes)
