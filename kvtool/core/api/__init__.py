@@ -22,7 +22,7 @@ from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
-    from kvtool.core.ingest.ingest_report import IngestReport
+    from kvtool.core.ingest.report import IngestReport
     from kvtool.core.options import arguments
     from kvtool.core.pack.export import ExportReport
     from kvtool.core.query.conversation import Conversation
