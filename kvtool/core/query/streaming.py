@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.backend import Link, Stream, Wanted
+from kvtool.core.cache.backend import BlobRequest, RemoteBackend, Stream
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead
@@ -166,7 +166,7 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
 
 
 def _ladders(
-    store: Store, link: Link, plan: Plan, options: QueryOptions, selector: Selector, layers: int
+    store: Store, link: RemoteBackend, plan: Plan, options: QueryOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
     """Return the ladders of the segments that are read and lack something here, the most relevant first.
 
@@ -186,7 +186,7 @@ def _ladders(
 
 
 def _allowed(
-    link: Link, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
+    link: RemoteBackend, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
 ) -> dict[str, float]:
     """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
     offers, laid_out = link.offers(segment.source.chunk_id), segment.source.level or ""
@@ -198,7 +198,7 @@ def _allowed(
     return {laid_out: losses.get(laid_out, 0.0)}
 
 
-def rungs_of(link: Link, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
+def rungs_of(link: RemoteBackend, segment: Segment, allowed: Mapping[str, float]) -> list[Rung]:
     """Return the levels that a segment can be fetched at, and their missing parts; `allowed`: losses by level."""
     offers = link.offers(segment.source.chunk_id)
     rungs = []
@@ -271,7 +271,7 @@ _TICK = 0.01  # seconds after which it is looked again what the processor does, 
 class _Flight:
     fetch: Fetch
     asked_at: float
-    waiting: deque[tuple[Wanted, str, int]]  # what was asked for, level, layer
+    waiting: deque[tuple[BlobRequest, str, int]]  # what was asked for, level, layer
     sound: bool = True
 
 
@@ -279,7 +279,7 @@ class Driver:
     """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
 
     def __init__(
-        self, link: Link, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
+        self, link: RemoteBackend, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
     ) -> None:
         self._link, self._segments, self._policy, self._ahead = link, segments, policy, ahead
         self._since = since
@@ -310,7 +310,7 @@ class Driver:
         self._see_to_computing()
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
-            waiting: deque[tuple[Wanted, str, int]] = deque()
+            waiting: deque[tuple[BlobRequest, str, int]] = deque()
             for part in fetch.parts:
                 wanted = self._link.wanted(segment.source.chunk_id, part.level)
                 waiting += [(one, part.level, layer) for layer, one in enumerate(wanted)]
