@@ -84,11 +84,6 @@ def prepare_decoding(decoder: Decoder) -> None:
     prepare_compiled_model(decoder)
 
 
-def prepare_decoding(decoder: Decoder) -> None:
-    """Begin to make what `generate` decodes with, in a thread of its own."""
-    prepare_compiled_model(decoder)
-
-
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose the first answer token from logits `[vocabulary]`; seeds what `next_token` draws from.
 
