@@ -30,7 +30,7 @@ ORDER = (
         "records",
     ),
     *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "query"),
-    *("pack", "api", "agent", "serve", "lab", "cli"),
+    *("pack", "api", "agent", "serve", "reports", "bench", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
@@ -42,7 +42,7 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module given by its parts, such as ("kvtool", "core", "cache", "store")."""
     if parts[1:2] == ("core",):
         return parts[2] if len(parts) > 2 else "top"
-    return parts[1] if len(parts) > 1 and parts[1] in ("cli", "lab", "serve") else "top"
+    return parts[1] if len(parts) > 1 and parts[1] in ("bench", "cli", "reports", "serve") else "top"
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvtool.bench.options import CodecBenchOptions, DecodeBenchOptions, FusionBenchOptions, IngestBenchOptions
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, open_session, takes
 from kvtool.core.cache.options import StoreOptions
@@ -16,14 +16,13 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.bench.options import CodecBenchOptions, DecodeBenchOptions, FusionBenchOptions, IngestBenchOptions
 
 if TYPE_CHECKING:
+    from kvtool.bench.codec import CodecBench
+    from kvtool.bench.decode import DecodeBench, StepperRow
+    from kvtool.bench.fusion import FusionBench, FusionOptions
+    from kvtool.bench.ingest import IngestBench
     from kvtool.core.model.decoder import Decoder
-    from kvtool.lab.bench.codec import CodecBench
-    from kvtool.lab.bench.decode import DecodeBench, StepperRow
-    from kvtool.lab.bench.fusion import FusionBench, FusionOptions
-    from kvtool.lab.bench.ingest import IngestBench
 
 app = new_app("Measure speed on this machine, next to plain transformers in the same run.")
 
@@ -40,8 +39,8 @@ def ingest(run: Run) -> None:
 
     The ingest writes to a temporary store. The prefill computes the same chunks in batches.
     """
+    from kvtool.bench.ingest import bench_ingest, files_of, passes
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.ingest import bench_ingest, files_of, passes
 
     options = run.get(IngestBenchOptions)
     with Store.open(run.folder) as store:
@@ -75,8 +74,8 @@ def codec(run: Run) -> None:
     The output has the store's number format, as for a query, or that of --dtype. A copy and zstandard are measured in
     the same run.
     """
+    from kvtool.bench.codec import bench_codec
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.codec import bench_codec
 
     options, dtype = run.get(CodecBenchOptions), run.get(ModelOptions).dtype
     with (
@@ -123,8 +122,8 @@ def fusion(run: Run) -> None:
 
     Both are measured in the same run. --chunk-tokens is for --shape only, because a store has its own chunks.
     """
-    from kvtool.lab.bench.fusion import FusionOptions, passes
-    from kvtool.lab.bench.prompts import Sizes
+    from kvtool.bench.fusion import FusionOptions, passes
+    from kvtool.bench.prompts import Sizes
 
     wanted = run.get(FusionBenchOptions)
     chunk_tokens = run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens
@@ -138,16 +137,14 @@ def fusion(run: Run) -> None:
     )
     with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))
-    if wanted.plot is not None:
-        _draw(result, wanted.plot)
     for note in result.notes:
         run.out.warning(note)
     run.out.result(result.to_json(), human=lambda: _show_fusion(run, result))
 
 
 def _measured(run: Run, shape: str | None, options: FusionOptions, events: Events) -> FusionBench:
+    from kvtool.bench.fusion import bench_shape, bench_store
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.fusion import bench_shape, bench_store
 
     if shape is not None:
         wanted = run.get(ModelOptions)
@@ -157,14 +154,8 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Event
         return bench_store(store, session, options, events)
 
 
-def _draw(result: FusionBench, path: Path) -> None:
-    from kvtool.lab.charts.fusion import fusion_chart
-
-    path.write_text(fusion_chart(result), encoding="utf-8")
-
-
 def _show_fusion(run: Run, result: FusionBench) -> None:
-    from kvtool.lab.charts.fusion import fusion_notes, fusion_tables
+    from kvtool.bench.fusion import fusion_notes, fusion_tables
 
     for table in fusion_tables(result):
         run.out.table(table.head, table.rows, title=table.title)
@@ -190,7 +181,7 @@ def decode(run: Run) -> None:
     """
     import torch
 
-    from kvtool.lab.bench.decode import DecodeOptions, bench_decode
+    from kvtool.bench.decode import DecodeOptions, bench_decode
 
     wanted = run.get(DecodeBenchOptions)
     if wanted.threads is not None:
@@ -205,11 +196,11 @@ def decode(run: Run) -> None:
 
 
 def _decoder(run: Run, shape: str | None) -> Decoder:
+    from kvtool.bench.shapes import build_shape
     from kvtool.core.checkpoint.hub import resolve
     from kvtool.core.checkpoint.load import load_model
     from kvtool.core.kernels.linear.onednn import pack_weights
     from kvtool.core.model.decoder import Decoder
-    from kvtool.lab.bench.shapes import build_shape
 
     wanted = run.get(ModelOptions)
     run.out.doing(f"loading {shape or wanted.model or PACKAGED}")

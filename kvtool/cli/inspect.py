@@ -1,10 +1,10 @@
-"""`kvtool inspect`: the store at a glance, and one command for each report in `kvtool/lab/reports`."""
+"""`kvtool inspect`: the store at a glance, and one command for each report in `kvtool/reports`."""
 
 from __future__ import annotations
 
 import inspect as signatures
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 import typer.main
@@ -15,11 +15,8 @@ from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_stor
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.lab.reports import REPORTS, load_report
-from kvtool.lab.reports.report import Desk, Findings, PageOptions, Quote, Report
-
-if TYPE_CHECKING:
-    from kvtool.lab.charts.page import Table
+from kvtool.reports import REPORTS, load_report
+from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
@@ -36,7 +33,7 @@ class Reports(LazyGroup):
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take flags that stand before the report's name as the report's own."""
+        """Move flags before the report's name behind it."""
         return super().parse_args(ctx, self._name_first(args))
 
     def _name_first(self, args: list[str]) -> list[str]:
@@ -62,7 +59,7 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """Make the command of a report: its options, and what stands behind its name."""
+    """Make the command of a report: its options, and the argument after its name."""
 
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
@@ -85,35 +82,35 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    """Make a report, write its page, tell it."""
+    """Make a report, write its page, show it."""
     page = run.get(PageOptions)  # refused before anything is computed
     with open_any_store(run) as store, JobView(run) as view:
-        findings = report.find(Desk(store, run.resolved, view.events, about))
+        result = report.find(ReportContext(store, run.resolved, view.events, about))
         if page.wanted:
-            _write(run, page, findings)
-    run.out.result(findings.value, human=lambda: _tell(run, findings.told))
-    return findings.exit_code or None
+            _write(run, page, result)
+    run.out.result(result.value, human=lambda: _show(run, result.summary))
+    return result.exit_code or None
 
 
-def _tell(run: Run, told: Sequence[str | Quote | Table]) -> None:
-    for part in told:
+def _show(run: Run, summary: Sequence[Shown]) -> None:
+    for part in summary:
         if isinstance(part, str):
             run.out.prose(part)
         elif isinstance(part, Quote):
             run.out.quote(part.text)
         else:
-            run.out.table(part.head, part.rows)
+            run.out.table(part.head, part.rows, part.title)
 
 
-def _write(run: Run, options: PageOptions, findings: Findings) -> None:
-    """Write the page, and the figures by themselves. Raises KvtoolError where they cannot be written."""
-    from kvtool.lab.charts.page import figure_files, page
+def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
+    """Write the page, and the figures as files. Raises KvtoolError if one cannot be written."""
+    from kvtool.reports.page import figure_files, page
 
-    title, sections = findings.title, findings.page_sections
+    title, sections = result.title, result.page_sections
     files = []
     if options.html is not None:
-        shown = f"{title}, {findings.subtitle}" if findings.subtitle else title
-        files.append((options.html, page(shown, findings.facts, sections)))
+        shown = f"{title}, {result.subtitle}" if result.subtitle else title
+        files.append((options.html, page(shown, result.facts, sections)))
     if options.figures is not None:
         files += [(options.figures / name, figure) for name, figure in figure_files(title, sections)]
     for path, text in files:

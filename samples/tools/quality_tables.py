@@ -4,7 +4,7 @@
 
 For each file a table of its runs, and one of all questions together, of the runs that every file has. Then what the
 default loses against `full`, those questions apart that `full` answers rightly and wrongly, and what the rules of
-`--halves` choose. Brackets hold 95 % intervals of 10,000 bootstrap resamples, drawn in pairs, question by question. Of
+`--holdout` choose. Brackets hold 95 % intervals of 10,000 bootstrap resamples, drawn in pairs, question by question. Of
 a file only the questions count that every one of its runs has answered.
 """
 
@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.evaluate.measures import numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.lab.measure.halves import halves
-from kvtool.lab.measure.intervals import interval
-from kvtool.lab.measure.quality import summarise
-from kvtool.lab.measure.trial import NO_CONTEXT
+from kvtool.reports.intervals import interval
+from kvtool.reports.report import NO_CONTEXT
+from kvtool.reports.summary import holdout, summarise
 
 ALL = "all together"
 RUN_HEAD = (
@@ -45,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sets", nargs="+", metavar="NAME=FILE", help="what --resume has kept, and how it is called")
     parser.add_argument("--default", default="union:0.15", help="the run that is held against full (union:0.15)")
-    parser.add_argument("--max-kl", type=float, default=0.05, help="as for `inspect quality --halves` (0.05)")
+    parser.add_argument("--max-kl", type=float, default=0.05, help="as for `inspect quality --holdout` (0.05)")
     options = parser.parse_args()
     sets = {name: whole(read(Path(path))) for name, _, path in (text.partition("=") for text in options.sets)}
     chosen = [cells for name, rows in sets.items() for cells in half_cells(name, rows, options.max_kl)]
@@ -114,7 +113,7 @@ def loss_cells(name: str, rows: Rows, default: str) -> Iterator[str]:
 
 
 def half_cells(name: str, rows: Rows, max_kl: float) -> Iterator[Sequence[str]]:
-    found = halves(rows, max_kl)
+    found = holdout(rows, max_kl)
     for rule in found["rules"] if found else ():
         held = rule["held_out"]
         numbers = (str(held["count"]), *(told(held, key) for key in HELD)) if held else ("",) * (1 + len(HELD))

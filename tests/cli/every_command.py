@@ -69,9 +69,9 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             ),
             "inspect quality": (
                 *("inspect", "quality", *here, "--batch", good, "--runs", "reuse,epic:4"),
-                *("--no-context", "--halves", "--json"),
+                *("--no-context", "--holdout", "--json"),
             ),
-            "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--halves", "--json"),
+            "eval": ("eval", good, *here, "--runs", "reuse,epic:4", "--no-context", "--holdout", "--json"),
             "eval --make": ("eval", folder / "made.jsonl", "--make", "1", *here, "--json"),
             "inspect deviation": ("inspect", "deviation", QUESTION, *here, "--json"),
             "inspect sparsity": ("inspect", "sparsity", "--batch", good, *here, "--json"),
