@@ -50,14 +50,14 @@ def mcp(run: Run) -> None:
 
 def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
     from kvtool import __version__
-    from kvtool.core.agent.key import key_file, read_key
-    from kvtool.core.agent.listening import serve_http, serve_stdio
+    from kvtool.core.agent.options import read_key
+    from kvtool.core.agent.server import serve_http, serve_stdio
 
     run.out.idle()
     if not options.http:
         serve_stdio(tools, __version__)
         return
-    path = key_file(options.key_file)
+    path = options.key_path
     key = read_key(path)
     if not is_loopback(options.host):
         run.out.warning(f"{options.host} may be reached by others, and the key travels as it is", "put TLS before it")

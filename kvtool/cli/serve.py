@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import Out, OutputClosed
-from kvtool.core.agent.key import read_key
+from kvtool.core.agent.options import read_key
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import escaped
@@ -24,7 +24,6 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.beside import listen, socket_path
-from kvtool.serve.key import key_file
 from kvtool.serve.options import ACCESS, ServeOptions
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class ServeFlags(Options, settings=False):
 def serve(run: Run) -> None:
     """Answer over HTTP, with the API of OpenAI."""
     options = run.get(ServeOptions)
-    file = key_file(options.key_file)
+    file = options.key_path
     if run.get(ServeFlags).show_key:
         key = read_key(file)
         run.out.result({"key": key, "path": str(file)}, human=lambda: run.out.print(key))

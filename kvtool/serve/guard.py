@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import URL, Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtool.serve.key import is_key
+from kvtool.core.agent.options import is_key
 from kvtool.serve.options import ANY_ORIGIN
 from kvtool.serve.wire import Refusal, refused
 

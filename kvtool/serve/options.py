@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvtool.core.common.places import data_dir
 from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
@@ -104,6 +105,11 @@ class ServeOptions(Options, sections=("serve",)):
     request_log: Path | None = option(
         None, "Write one line per request to this file.", group=LIMITS, metavar="FILE", unit="path", instead="stdout"
     )
+
+    @property
+    def key_path(self) -> Path:
+        """Return the path of the key's file."""
+        return self.key_file or data_dir() / "serve.key"
 
     @property
     def is_local(self) -> bool:

@@ -22,13 +22,13 @@ _LONG = 120  # seconds: other tests run beside this one
 _READING = """
 import sys
 from pathlib import Path
-import kvtool.cli.mcp, kvtool.core.agent.listening
+import kvtool.cli.mcp, kvtool.core.agent.server
 from kvtool.core.agent.tools import Tools
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 tools = Tools(Path(sys.argv[1]), ModelOptions(), QueryOptions(), (), lambda text, hint: None)
 found = tools.search(sys.argv[2]).chunks[0]
-assert tools.read(found.id).chunks and tools.status().documents and tools.shelf.text(found.source)
+assert tools.read(found.id).chunks and tools.status().documents and tools.text(found.source)
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
 _PING = {"jsonrpc": "2.0", "id": 1, "method": "ping"}

@@ -1,4 +1,4 @@
-"""Crews for tests: one whose first worker is killed, and one that is in this process and can be stopped."""
+"""Pools of actors for tests: one whose first worker is killed, and one that is in this process and can be stopped."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 
 import kvtool
-from kvtool.core.crew.crew import Crew
-from kvtool.core.crew.parcel import packed
-from kvtool.core.crew.worker import Worker
+from kvtool.core.crew.actor_pool import ActorPool, Worker, serialize
 
 WORKERS = ("--ray", "local", "--ray-workers", "2")
 
@@ -20,27 +18,27 @@ WORKERS = ("--ray", "local", "--ray-workers", "2")
 def killing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kill the first worker before the first result of its work is taken; lists who was killed."""
     killed: list[int] = []
-    plain = Crew.next
+    plain = ActorPool.next
 
-    def take(self: Crew) -> Any:
+    def take(self: ActorPool) -> Any:
         if hasattr(self, "facts") and not killed:
             killed.append(self.facts[0].pid)
             os.kill(killed[0], signal.SIGKILL)
         return plain(self)
 
-    monkeypatch.setattr(Crew, "next", take)
+    monkeypatch.setattr(ActorPool, "next", take)
     return killed
 
 
 class Backwards:
-    """A crew in this process, of which the last piece of work is done first; Ctrl-C comes after so many."""
+    """A pool in this process, of which the last piece of work is done first; Ctrl-C comes after so many."""
 
     size = 2
 
     def __init__(self, make: Callable[[Any], Any], recipe: Any, most: int) -> None:
-        self._worker, self._most = Worker(kvtool.__version__, packed((make, recipe)), 0), most
+        self._worker, self._most = Worker(kvtool.__version__, serialize((make, recipe)), 0), most
         self._under_way: list[tuple[str, Any, tuple[Any, ...]]] = []
-        self.facts = [self._worker.do("facts", packed(())) for _ in range(self.size)]
+        self.facts = [self._worker.do("facts", serialize(())) for _ in range(self.size)]
         self.is_closed = False
 
     @property
@@ -59,19 +57,19 @@ class Backwards:
             raise KeyboardInterrupt
         self._most -= 1
         what, key, given = self._under_way.pop()
-        return key, self._worker.do(what, packed(given))
+        return key, self._worker.do(what, serialize(given))
 
     def close(self) -> None:
         self.is_closed = True
 
 
 def backwards(monkeypatch: pytest.MonkeyPatch, where: str, most: int) -> list[Backwards]:
-    """Have a module of a job take such crews; lists them."""
+    """Have a module of a job take such pools; lists them."""
     crews: list[Backwards] = []
 
     def crew(options: object, make: Callable[[Any], Any], recipe: Any, **more: object) -> Backwards:
         crews.append(Backwards(make, recipe, most))
         return crews[-1]
 
-    monkeypatch.setattr(f"{where}.Crew", crew)
+    monkeypatch.setattr(f"{where}.ActorPool", crew)
     return crews

@@ -18,12 +18,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtool.cli.out import Out
 from kvtool.cli.serve import warning_to
-from kvtool.core.agent.key import read_key
+from kvtool.core.agent.options import is_key, read_key
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.facts import Facts, facts_of
 from kvtool.serve.guard import Patience
-from kvtool.serve.key import is_key, key_file
 from kvtool.serve.noting import Noted
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
@@ -117,7 +116,7 @@ def test_no_server_that_anybody_could_use() -> None:
 
 
 def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
-    path = key_file(None)
+    path = ServeOptions().key_path
     key = read_key(path)
     assert read_key(path) == key
     assert len(key) > 40

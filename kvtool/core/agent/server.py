@@ -1,23 +1,32 @@
-"""The tools and resources of the Model Context Protocol, by its official library (modelcontextprotocol.io)."""
+"""Server of the Model Context Protocol, by its official library (modelcontextprotocol.io), over stdio or HTTP."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import socket
 from base64 import b64decode, urlsafe_b64encode
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any, TypeVar
 from urllib.parse import quote
 
+import anyio
 import anyio.to_thread
+import uvicorn
+from mcp.server.auth.provider import AccessToken
+from mcp.server.auth.settings import AuthSettings
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceNotFoundError, ToolError
 from mcp.server.mcpserver.resources import ResourceSecurity
+from mcp.server.transport_security import TransportSecuritySettings
 from mcp.shared.exceptions import MCPError
 from mcp_types import INVALID_PARAMS, ListResourcesResult, PaginatedRequestParams, Resource, ToolAnnotations
+from pydantic import AnyHttpUrl
 
+from kvtool.core.agent.options import AgentOptions, is_key
 from kvtool.core.agent.tools import Tools
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, UsageError
 
 LISTED = 1000  # documents on a page of the resources
 _TEMPLATE = "kvtool://document/{source}"
@@ -29,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StoreServer(MCPServer[Any]):
-    """A server whose resources are the documents that the store holds when it is asked."""
+    """Server whose resources are the documents of the store at the time of a request."""
 
     def __init__(self, tools: Tools, version: str, **security: Any) -> None:
         super().__init__("kvtool", instructions=_ABOUT, version=version, log_level="ERROR", **security)
@@ -43,7 +52,7 @@ class StoreServer(MCPServer[Any]):
             )
             self._add(tools.ingest, changing)
         by_name = ResourceSecurity(exempt_params={"source"})  # a name in the store, never opened as a path
-        # the library's own handler knows no pages
+        # the library's own handler has no pages
         self._lowlevel_server.add_request_handler("resources/list", PaginatedRequestParams, self._listed)
         self.resource(_TEMPLATE, name="document", description="The text of a document.", security=by_name)(self._text)
 
@@ -51,10 +60,10 @@ class StoreServer(MCPServer[Any]):
         self.add_tool(_explained(tool), description=inspect.getdoc(tool), annotations=hints, structured_output=True)
 
     async def _listed(self, context: Any, params: PaginatedRequestParams) -> ListResourcesResult:
-        """A page of the documents by name. Its cursor is the last name: what comes or goes meanwhile shifts no page."""
+        """Return a page of documents by name. Its cursor is the last name, so no change of the store shifts a page."""
         after = _name_of(params.cursor) if params.cursor is not None else ""
         try:
-            sources = await anyio.to_thread.run_sync(self._tools.shelf.sources, after, LISTED + 1)
+            sources = await anyio.to_thread.run_sync(self._tools.sources, after, LISTED + 1)
         except KvtoolError:  # no store yet
             sources = []
         page = sources[:LISTED]
@@ -65,13 +74,13 @@ class StoreServer(MCPServer[Any]):
 
     def _text(self, source: str) -> str:
         try:
-            return self._tools.shelf.text(source)
+            return self._tools.text(source)
         except KvtoolError as error:
             raise ResourceNotFoundError(_words(error)) from error
 
 
 def uri_of(source: str) -> str:
-    """The URI of a document."""
+    """Return the URI of a document."""
     return _TEMPLATE.replace("{source}", quote(source, safe=""))
 
 
@@ -89,7 +98,7 @@ def _name_of(cursor: str) -> str:
 
 
 def _explained(tool: F) -> F:
-    """A tool whose errors reach the model in words, so that it can do better."""
+    """Wrap a tool: the model reads the message and hint of an error."""
 
     @functools.wraps(tool)
     def call(**arguments: Any) -> Any:
@@ -104,3 +113,66 @@ def _explained(tool: F) -> F:
 
 def _words(error: KvtoolError) -> str:
     return f"{error.message} ({error.hint})" if error.hint else error.message
+
+
+PATH = "/mcp"
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_GRACE_S = 5  # for calls that run when the server is ended
+
+
+def serve_stdio(tools: Tools, version: str) -> None:
+    """Serve one client over stdin and stdout until it closes them. Other writers to stdout go to stderr meanwhile."""
+    anyio.run(StoreServer(tools, version).run_stdio_async)
+
+
+def serve_http(tools: Tools, version: str, options: AgentOptions, key: str, told: Callable[[str], None]) -> None:
+    """Serve clients that send the key, until a signal. `told` is called with the URL.
+
+    Requests have to name this server as their host, or one of `allow_host`, so that no web page can reach it under a
+    name of its own.
+
+    Raises
+    ------
+    UsageError : the address cannot be listened to.
+    """
+    with closing(_listening(options.host, options.port)) as listener:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        url = f"http://{host}:{listener.getsockname()[1]}"
+        server = StoreServer(
+            tools,
+            version,
+            token_verifier=_Key(key),
+            auth=AuthSettings(issuer_url=AnyHttpUrl(url), resource_server_url=None),
+        )
+        app = server.streamable_http_app(streamable_http_path=PATH, transport_security=_security(host, options))
+        config = uvicorn.Config(
+            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
+        )
+        told(url + PATH)
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+class _Key:
+    """Verifier of the key that clients send."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    async def verify_token(self, token: str) -> AccessToken | None:
+        """See `TokenVerifier` of the library."""
+        return AccessToken(token=token, client_id="kvtool", scopes=[]) if is_key(token, self._key) else None
+
+
+def _security(host: str, options: AgentOptions) -> TransportSecuritySettings:
+    names = [name for each in (*_LOOPBACK, host, *options.allow_host) for name in (each, f"{each}:*")]
+    origins = [f"{scheme}://{name}" for name in names for scheme in ("http", "https")]
+    return TransportSecuritySettings(allowed_hosts=names, allowed_origins=origins)
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"cannot listen to {host}, port {port}: {why}", "choose another --port or --host") from error

@@ -1,23 +1,126 @@
-"""The tools of an agent, as plain functions of a store."""
+"""Tools of an agent, as plain functions of a store.
+
+The library makes the schema that clients see from the result classes, and the descriptions from the docstrings.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from heapq import nsmallest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvtool.core.agent.results import Answer, Excerpt, Found, Ingested, Status, Stretch
-from kvtool.core.agent.shelf import Shelf
 from kvtool.core.api import Cache
 from kvtool.core.common.types import Warn
 from kvtool.core.corpus.ignoring import Roots
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.since import changes
+from kvtool.core.remote.opening import open_store
+from kvtool.core.retrieval.finder import Finder
+from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
+from kvtool.core.session.identity import known_result, store_identity
+from kvtool.core.upkeep.inventory import sizes_of
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
 
 MOST_CHUNKS = 50  # that one call may ask for
+# The result classes have no slots, which would look like defaults in the schema.
+
+
+@dataclass(frozen=True)
+class Excerpt:
+    """A chunk of a document.
+
+    Attributes
+    ----------
+    id : of the chunk, in hex; `read` and `answer` take it.
+    place : `file:line` where the chunk begins.
+    score : how well it matches, the best match of words alone is 1; None where nothing was searched for.
+    since_ingest : `changed` or `gone` where the file is no longer what was ingested, so the text may be out of date.
+    origin : the pack, store or signer that the document came from; empty for one that was ingested here.
+    """
+
+    id: str
+    place: str
+    source: str
+    text: str
+    score: float | None = None
+    since_ingest: str = ""
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The chunks that match a question, best first."""
+
+    chunks: list[Excerpt]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """A chunk with its neighbours, in the order of their document; `first` and `of` count its chunks from 1."""
+
+    source: str
+    first: int
+    of: int
+    chunks: list[Excerpt]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the store's own model, and the chunks that it is based on.
+
+    Attributes
+    ----------
+    finish : how the answer ended: stop, length (cut off at the longest allowed) or repeat (it began to repeat itself).
+    sources : the chunks of the prompt, best first.
+    fusion : the mode by which stored keys and values were fused.
+    tokens : of the prompt `prompt = reused + recomputed + fresh`, and `generated`.
+    ttft_ms : milliseconds from the question to the first token.
+    """
+
+    answer: str
+    finish: str
+    sources: list[Excerpt]
+    fusion: str
+    tokens: dict[str, int]
+    ttft_ms: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """Contents of the store, and its model; `gate`: whether its fused answers may be trusted, None: not tested."""
+
+    store: str
+    documents: int
+    chunks: int
+    tokens: int
+    bytes: int
+    levels: list[str]
+    model: str
+    lead_in: str
+    gate: bool | None
+    roots: list[str]
+
+
+@dataclass(frozen=True)
+class Ingested:
+    """Counts what an ingest did with documents; `failed` files are named in `problems`."""
+
+    added: int
+    changed: int
+    unchanged: int
+    failed: int
+    chunks_computed: int
+    problems: list[str]
 
 
 class Tools:
@@ -34,13 +137,14 @@ class Tools:
         self, place: Path | str, model: ModelOptions, options: QueryOptions, roots: Sequence[Path], warn: Warn
     ) -> None:
         self.roots = tuple(Path(os.path.realpath(root)) for root in roots)
-        self.shelf = Shelf(place, options, warn)
-        self._options = options
+        self._place, self._options, self._warn = place, options, warn
         self._cache = Cache(place, model, warn)
+        self._lock = threading.RLock()
+        self._open: tuple[Store, Finder] | None = None
 
     def close(self) -> None:
-        """Let go of the model and the store."""
-        self.shelf.close()
+        """Close the model and the store."""
+        self._close_store()
         self._cache.close()
 
     def search(self, question: str, top_k: int | None = None, only: list[str] | None = None) -> Found:
@@ -52,7 +156,12 @@ class Tools:
         top_k : how many chunks; the server's default where it is left out.
         only : globs; only documents whose path, or the end of it, matches one of them.
         """
-        return self.shelf.search(question, self._count("top_k", top_k, self._options.top_k, 1), only or [])
+        count = self._count("top_k", top_k, self._options.top_k, 1)
+        options = replace(self._options, only=tuple(only or self._options.only))
+        with self._reading() as (store, finder):
+            hits = finder.find(question, count, options.retrieval).hits
+            since = changes(store, [hit.passage.source for hit in hits])
+            return Found([_excerpt(store, hit.passage, since, hit) for hit in hits])
 
     def read(self, chunk: str, before: int = 1, after: int = 1) -> Stretch:
         """Read a chunk with its neighbours in the document.
@@ -63,7 +172,16 @@ class Tools:
         before : how many chunks before it.
         after : how many chunks behind it.
         """
-        return self.shelf.read(chunk, self._count("before", before, 1), self._count("after", after, 1))
+        before, after = self._count("before", before, 1), self._count("after", after, 1)
+        with self._reading() as (store, finder):
+            passage, *_ = finder.places.of_chunks(chunk)
+            document = store.document(passage.source)
+            passages = passages_in(document) if document is not None else [passage]
+            first = max(0, passage.index - before)
+            chosen = passages[first : passage.index + after + 1]
+            since = changes(store, [passage.source])
+            excerpts = [_excerpt(store, each, since) for each in chosen]
+            return Stretch(passage.source, first + 1, len(passages), excerpts)
 
     def answer(
         self,
@@ -103,7 +221,18 @@ class Tools:
 
     def status(self) -> Status:
         """Tell what the store holds, for which model, and what may be ingested into it."""
-        return self.shelf.status(self.roots)
+        with self._reading() as (store, _):
+            stats, identity = sizes_of(store), store_identity(store)
+            verdict = known_result(store, identity.fingerprint)
+            return Status(
+                store=str(self._place),
+                **{name: stats[name] for name in ("documents", "chunks", "tokens", "bytes")},
+                levels=sorted(stats["levels"]),
+                model=identity.model,
+                lead_in=identity.lead_in.mode,
+                gate=None if verdict is None else verdict.passed,
+                roots=[str(root) for root in self.roots],
+            )
 
     def ingest(self, paths: list[str]) -> Ingested:
         """Read files and folders into the store, so that they are found from then on; only what changed is computed.
@@ -125,6 +254,48 @@ class Tools:
             + report.warnings,
         )
 
+    # ---- resources ----
+
+    def sources(self, after: str, count: int) -> list[str]:
+        """List at most `count` names of documents in order, from the first one after a name."""
+        with self._reading() as (store, _):
+            return nsmallest(count, (source for source in store.sources() if source > after))
+
+    def text(self, source: str) -> str:
+        """Return the text of a document by its exact name. Raises UsageError if the store has no such document."""
+        with self._reading() as (store, _):
+            document = store.document(source)
+            if document is None:
+                raise UsageError(f"document {source!r} is not in the store", "the resources list the documents")
+            return document.text
+
+    # ---- the store ----
+
+    @contextmanager
+    def _reading(self) -> Iterator[tuple[Store, Finder]]:
+        """Read one state of the store. It is opened at its first use, and again where another store has replaced it."""
+        with self._lock:
+            store, finder = self._opened()
+            with store.view():
+                yield store, finder
+
+    def _opened(self) -> tuple[Store, Finder]:
+        if self._open is not None:
+            try:
+                self._open[0].follow()
+            except StoreFormatError:  # replaced by another store
+                self._close_store()
+        if self._open is None:
+            store = open_store(self._place, warn=self._warn)
+            self._open = store, Finder(store, self._warn)
+        return self._open
+
+    def _close_store(self) -> None:
+        with self._lock:
+            if self._open is not None:
+                self._open[0].close()
+                self._open = None
+
     def _below_a_root(self, path: str, roots: Roots) -> Path:
         """The real path of what is to be read. Raises UsageError where it is not below a root."""
         try:
@@ -145,3 +316,11 @@ class Tools:
         if not lowest <= number <= MOST_CHUNKS:
             raise UsageError(f"{name}: {number} is not between {lowest} and {MOST_CHUNKS}", "ask for fewer")
         return number
+
+
+def _excerpt(store: Store, passage: Passage, since: Mapping[str, str], hit: Hit | None = None) -> Excerpt:
+    place, text = place_and_text(store, passage)
+    score = None if hit is None else round(hit.score, 4)
+    source = passage.source
+    origin = store.origin_of(source)
+    return Excerpt(passage.chunk_id.hex(), place.behind(source), source, text, score, since[source], origin)

@@ -59,9 +59,9 @@ def compress(
     """
     levels = check_levels(options)
     if options.ray:
-        from kvtool.core.crew.cluster import check_there
+        from kvtool.core.crew.actor_pool import check_reachable
 
-        check_there(options.ray)  # before anything is fitted or measured
+        check_reachable(options.ray)  # before anything is fitted or measured
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
         fits = options.fit or (options.profile is None and _needs_profile(levels) and not _has_profile(store))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import MAX_LOSS, SHARES, WHOLE
-from kvtool.core.crew.options import CrewOptions
+from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import option
@@ -18,7 +18,7 @@ LEVEL, PROFILE = "Level", "Profile of the codec"  # headings in the command's he
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompressOptions(ModelOptions, CrewOptions, LockOptions, settings=False):
+class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
     """Options of what is encoded, and how.
 
     Attributes

@@ -8,7 +8,7 @@ from kvtool.core.compress.encoding import Task
 from kvtool.core.compress.far_encoder import FarEncoder, Recipe
 from kvtool.core.compress.hands import Done, Plan, Read
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.crew.crew import Crew
+from kvtool.core.crew.actor_pool import ActorPool
 
 BATCH_BYTES = 32 * 2**20  # of exact records that go to a worker at once; more where a single chunk has more
 
@@ -18,13 +18,13 @@ class RaysHands:
 
     Raises
     ------
-    KvtoolError, UsageError : see Crew, which there is from the first chunk on.
+    KvtoolError, UsageError : see ActorPool, which there is from the first chunk on.
     """
 
     def __init__(self, read: Read, profile: Profile | None, options: CompressOptions, warn: Warn) -> None:
         self._read, self._options, self._warn = read, options, warn
         self._recipe = Recipe(b"" if profile is None else profile.data)
-        self._crew: Crew | None = None
+        self._crew: ActorPool | None = None
         self._plans: list[Plan] = []
         self._tasks: list[Task] = []
 
@@ -46,7 +46,7 @@ class RaysHands:
     def give(self, plan: Plan) -> None:
         """See Hands."""
         if self._crew is None:
-            self._crew = Crew(self._options, FarEncoder, self._recipe, device="cpu", warn=self._warn)
+            self._crew = ActorPool(self._options, FarEncoder, self._recipe, device="cpu", warn=self._warn)
         self._plans.append(plan)
         self._tasks.append(self._read(plan))
         if sum(task.size for task in self._tasks) >= BATCH_BYTES:
@@ -65,7 +65,7 @@ class RaysHands:
         if self._crew is not None:
             self._crew.close()
 
-    def _hand_over(self, crew: Crew) -> None:
+    def _hand_over(self, crew: ActorPool) -> None:
         plans, tasks = self._plans, self._tasks
         self._plans, self._tasks = [], []
         crew.submit("chunks", plans, tasks)

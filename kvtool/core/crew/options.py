@@ -12,7 +12,7 @@ LOCAL, AUTO = "local", "auto"  # auto: the cluster that this machine is part of
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrewOptions(Options):
+class RayOptions(Options):
     """Options that select the workers."""
 
     ray: str | None = option(

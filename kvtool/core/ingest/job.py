@@ -95,9 +95,9 @@ def _preview(path: Path, options: IngestOptions, events: Events, reading: Readin
 def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
     """Make a store only for something: a mistyped path, model or address leaves none behind."""
     if options.ray:
-        from kvtool.core.crew.cluster import check_there
+        from kvtool.core.crew.actor_pool import check_reachable
 
-        check_there(options.ray)
+        check_reachable(options.ray)
     first = _Job(path, None, options, events, reading, kept) if is_new(path) else None
     if first is not None:
         first.stream.begin()

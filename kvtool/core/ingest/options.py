@@ -13,7 +13,7 @@ from kvtool.core.codec.levels import WHOLE
 from kvtool.core.corpus.commands import commands_of, complaint
 from kvtool.core.corpus.shard import complaint as shard_complaint
 from kvtool.core.corpus.split import METHODS, SplitSettings
-from kvtool.core.crew.options import CrewOptions
+from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, system_option
 from kvtool.core.options.option import option
@@ -42,7 +42,7 @@ def _check_lead_in(value: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class IngestOptions(ModelOptions, CrewOptions, LockOptions, sections=("ingest",)):
+class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",)):
     """Options of what to ingest, and how; None means: as the store has it, else the default.
 
     Attributes

@@ -10,7 +10,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.sizes import counted
-from kvtool.core.crew.crew import Crew
+from kvtool.core.crew.actor_pool import ActorPool
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.far_maker import Computed, Facts, FarMaker, Recipe
@@ -28,7 +28,7 @@ def far_storer(
 
     Raises
     ------
-    KvtoolError, UsageError, ModelError : see Crew and FarMaker.
+    KvtoolError, UsageError, ModelError : see ActorPool and FarMaker.
     DamagedError : the codec profile is lost.
     """
     identity, level = choices.identity, level_of(options.level)
@@ -41,7 +41,7 @@ def far_storer(
         level.of_prefix,
         b"" if profile is None else profile.data,
     )
-    crew = Crew(options, FarMaker, recipe, device=options.device, warn=account.warn)
+    crew = ActorPool(options, FarMaker, recipe, device=options.device, warn=account.warn)
     facts: Facts = crew.facts[0]
     ways = " and ".join(dict.fromkeys(f"{each.dtype} on {each.device}" for each in crew.facts))
     account.events.status(f"{facts.model} in {ways}, {counted(crew.size, 'worker')} of Ray")
@@ -63,7 +63,7 @@ class RayStorer(Storer):
     """Hands batches to a crew. A file is committed when all of its chunks are there, in whatever order they come, so a
     run that ends in the middle leaves whole files."""
 
-    def __init__(self, writer: Writer, account: Account, crew: Crew) -> None:
+    def __init__(self, writer: Writer, account: Account, crew: ActorPool) -> None:
         facts: Facts = crew.facts[0]
         super().__init__(account, facts.device, facts.context, facts.lead_in)
         self._writer, self._crew = writer, crew

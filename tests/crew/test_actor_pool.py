@@ -1,4 +1,4 @@
-"""What a cluster has not, or its workers have not, is refused in words."""
+"""Refusals of clusters that lack workers, Ray or kvtool."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.crew.cluster import check_there, connected, share_of
-from kvtool.core.crew.crew import Crew
-from kvtool.core.crew.options import CrewOptions
-from kvtool.core.crew.worker import Worker
+from kvtool.core.crew.actor_pool import ActorPool, Worker, check_reachable, connected, share_of
+from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 
@@ -38,7 +36,7 @@ def test_workers_that_nobody_asks_for_are_refused() -> None:
 def test_an_address_without_a_cluster_is_told_soon() -> None:
     for address in ("127.0.0.1:1", "nonsense:xx", "[::1"):
         with pytest.raises(KvtoolError, match="does not answer") as told:
-            check_there(address)
+            check_reachable(address)
         assert "--ray local" in told.value.hint
 
 
@@ -67,7 +65,7 @@ def test_sigterm_stays_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_ray_the_line_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(KvtoolError, match="needs the package ray") as told:
-        check_there("local")
+        check_reachable("local")
     assert told.value.hint == "pip install 'kvtool[ray]'"
 
 
@@ -83,7 +81,9 @@ def test_workers_that_cannot_import_kvtool(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     said: list[str] = []
     with pytest.raises(KvtoolError, match=r"cannot run kvtool .*No module named 'kvtool'") as told:
-        Crew(CrewOptions(ray="local", ray_workers=1), dict, {}, device="cpu", warn=lambda text, hint: said.append(text))
+        ActorPool(
+            RayOptions(ray="local", ray_workers=1), dict, {}, device="cpu", warn=lambda text, hint: said.append(text)
+        )
     assert "install this version" in told.value.hint
     assert said == []
 
