@@ -1,4 +1,4 @@
-"""Speed of the codec on a store's own chunks, with a copy and zstandard in the same run."""
+"""Codec speed on a store's own chunks, with a copy and zstandard in the same run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,48 +44,6 @@ _LEAST_SECONDS = 0.25  # of a measurement
 Job = Callable[[], Any]
 
 
-@dataclass(frozen=True, slots=True)
-class CodecRow:
-    """A measurement of the codec.
-
-    Attributes
-    ----------
-    threads : of kvtool; torch and every other library has one in each.
-    gb_per_s : raw 16-bit bytes of K and V, 10^9 a second, wall time: the median of the rounds.
-    bits_per_element : all bytes of the records, their headers and digests included.
-    raw_bytes, bytes : of the numbers, at 16 bit, and of what they are encoded to.
-    """
-
-    what: str
-    level: str | None
-    threads: int
-    gb_per_s: float
-    bits_per_element: float | None
-    raw_bytes: int
-    bytes: int | None
-    batch: str
-    note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class CodecBench:
-    """All rows, and what they were measured on."""
-
-    rows: tuple[CodecRow, ...]
-    backend: str
-    cores: int
-    host: Host
-    tokens: int
-    chunks: int
-    repeat: int
-    model: str
-    profile: str | None  # digest; None: one was fitted to these chunks
-    decoded_to: str
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
 def bench_codec(
     store: Store,
     tokens: int,
@@ -93,12 +51,16 @@ def bench_codec(
     threads: int | None = None,
     events: Events | None = None,
     dtype: str = "auto",
-) -> CodecBench:
+) -> dict[str, Any]:
     """Measure with one thread and with `threads` (None: one a core), after one round that is not counted.
 
     Parameters
     ----------
     dtype : what lossy records are decoded to; `auto`: the store's own, as a query takes it.
+
+    Returns
+    -------
+    The JSON of `bench codec`. `profile`: its digest; None: one was fitted to these chunks. `rows`: see `Task.row`.
 
     Raises
     ------
@@ -118,18 +80,18 @@ def bench_codec(
         with ThreadPoolExecutor(most) as pool:
             tasks = all_tasks(sample, used, pool)
         rows = list(_rows(tasks, repeat, tuple(dict.fromkeys((1, most))), events))
-    return CodecBench(
-        rows=tuple(rows),
-        backend=coder.chosen(),
-        cores=cores(),
-        host=Host.here(most),
-        tokens=sample.tokens,
-        chunks=len(sample.chunks),
-        repeat=repeat,
-        model=identity.model,
-        profile=profile.digest.hex() if profile is not None else None,
-        decoded_to=NAMES[sample.decoded],
-    )
+    return {
+        "rows": rows,
+        "backend": coder.chosen(),
+        "cores": cores(),
+        "host": Host.here(most).to_json(),
+        "tokens": sample.tokens,
+        "chunks": len(sample.chunks),
+        "repeat": repeat,
+        "model": identity.model,
+        "profile": profile.digest.hex() if profile is not None else None,
+        "decoded_to": NAMES[sample.decoded],
+    }
 
 
 @contextmanager
@@ -142,8 +104,8 @@ def _one_torch_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _rows(tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], events: Events) -> Iterator[CodecRow]:
-    """Every task once a round, so that a slow moment of the machine meets all of them."""
+def _rows(tasks: Sequence[Task], repeat: int, thread_counts: Sequence[int], events: Events) -> Iterator[dict[str, Any]]:
+    """Run every task once a round, so that a slow moment of the machine meets all of them."""
     runs = [(task, count) for task in tasks for count in thread_counts]
     seconds: list[list[float]] = [[] for _ in runs]
     often = [1 for _ in runs]
@@ -192,23 +154,28 @@ class Task:
     level: str | None
     jobs: Sequence[Job]
     raw_bytes: int
-    bytes: int | None
+    bytes: int
     batch: str
     note: str = ""
 
-    def row(self, threads: int, seconds: float) -> CodecRow:
-        """Make the row of this measurement."""
-        return CodecRow(
-            what=self.what,
-            level=self.level,
-            threads=threads,
-            gb_per_s=self.raw_bytes / seconds / 1e9,
-            bits_per_element=None if self.bytes is None else 16 * self.bytes / self.raw_bytes,
-            raw_bytes=self.raw_bytes,
-            bytes=self.bytes,
-            batch=self.batch,
-            note=self.note,
-        )
+    def row(self, threads: int, seconds: float) -> dict[str, Any]:
+        """Make the JSON row of this measurement.
+
+        `threads`: of kvtool; torch and every other library has one in each. `gb_per_s`: raw 16-bit bytes of K and V,
+        10^9 a second, wall time: the median of the rounds. `bits_per_element`: of all bytes of the records, their
+        headers and digests included.
+        """
+        return {
+            "what": self.what,
+            "level": self.level,
+            "threads": threads,
+            "gb_per_s": self.raw_bytes / seconds / 1e9,
+            "bits_per_element": 16 * self.bytes / self.raw_bytes,
+            "raw_bytes": self.raw_bytes,
+            "bytes": self.bytes,
+            "batch": self.batch,
+            "note": self.note,
+        }
 
 
 def all_tasks(sample: Sample, profile: Profile, pool: ThreadPoolExecutor) -> list[Task]:

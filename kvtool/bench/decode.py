@@ -1,11 +1,11 @@
-"""Decoding of answers, token by token: each stepper's speed, its parts, and what reading the weights takes at least."""
+"""Decoding speed, token by token: each stepper, its parts, and the bytes that it has to read."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,68 +39,15 @@ class DecodeOptions:
     steppers: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepperRow:
-    """A stepper's result. `bytes_per_s`: of weights and cache; `copy_share`: of what a plain copy reads and writes."""
-
-    stepper: str
-    tokens_per_second: float
-    step_ms: float
-    step_cpu_ms: float
-    first_step_ms: float
-    bytes_per_s: float | None
-    copy_share: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class PartRow:
-    """Some operations of a token in machine code, played alone."""
-
-    part: str
-    part_ms: float
-    bytes_read: int
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeBench:
-    """All rows, and what they were measured on.
-
-    Attributes
-    ----------
-    make_ms : until the machine code of a new model was there. `isa`: the instruction set that it is made for.
-    matrices : kinds of its matrices, as their layouts are named.
-    kl_max, apart_max : of the logits of all steps, native against the model's own forward: nats, and the largest
-        difference.
-    """
-
-    model: str
-    device: str
-    dtype: str
-    context: int
-    new_tokens: int
-    host: Host
-    isa: str | None
-    make_ms: float | None
-    matrices: tuple[str, ...]
-    weights_bytes: int | None
-    kv_bytes: int
-    memcpy_bytes_per_s: float
-    kl_max: float | None
-    apart_max: float | None
-    rows: tuple[StepperRow, ...]
-    parts: tuple[PartRow, ...]
-    notes: tuple[str, ...]
-    includes: str = INCLUDES
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object of `bench decode`."""
-        value = asdict(self)
-        return {"resolved": {name: value.pop(name) for name in ("model", "device", "dtype")}} | value
-
-
 @torch.inference_mode()
-def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> DecodeBench:
+def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> dict[str, Any]:
     """Measure the steppers of a model.
+
+    Returns
+    -------
+    The JSON of `bench decode`. `make_ms`: until the machine code of a new model was there, for the instruction set
+    `isa`. `matrices`: kinds of its matrices, as their layouts are named. `kl_max`, `apart_max`: of the logits of all
+    steps, native against the model's own forward: nats, and the largest difference.
 
     Raises
     ------
@@ -121,45 +68,45 @@ def bench_decode(decoder: Decoder, options: DecodeOptions, events: Events) -> De
     memcpy = copied_bytes_per_s()
     kv_bytes = decoder.kv_bytes(options.context)
     read = None if found is None else found.weights_bytes + kv_bytes
-    parts = _parts(found, kv_bytes) if found is not None and "native" in names else ()
-    return DecodeBench(
-        model=decoder.loaded.files.ref,
-        device=decoder.device,
-        dtype=decoder.loaded.dtype,
-        context=options.context,
-        new_tokens=options.new_tokens,
-        host=Host.here(),
-        isa=None if found is None else str(found.isa),
-        make_ms=None if found is None else make_ms,
-        matrices=() if found is None else found.kinds,
-        weights_bytes=None if found is None else found.weights_bytes,
-        kv_bytes=kv_bytes,
-        memcpy_bytes_per_s=memcpy,
-        kl_max=run.kl_max,
-        apart_max=run.apart_max,
-        rows=tuple(_row(name, run.times[name], read if name == "native" else None, memcpy) for name in names),
-        parts=parts,
-        notes=tuple(notes),
-    )
+    parts = _parts(found, kv_bytes) if found is not None and "native" in names else []
+    return {
+        "resolved": {"model": decoder.loaded.files.ref, "device": decoder.device, "dtype": decoder.loaded.dtype},
+        "context": options.context,
+        "new_tokens": options.new_tokens,
+        "host": Host.here().to_json(),
+        "isa": None if found is None else str(found.isa),
+        "make_ms": None if found is None else make_ms,
+        "matrices": [] if found is None else [*found.kinds],
+        "weights_bytes": None if found is None else found.weights_bytes,
+        "kv_bytes": kv_bytes,
+        "memcpy_bytes_per_s": memcpy,
+        "kl_max": run.kl_max,
+        "apart_max": run.apart_max,
+        "rows": [_row(name, run.times[name], read if name == "native" else None, memcpy) for name in names],
+        "parts": parts,
+        "notes": notes,
+        "includes": INCLUDES,
+    }
 
 
-def _row(name: str, times: Sequence[tuple[float, float]], read: int | None, memcpy: float) -> StepperRow:
+def _row(name: str, times: Sequence[tuple[float, float]], read: int | None, memcpy: float) -> dict[str, Any]:
+    """Make a stepper's row. `bytes_per_s`: of weights and cache; `copy_share`: of what a copy reads and writes."""
     first, *later = times
     step, processor = (statistics.median(column) for column in zip(*(later or times), strict=True))
     rate = None if read is None else read / step
-    return StepperRow(
-        stepper=name,
-        tokens_per_second=1 / step,
-        step_ms=step * 1e3,
-        step_cpu_ms=processor * 1e3,
-        first_step_ms=first[0] * 1e3,
-        bytes_per_s=rate,
-        copy_share=None if rate is None else rate / (2 * memcpy),
-    )
+    return {
+        "stepper": name,
+        "tokens_per_second": 1 / step,
+        "step_ms": step * 1e3,
+        "step_cpu_ms": processor * 1e3,
+        "first_step_ms": first[0] * 1e3,
+        "bytes_per_s": rate,
+        "copy_share": None if rate is None else rate / (2 * memcpy),
+    }
 
 
 class _Run:
-    """All steps, each stepper on a cache of its own."""
+    """Steps of all steppers, each on a cache of its own."""
 
     def __init__(self, decoder: Decoder, names: Sequence[str], options: DecodeOptions) -> None:
         self._options, self._vocabulary = options, int(decoder.config.vocab_size)
@@ -195,7 +142,7 @@ def _stepper(name: str, decoder: Decoder, cache: PromptCache) -> DecodeBackend:
 
 
 def filled_cache(decoder: Decoder, options: DecodeOptions) -> PromptCache:
-    """A cache of random tokens' rows, the first ones over and over: a step takes as long whatever they are."""
+    """Make a cache of random tokens' rows, the first ones over and over: a step takes as long whatever they are."""
     count = min(options.context, _PREFILLED)
     chance = torch.Generator().manual_seed(0)
     ids = torch.randint(int(decoder.config.vocab_size), (count,), generator=chance).tolist()
@@ -209,11 +156,11 @@ def filled_cache(decoder: Decoder, options: DecodeOptions) -> PromptCache:
     return cache
 
 
-def _parts(compiled: CompiledModel, kv_bytes: int) -> tuple[PartRow, ...]:
-    """The parts of a token one by one, each over and over."""
+def _parts(compiled: CompiledModel, kv_bytes: int) -> list[dict[str, Any]]:
+    """Time the parts of a token in machine code one by one."""
     reads = {"products": compiled.weights_bytes, "attention": kv_bytes}
     times = {part: _median(partial(compiled.run_parts, kinds)) * 1e3 for part, kinds in PARTS.items()}
-    return tuple(PartRow(part, ms, reads.get(part, 0)) for part, ms in times.items())
+    return [{"part": part, "part_ms": ms, "bytes_read": reads.get(part, 0)} for part, ms in times.items()]
 
 
 def _median(work: Callable[[], object]) -> float:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
-PLAIN = "transformers sdpa"  # beside the names of modes
+PLAIN = "transformers sdpa"  # a name next to those of modes
 INCLUDES = (
     "from the question's ids to the first token's id (argmax): chunk descriptions looked up, prompt laid out, records "
     "read (warm page cache), checked, decoded, uploaded, rotated, rows selected and computed, LM head of one row; not "
@@ -80,45 +80,13 @@ class FusionOptions:
         return tuple(dict.fromkeys((PLAIN, REFERENCE, *self.modes)))
 
 
-@dataclass(frozen=True, slots=True)
-class FusionBench:
-    """All rows, and what they were measured on."""
-
-    model: str
-    shape: str | None
-    device: str
-    dtype: str
-    threads: int
-    cores: int
-    parameters: int
-    model_bytes: int
-    level: str
-    chunk_tokens: int | None  # None: the store's own
-    ratio: float
-    link_tokens: int
-    repeat: int
-    seed: int
-    host: Host
-    machine: Machine
-    references: tuple[Reference, ...]
-    rows: tuple[FusionRow, ...]
-    notes: tuple[str, ...]
-    includes: str = INCLUDES
-    plain_includes: str = PLAIN_INCLUDES
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON object of `bench fusion`."""
-        value = asdict(self)
-        return {"resolved": {name: value.pop(name) for name in ("model", "device", "dtype")}} | value
-
-
 def passes(options: FusionOptions) -> int:
     """Return the largest number of passes: the work of a progress bar."""
     modes = sum(len(options.measured(context)) for context in options.sizes.contexts)
     return modes * (options.repeat + 1)
 
 
-def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: Events) -> FusionBench:
+def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, events: Events) -> dict[str, Any]:
     """Measure a model of a named shape with random weights, over chunks of random tokens in a temporary store.
 
     Raises
@@ -148,7 +116,7 @@ def _making(name: str, device: str, dtype: str) -> str:
     return f"make {name} in {kind}" + (f": {why_float32(PUBLISHED)}" if kind == FLOAT32 else "")
 
 
-def bench_store(store: Store, session: Session, options: FusionOptions, events: Events) -> FusionBench:
+def bench_store(store: Store, session: Session, options: FusionOptions, events: Events) -> dict[str, Any]:
     """Measure a store's own model over its own chunks.
 
     Raises
@@ -171,7 +139,7 @@ def _bench(
     options: FusionOptions,
     events: Events,
     shape: str | None,
-) -> FusionBench:
+) -> dict[str, Any]:
     different = list({prompt.length: prompt for prompt in reversed(prompts)}.values())[::-1]
     answerer = Answerer(decoder, store, options.query)
     events.status("warm up")
@@ -182,27 +150,28 @@ def _bench(
     events.status("measure what the machine could do, once more")
     machine = machine.best(measure_machine(decoder))
     about = About(Architecture.of(decoder), machine, decoder)
-    return FusionBench(
-        model=shape or decoder.loaded.files.ref,
-        shape=shape,
-        device=decoder.device,
-        dtype=decoder.loaded.dtype,
-        threads=torch.get_num_threads(),
-        cores=cores(),
-        parameters=sum(weight.numel() for weight in decoder.model.parameters()),
-        model_bytes=about.model_bytes,
-        level=options.level,
-        chunk_tokens=options.sizes.chunk_tokens if shape else None,
-        ratio=options.query.ratio,
-        link_tokens=options.query.link_tokens,
-        repeat=options.repeat,
-        seed=SEED,
-        host=Host.here(),
-        machine=machine,
-        references=tuple(one.reference for one in measured),
-        rows=tuple(row for one in measured for row in rows_of(one, about, options.modes)),
-        notes=() if shape else tuple(_shortfalls(prompts, options.level)),
-    )
+    model = shape or decoder.loaded.files.ref
+    return {
+        "resolved": {"model": model, "device": decoder.device, "dtype": decoder.loaded.dtype},
+        "shape": shape,
+        "threads": torch.get_num_threads(),
+        "cores": cores(),
+        "parameters": sum(weight.numel() for weight in decoder.model.parameters()),
+        "model_bytes": sum(weight.nbytes for weight in decoder.model.parameters()),
+        "level": options.level,
+        "chunk_tokens": options.sizes.chunk_tokens if shape else None,  # None: the store's own
+        "ratio": options.query.ratio,
+        "link_tokens": options.query.link_tokens,
+        "repeat": options.repeat,
+        "seed": SEED,
+        "host": Host.here().to_json(),
+        "machine": machine.to_json(),
+        "references": [asdict(one.reference) for one in measured],
+        "rows": [row for one in measured for row in rows_of(one, about, options.modes)],
+        "notes": [] if shape else [*_shortfalls(prompts, options.level)],
+        "includes": INCLUDES,
+        "plain_includes": PLAIN_INCLUDES,
+    }
 
 
 def _shortfalls(prompts: Sequence[BenchPrompt], level: str) -> Iterator[str]:
@@ -327,59 +296,6 @@ def warm_up(answerer: Answerer, prompt: BenchPrompt, modes: Sequence[str]) -> No
 
 
 @dataclass(frozen=True, slots=True)
-class FusionRow:
-    """A mode's result at one context; times are medians over the rounds, each part separately.
-
-    Attributes
-    ----------
-    speedup : full_ms / ttft_ms.
-    full_ms, reference : the faster of `transformers`' own prefill and kvtool's mode `full`, and its name; if neither
-        was measured, None and "", and `speedup` and `efficiency` are None.
-    flops_ratio, efficiency : full FLOPs / this mode's FLOPs; speedup / flops_ratio.
-    load_ms : read + decode + upload + rotate, in the loader's thread; compute_ms : all else but waiting for it,
-        `select_ms` (the question's own pass included) and `shift_ms` being parts.
-    overlap : ttft_ms / max(load_ms, compute_ms): 1 is perfect overlap of loading and computing.
-    limit_ms : the roofline, the larger of `compute_limit_ms` and `load_limit_ms` (limits.py).
-    roofline_efficiency : limit_ms / ttft_ms.
-    rows_by_layer : computed rows in the main pass, layer by layer, and their sum.
-    layer_bytes : the KV of one layer of the prompt.
-    """
-
-    fusion: str
-    context: int
-    ttft_ms: float
-    speedup: float | None
-    flops_ratio: float
-    efficiency: float | None
-    read_ms: float
-    decode_ms: float
-    upload_ms: float
-    rotate_ms: float
-    load_ms: float
-    select_ms: float
-    shift_ms: float
-    compute_ms: float
-    wait_ms: float
-    plan_ms: float
-    overlap: float
-    bytes_read: int
-    records_read: int
-    records_spared: int
-    bytes_spared: int
-    rows_by_layer: tuple[int, ...]
-    rows_total: int
-    flops: int
-    full_ms: float | None
-    reference: str
-    limit_ms: float
-    compute_limit_ms: float
-    load_limit_ms: float
-    roofline_efficiency: float
-    kv_bytes: int
-    layer_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Reference:
     """Full prefill of one context, by `transformers` and by kvtool; milliseconds, medians; None: not measured."""
 
@@ -428,55 +344,65 @@ class Measured:
         return statistics.median(sample.ttft_ms for sample in samples) if samples else None
 
 
+@dataclass(frozen=True, slots=True)
 class About:
-    """The context of the rows besides their own samples: model, machine and decoder."""
+    """The context of the rows in addition to their own samples."""
 
-    def __init__(self, architecture: Architecture, machine: Machine, decoder: Decoder) -> None:
-        self.architecture, self.machine, self.decoder = architecture, machine, decoder
-        self.model_bytes = sum(weight.nbytes for weight in decoder.model.parameters())
+    architecture: Architecture
+    machine: Machine
+    decoder: Decoder
 
 
-def rows_of(measured: Measured, about: About, modes: Sequence[str]) -> Iterator[FusionRow]:
-    """A row for each of these modes that was measured."""
+def rows_of(measured: Measured, about: About, modes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the JSON row of each of these modes that was measured.
+
+    Times are medians over the rounds, each part separately. `full_ms`, `reference`: the faster of `transformers`' own
+    prefill and kvtool's mode `full`, and its name; None and "" if neither was measured. `speedup`: full_ms / ttft_ms.
+    `flops_ratio`: full FLOPs / this mode's FLOPs. `efficiency`: speedup / flops_ratio. `load_ms`: read + decode +
+    upload + rotate, in the loader's thread. `compute_ms`: all else but waiting for it, with `select_ms` (the question's
+    own pass included) and `shift_ms` as parts. `overlap`: ttft_ms / max(load_ms, compute_ms), 1 at best. `limit_ms`:
+    the roofline, the larger of `compute_limit_ms` and `load_limit_ms`. `roofline_efficiency`: limit_ms / ttft_ms.
+    `rows_by_layer`: computed rows of the main pass. `layer_bytes`: the KV of one layer of the prompt.
+    """
     reference = measured.reference
     for mode in (mode for mode in modes if mode in measured.samples):
         yield _row(mode, measured.samples[mode], measured.facts[mode], reference, about)
 
 
-def _row(mode: str, samples: Sequence[Sample], facts: ModeWork, reference: Reference, about: About) -> FusionRow:
+def _row(mode: str, samples: Sequence[Sample], work: ModeWork, reference: Reference, about: About) -> dict[str, Any]:
     ttft = statistics.median(sample.ttft_ms for sample in samples)
     parts = _parts(samples)
-    work = flops(about.architecture, facts.passes)
-    full = flops(about.architecture, [full_work(reference.context, about.architecture.windows)])
-    bytes_each = about.decoder.dtype.itemsize
+    done = flops(about.architecture, work.passes)
+    ratio = flops(about.architecture, [full_work(reference.context, about.architecture.windows)]) / done
     kv_bytes = about.decoder.kv_bytes(reference.context)
-    limit = limit_of(about.machine, about.architecture, bytes_each, facts.passes, facts.bytes_read)
+    bytes_each = about.decoder.dtype.itemsize
+    limit = limit_of(about.machine, about.architecture, bytes_each, work.passes, work.bytes_read)
     speedup = None if reference.ms is None else reference.ms / ttft
-    return FusionRow(
-        fusion=mode,
-        context=reference.context,
-        ttft_ms=ttft,
-        speedup=speedup,
-        flops_ratio=full / work,
-        efficiency=None if speedup is None else speedup / (full / work),
+    return {
+        "fusion": mode,
+        "context": reference.context,
+        "ttft_ms": ttft,
+        "speedup": speedup,
+        "flops_ratio": ratio,
+        "efficiency": None if speedup is None else speedup / ratio,
         **parts,
-        overlap=ttft / max(parts["load_ms"], parts["compute_ms"]),
-        bytes_read=facts.bytes_read,
-        records_read=facts.records_read,
-        records_spared=facts.records_spared,
-        bytes_spared=facts.bytes_spared,
-        rows_by_layer=facts.rows,
-        rows_total=sum(facts.rows),
-        flops=work,
-        full_ms=reference.ms,
-        reference=reference.name,
-        limit_ms=limit.ms,
-        compute_limit_ms=limit.compute_ms,
-        load_limit_ms=limit.load_ms,
-        roofline_efficiency=limit.ms / ttft,
-        kv_bytes=kv_bytes,
-        layer_bytes=kv_bytes // len(about.architecture.layers),
-    )
+        "overlap": ttft / max(parts["load_ms"], parts["compute_ms"]),
+        "bytes_read": work.bytes_read,
+        "records_read": work.records_read,
+        "records_spared": work.records_spared,
+        "bytes_spared": work.bytes_spared,
+        "rows_by_layer": [*work.rows],
+        "rows_total": sum(work.rows),
+        "flops": done,
+        "full_ms": reference.ms,
+        "reference": reference.name,
+        "limit_ms": limit.ms,
+        "compute_limit_ms": limit.compute_ms,
+        "load_limit_ms": limit.load_ms,
+        "roofline_efficiency": limit.ms / ttft,
+        "kv_bytes": kv_bytes,
+        "layer_bytes": kv_bytes // len(about.architecture.layers),
+    }
 
 
 def _parts(samples: Sequence[Sample]) -> dict[str, float]:
@@ -504,78 +430,65 @@ _MEANING = (
 )
 
 
-def fusion_tables(result: FusionBench) -> tuple[Table, ...]:
-    """Make the tables of each mode's speed, its time by part, and its bytes and limits, for 80 columns."""
-    head = ("fusion", "context")
+def fusion_tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield the tables of each mode's speed, its time by part, and its bytes and limits, for 80 columns."""
+    rows, head = result["rows"], ("fusion", "context")
     speed = (*head, "TTFT ms", "speedup", "FLOPs", "efficiency", "of limit")
-    times = (*head, "read", "decode", "load", "wait", "select", "shift", "compute")
-    sizes = (*head, "overlap", "limit ms", "MB read")
-    return (
-        Table(speed, tuple(_speeds(result)), "time to the first token"),
-        Table(times, tuple(map(_times, result.rows)), "milliseconds by part"),
-        Table(sizes, tuple(map(_sizes, result.rows)), "limits"),
+    yield Table(speed, tuple(_speeds(result)), "time to the first token")
+    parts = ("read", "decode", "load", "wait", "select", "shift", "compute")
+    times = ((row["fusion"], row["context"], *(_ms(row[f"{part}_ms"]) for part in parts)) for row in rows)
+    yield Table((*head, *parts), tuple(times), "milliseconds by part")
+    sizes = (
+        (row["fusion"], row["context"], f"{row['overlap']:.2f}", _ms(row["limit_ms"]), f"{row['bytes_read'] / 1e6:.1f}")
+        for row in rows
     )
+    yield Table((*head, "overlap", "limit ms", "MB read"), tuple(sizes), "limits")
 
 
-def _speeds(result: FusionBench) -> Iterator[tuple[Any, ...]]:
+def _speeds(result: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
     """Yield full prefill by both before each context's modes."""
-    for reference in result.references:
-        for name, milliseconds in (
-            ("transformers", reference.transformers_ms),
-            ("full, kvtool", reference.kvtool_ms),
-        ):
-            if milliseconds is not None and reference.ms is not None:
-                speedup = f"{reference.ms / milliseconds:.2f}"
-                yield (name, reference.context, _ms(milliseconds), speedup, "1.00", speedup, "")
-        yield from (_speed(row) for row in result.rows if row.context == reference.context)
+    for one in (Reference(**row) for row in result["references"]):
+        for name, ms in (("transformers", one.transformers_ms), ("full, kvtool", one.kvtool_ms)):
+            if ms is not None and one.ms is not None:
+                speedup = f"{one.ms / ms:.2f}"
+                yield (name, one.context, _ms(ms), speedup, "1.00", speedup, "")
+        yield from (_speed(row) for row in result["rows"] if row["context"] == one.context)
 
 
-def _speed(row: FusionRow) -> tuple[Any, ...]:
+def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    speedup, efficiency = ("-" if row[name] is None else f"{row[name]:.2f}" for name in ("speedup", "efficiency"))
     return (
-        row.fusion,
-        row.context,
-        _ms(row.ttft_ms),
-        "-" if row.speedup is None else f"{row.speedup:.2f}",
-        f"{row.flops_ratio:.2f}",
-        "-" if row.efficiency is None else f"{row.efficiency:.2f}",
-        f"{row.roofline_efficiency:.0%}",
+        *(row["fusion"], row["context"], _ms(row["ttft_ms"]), speedup),
+        *(f"{row['flops_ratio']:.2f}", efficiency, f"{row['roofline_efficiency']:.0%}"),
     )
-
-
-def _times(row: FusionRow) -> tuple[Any, ...]:
-    parts = (row.read_ms, row.decode_ms, row.load_ms, row.wait_ms, row.select_ms, row.shift_ms, row.compute_ms)
-    return (row.fusion, row.context, *map(_ms, parts))
-
-
-def _sizes(row: FusionRow) -> tuple[Any, ...]:
-    return (row.fusion, row.context, f"{row.overlap:.2f}", _ms(row.limit_ms), f"{row.bytes_read / 1e6:.1f}")
 
 
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.1f}" if milliseconds < 1e3 else f"{milliseconds:.0f}"
 
 
-def fusion_notes(result: FusionBench) -> Iterator[str]:
-    """Describe the measurement, its machine, and the meaning of the numbers."""
-    machine = result.machine
-    weights = "random weights" if result.shape else "its own weights"
+def fusion_notes(result: Mapping[str, Any]) -> Iterator[str]:
+    """Describe the measurement, its limits, and the meaning of the numbers."""
+    machine, (model, device, dtype) = result["machine"], result["resolved"].values()
+    weights = "random weights" if result["shape"] else "its own weights"
     yield (
-        f"{result.model} ({result.parameters / 1e6:.4g} M parameters, {weights}, {result.model_bytes / 1e6:.4g} MB) "
-        f"on {result.device} in {result.dtype}; level {result.level}, ratio {result.ratio:g}, "
-        f"{result.link_tokens} link tokens; medians of {result.repeat} rounds"
+        f"{model} ({result['parameters'] / 1e6:.4g} M parameters, {weights}, {result['model_bytes'] / 1e6:.4g} MB) "
+        f"on {device} in {dtype}; level {result['level']}, ratio {result['ratio']:g}, "
+        f"{result['link_tokens']} link tokens; medians of {result['repeat']} rounds"
     )
-    yield result.host.line()
-    for reference in result.references:
-        full = "not measured" if reference.ms is None else f"{reference.name}, {reference.ms:.1f} ms"
+    yield Host(**result["host"]).line()
+    for one in (Reference(**row) for row in result["references"]):
+        full = "not measured" if one.ms is None else f"{one.name}, {one.ms:.1f} ms"
         yield (
-            f"{reference.context} tokens: {counted(reference.chunks, 'chunk')} and a question of "
-            f"{reference.question_tokens}; full prefill is {full}"
+            f"{one.context} tokens: {counted(one.chunks, 'chunk')} and a question of {one.question_tokens}; "
+            f"full prefill is {full}"
         )
-    upload = f", upload {machine.upload_bytes_per_s / 1e9:.1f} GB/s" if machine.upload_bytes_per_s else ""
+    upload = f", upload {machine['upload_bytes_per_s'] / 1e9:.1f} GB/s" if machine["upload_bytes_per_s"] else ""
     yield (
-        f"its limits: products in {result.dtype} {machine.gemm_flop_per_s / 1e12:.3f} TFLOP/s, weights read at "
-        f"{machine.weights_bytes_per_s / 1e9:.1f} GB/s, memcpy {machine.memcpy_bytes_per_s / 1e9:.1f} GB/s{upload}"
+        f"its limits: products in {dtype} {machine['gemm_flop_per_s'] / 1e12:.3f} TFLOP/s, weights read at "
+        f"{machine['weights_bytes_per_s'] / 1e9:.1f} GB/s, "
+        f"memcpy {machine['memcpy_bytes_per_s'] / 1e9:.1f} GB/s{upload}"
     )
     yield _MEANING
-    yield f"TTFT: {result.includes}"
-    yield f"full, transformers: {result.plain_includes}"
+    yield f"TTFT: {result['includes']}"
+    yield f"full, transformers: {result['plain_includes']}"

@@ -1,4 +1,4 @@
-"""Ingest against plain batched prefill of the same chunks."""
+"""Ingest speed, next to plain batched prefill of the same chunks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,33 +27,6 @@ from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-
-@dataclass(frozen=True, slots=True)
-class IngestBench:
-    """Tokens a second, medians over `repeat` rounds that alternate between the two.
-
-    Attributes
-    ----------
-    plain_tokens_per_second : `transformers`' own forward over the same chunks, padded in batches of similar length and
-        of as many tokens, without lead-in, LM head and disk.
-    ingest_tokens_per_second : prefill behind the lead-in, un-rotation, records, digests and durable commits into a new
-        store.
-    speedup : plain seconds / ingest seconds: median of the rounds' own.
-    """
-
-    chunks: int
-    tokens: int
-    lead_in: str
-    lead_in_tokens: int
-    repeat: int
-    plain_tokens_per_second: float
-    ingest_tokens_per_second: float
-    speedup: float
-    host: Host
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def files_of(store: Store, identity: StoreIdentity, most_tokens: int) -> list[PreparedFile]:
@@ -80,8 +52,16 @@ def passes(repeat: int) -> int:
 
 def bench_ingest(
     decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedFile], repeat: int, events: Events
-) -> IngestBench:
-    """Measure both on the chunks of these files, after one round that is not counted."""
+) -> dict[str, Any]:
+    """Measure both on the chunks of these files, in rounds that alternate, after one round that is not counted.
+
+    Returns
+    -------
+    The JSON of `bench ingest`. Numbers are medians over the rounds. `plain_tokens_per_second`: `transformers`' own
+    forward over the same chunks, padded in batches of similar length and of as many tokens, without lead-in, LM head
+    and disk. `ingest_tokens_per_second`: prefill after the lead-in, un-rotation, records, digests and durable commits
+    into a new store. `speedup`: plain seconds / ingest seconds.
+    """
     wanted = list({chunk.chunk_id: chunk for file in files for chunk in file.chunks}.values())
     tokens = sum(len(chunk.ids) for chunk in wanted)
     ways = {"plain prefill": lambda: _plain(decoder, wanted), "ingest": lambda: _ingest(decoder, identity, files)}
@@ -94,17 +74,17 @@ def bench_ingest(
             events.advance(1)
         rounds.append(times)
     del rounds[0]
-    return IngestBench(
-        chunks=len(wanted),
-        tokens=tokens,
-        lead_in=identity.lead_in.mode,
-        lead_in_tokens=len(identity.lead_in.ids),
-        repeat=repeat,
-        plain_tokens_per_second=tokens / statistics.median(plain for plain, _ in rounds),
-        ingest_tokens_per_second=tokens / statistics.median(ours for _, ours in rounds),
-        speedup=statistics.median(plain / ours for plain, ours in rounds),
-        host=Host.here(),
-    )
+    return {
+        "chunks": len(wanted),
+        "tokens": tokens,
+        "lead_in": identity.lead_in.mode,
+        "lead_in_tokens": len(identity.lead_in.ids),
+        "repeat": repeat,
+        "plain_tokens_per_second": tokens / statistics.median(plain for plain, _ in rounds),
+        "ingest_tokens_per_second": tokens / statistics.median(ours for _, ours in rounds),
+        "speedup": statistics.median(plain / ours for plain, ours in rounds),
+        "host": Host.here().to_json(),
+    }
 
 
 def _seconds(work: Callable[[], None]) -> float:

@@ -66,7 +66,7 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
         facts = {mode: answerer.facts(prompt, mode) for mode in modes}
         samples = {mode: [answerer.sample(prompt, mode) for _ in range(repeat)] for mode in modes}
         measured, about = Measured(prompt, samples, facts), About(Architecture.of(decoder), machine, decoder)
-        rows = {row.fusion: asdict(row) for row in rows_of(measured, about, chosen)}
+        rows = {row["fusion"]: row for row in rows_of(measured, about, chosen)}
         held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
         store.close()
         cold = {mode: _cold(decoder, path, prompt, mode, min(repeat, 3)) for mode in chosen}

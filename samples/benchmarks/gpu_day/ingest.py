@@ -33,7 +33,7 @@ def _measured(day: Day, shape: str, tokens: int) -> dict[str, Any]:
     identity = _identity(decoder)
     count = (1, 2) if day.dry else (_FILES, _CHUNKS)
     files = [_file(identity, decoder.config.vocab_size, number, count[1], tokens) for number in range(count[0])]
-    return bench_ingest(decoder, identity, files, 1 if day.dry else 3, Events()).to_json()
+    return bench_ingest(decoder, identity, files, 1 if day.dry else 3, Events())
 
 
 def _identity(decoder: Decoder) -> StoreIdentity:
