@@ -1,1 +1,1 @@
-"""The tool's numbers on this machine, beside plain `transformers` in the same run."""
+"""Measurements of `kvtool bench` on this machine, next to plain `transformers` in the same run."""

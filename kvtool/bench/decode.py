@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 STEPPERS = ("native", "torch")
 INCLUDES = (
-    "a step is one token through the whole model behind a cache of random tokens, logits included; steppers take "
+    "a step is one token through the whole model after a cache of random tokens, logits included; steppers take "
     "turns, token by token, and medians are shown. bytes: weights and the cache's rows, each read once."
 )
 _PART_TIMES = 9

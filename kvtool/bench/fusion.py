@@ -101,10 +101,10 @@ def bench_shape(name: str, device: str, dtype: str, options: FusionOptions, even
     decoder = Decoder(loaded)
     decoder.check_length(max(options.sizes.contexts), "take a shorter --context")
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         events.status(f"prefill chunks, {done} of {total} tokens")
 
-    with scratch_store(decoder, options.level, options.sizes, SEED, told) as (store, prompts):
+    with scratch_store(decoder, options.level, options.sizes, SEED, report) as (store, prompts):
         return _bench(decoder, store, prompts, options, events, name)
 
 

@@ -279,7 +279,7 @@ class Limit:
 
     @property
     def ms(self) -> float:
-        """Both run beside each other at best."""
+        """Return the larger one: both overlap at best."""
         return max(self.compute_ms, self.load_ms)
 
 

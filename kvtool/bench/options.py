@@ -29,7 +29,7 @@ class CodecBenchOptions(Options, settings=False, group=MEASURED):
 
     tokens: int = option(8192, "How much of the store to encode and decode.", lowest=1)
     repeat: int = _repeat(3)
-    threads: int | None = option(None, "Beside one thread.", lowest=1, instead="one a core")
+    threads: int | None = option(None, "Threads, in addition to one thread.", lowest=1, instead="one a core")
     coder: str | None = option(None, "Entropy coder.", metavar="avx512|avx2|neon|scalar|numpy", instead="the best")
 
 
@@ -64,7 +64,7 @@ class DecodeBenchOptions(Options, settings=False, group=MEASURED):
 
     shape: str | None = option(None, "Random weights of this model's size.", metavar="NAME")
     context: int = option(1024, "Tokens of the prompt.", lowest=1)
-    new_tokens: int = option(64, "Tokens decoded behind it.", lowest=1)
+    new_tokens: int = option(64, "Tokens decoded after it.", lowest=1)
     stepper: tuple[str, ...] = option(
         ("native", "torch"), "Ways to decode.", choices=("native", "torch"), metavar="a,b", instead="both"
     )

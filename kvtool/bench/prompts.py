@@ -140,7 +140,7 @@ def _fitting(prompt: BenchPrompt) -> BenchPrompt:
     return BenchPrompt(prompt.wanted, prompt.prefix, chunks, prompt.question, count == len(prompt.chunks))
 
 
-PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage that chunks stand behind
+PREFIX_TOKENS, LEAD_IN_TOKENS = 32, 128  # of the prompt's beginning; of that and the passage before the chunks
 _FIT_TOKENS = 2048
 # Of the finest level, in standard deviations of a layer's side: level 1 then takes 3.8 bits of white noise and level 2
 # takes 2.2, what they take of real models' KV (samples/results/codec.md).
@@ -158,16 +158,20 @@ class Sizes:
 
 @contextmanager
 def scratch_store(
-    decoder: Decoder, level: str, sizes: Sizes, seed: int, told: Callable[[int, int], None] = lambda done, total: None
+    decoder: Decoder,
+    level: str,
+    sizes: Sizes,
+    seed: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[tuple[Store, list[BenchPrompt]]]:
-    """A store that holds all chunks of these prompts at `level`, and the prompts.
+    """Make a store that holds all chunks of these prompts at `level`, and the prompts.
 
-    The prefix is stored alone; the chunks stand behind a lead-in, so that none is exact in its prompt. A lossy level
-    gets a profile that is fitted to the chunks' own KV, every error mattering alike.
+    The prefix is stored alone. The chunks are prefilled after a lead-in, so that none is exact in its prompt. A lossy
+    level gets a profile that is fitted to the chunks' own KV, every error mattering alike.
 
     Parameters
     ----------
-    told : how many tokens have been prefilled, and of how many.
+    progress : called with the tokens that have been prefilled, and with all.
 
     Raises
     ------
@@ -176,7 +180,7 @@ def scratch_store(
     """
     text = random_text(decoder.config.vocab_size, sizes, seed)
     prompts = [prompt_of(decoder, text, level, context) for context in sizes.contexts]
-    with scratch_folder() as folder, filled_store(folder / "store", decoder, text, prompts, seed, told) as store:
+    with scratch_folder() as folder, filled_store(folder / "store", decoder, text, prompts, seed, progress) as store:
         yield store, prompts
 
 
@@ -187,12 +191,12 @@ def filled_store(
     text: BenchText,
     prompts: Sequence[BenchPrompt],
     seed: int,
-    told: Callable[[int, int], None] = lambda done, total: None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Store]:
     """A new store in a folder that holds all chunks of these prompts; see `scratch_store`."""
     with Store.create_or_open(folder) as store:
         with store.writer() as writer:
-            _Filler(decoder, writer, text.lead_in, seed, told).fill(prompts)
+            _Filler(decoder, writer, text.lead_in, seed, progress).fill(prompts)
         yield store
 
 
@@ -202,7 +206,7 @@ class BenchText:
 
     Attributes
     ----------
-    lead_in : what chunks stand behind when they are prefilled; a prompt begins with its first `PREFIX_TOKENS`.
+    lead_in : prefilled before each chunk; a prompt begins with its first `PREFIX_TOKENS`.
     """
 
     lead_in: Ids
@@ -238,7 +242,7 @@ def random_text(vocabulary: int, sizes: Sizes, seed: int) -> BenchText:
 
 def prompt_of(decoder: Decoder, text: BenchText, level: str, context: int) -> BenchPrompt:
     """Lay out the prompt of `context` tokens. Raises UsageError where no chunk fits in."""
-    # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
+    # The prefix has no lead-in; it is kept exactly, whatever the level (ingest/compute.py).
     prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
     return BenchPrompt(context, prefix, tuple(chunks), text.question)
@@ -254,10 +258,10 @@ class _Filler:
     """Prefills and writes."""
 
     def __init__(
-        self, decoder: Decoder, writer: Writer, lead_in: Ids, seed: int, told: Callable[[int, int], None]
+        self, decoder: Decoder, writer: Writer, lead_in: Ids, seed: int, progress: Callable[[int, int], None]
     ) -> None:
         self._decoder, self._writer, self._lead_in = decoder, writer, lead_in
-        self._told = told
+        self._progress = progress
         self._draw = torch.Generator().manual_seed(seed)
         self._profile: Profile | None = None
 
@@ -270,7 +274,7 @@ class _Filler:
         wanted = list(dict.fromkeys(chunk for prompt in prompts for chunk in prompt.chunks))
         done, total = 0, sum(len(chunk.ids) for chunk in wanted)
         for batch in batches(wanted, batch_tokens(self._decoder.device)):
-            self._told(done, total)
+            self._progress(done, total)
             self._write(batch, lead_in, self._lead_in)
             done += sum(len(chunk.ids) for chunk in batch)
 

@@ -10,13 +10,13 @@ if TYPE_CHECKING:
 
 # By name: `kvtool.reports.NAME` declares `REPORT`, and imports no torch at its top.
 REPORTS = {
-    "plan": "What of a question's prompt is cached, and what that is worth.",
+    "plan": "Cached part of a question's prompt, and the time that it saves.",
     "chunk": "One chunk of the store.",
-    "quality": "Fusion modes beside full recompute, over a file of questions.",
-    "audit": "How far answers were from full prefill's (`query --audit`).",
-    "codec": "What each codec level costs and loses.",
-    "deviation": "How far reused keys and values are from full prefill's.",
-    "sparsity": "Where attention goes, and how few keys take most of it.",
+    "quality": "Fusion modes compared with full recompute, over a file of questions.",
+    "audit": "Distance of answers from full prefill's (`query --audit`).",
+    "codec": "Size and loss of each codec level.",
+    "deviation": "Distance of reused keys and values from full prefill's.",
+    "sparsity": "Attention by class of key, and how few keys take most of it.",
     "gate": "The laws that the gate has checked on this model.",
 }
 

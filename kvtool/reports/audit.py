@@ -24,7 +24,7 @@ _HEAD = (
 
 
 def audit(context: ReportContext) -> ReportResult:
-    """Show how far the answers that `query --audit` has held against full prefill were from it, by mode and level."""
+    """Show how far the answers that `query --audit` has compared with full prefill were from it, by mode and level."""
     identity = context.identity
     kept = kept_audits(context.store, identity.fingerprint)
     if not kept.audits:

@@ -41,13 +41,13 @@ class Line:
     ----------
     points : (x, y), ascending in x.
     bounds : of each point, its interval in y; empty: there are none.
-    beside : the series of which this is a variant: it has its colour and its mark, hollow and dashed. "": of none.
+    variant_of : the series that this one is a variant of: drawn in its colour, with its mark, hollow and dashed.
     """
 
     name: str
     points: tuple[tuple[float, float], ...]
     bounds: tuple[tuple[float, float], ...] = ()
-    beside: str = ""
+    variant_of: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ def opening(title: str, width: int, height: int) -> Iterator[str]:
 
 def closing(parts: Sequence[str], note: str, height: int) -> str:
     """Join a figure's parts, and a note at the bottom, to its text."""
-    told = [f'<text class="note" x="16" y="{height - 10}">{escape(note)}</text>'] if note else []
-    return "\n".join([*parts, *told, "</svg>"]) + "\n"
+    bottom = [f'<text class="note" x="16" y="{height - 10}">{escape(note)}</text>'] if note else []
+    return "\n".join([*parts, *bottom, "</svg>"]) + "\n"
 
 
 def _panel(panel: Panel, looks: Mapping[str, _Look], across: _Across, x_label: str) -> Iterator[str]:
@@ -154,8 +154,8 @@ def _series(name: str, look: _Look, spots: Sequence[tuple[float, float, float]])
     path = "L".join(f"{x:.1f} {y:.1f}" for x, y, _ in spots)
     yield f'<path d="M{path}" fill="none" {look.stroke} stroke-width="2"/>'
     for x, y, value in spots:
-        told = f"<title>{escape(name)}: {value:.4g}</title>"
-        yield f'<path transform="translate({x:.1f} {y:.1f})" d="{look.mark}" {look.fill}>{told}</path>'
+        hover = f"<title>{escape(name)}: {value:.4g}</title>"
+        yield f'<path transform="translate({x:.1f} {y:.1f})" d="{look.mark}" {look.fill}>{hover}</path>'
 
 
 def _whisker(look: _Look, x: float, low: float, high: float) -> str:
@@ -206,12 +206,12 @@ class _Look:
 def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
     """The looks of series, by name, in their order; no two are alike: a second variant has a colour of its own, and a
     fusion mode has that of its own in every figure."""
-    series = {line.name: line.beside or line.name for line in lines}
+    series = {line.name: line.variant_of or line.name for line in lines}
     numbers = _of_modes([*series.values()])
     others = (number for number in itertools.count() if number not in {*numbers.values()})
     looks: dict[str, _Look] = {}
-    for name, beside in series.items():
-        look = _Look(numbers[beside] if beside in numbers else numbers.setdefault(beside, next(others)), beside != name)
+    for name, base in series.items():
+        look = _Look(numbers[base] if base in numbers else numbers.setdefault(base, next(others)), base != name)
         if look in looks.values():
             look = _Look(numbers.setdefault(name, next(others)), True)
         looks[name] = look

@@ -103,7 +103,7 @@ def _sections(context: ReportContext, value: Mapping[str, Any]) -> Iterator[Sect
     weights = value["sensitivity"] or [0.0] * len(ids)
     pieces = whole_characters(context.session.tokenizer, ids)
     shaded = [(text, max(weights[start:stop])) for start, stop, text in pieces]
-    text = "Shaded by how far each token's values move with what stands before the chunk (what `union` ranks by)."
+    text = "Shaded by how far each token's values depend on the text before the chunk (`union` ranks by it)."
     first = next(map(_where, value["places"]), "")
     yield Section("Text", (text,), heat=HeatMap("sensitivity", (Passage(first, tuple(shaded)),)))
     levels = Table(("level", "bytes"), tuple((row["level"], row["bytes"]) for row in value["levels"]))

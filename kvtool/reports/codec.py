@@ -51,7 +51,7 @@ class CodecOptions(Options, settings=False):
 
 
 def codec(context: ReportContext) -> ReportResult:
-    """Answer questions from exact records and from each level's, and tell what that costs and loses."""
+    """Answer questions from exact records and from each level's, and compare size and loss."""
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
     from kvtool.core.compress.rows import HeavyRows

@@ -96,7 +96,7 @@ def _summary(value: Mapping[str, Any], read_at: str) -> Iterator[Shown]:
     yield "deviation of the question's attention:"
     rows = tuple((f"{ratio:.0%}", *(by[choice, ratio] for choice in choices)) for ratio in ratios)
     yield Table(("recomputed", *(_CHOICES[choice] for choice in choices)), rows)
-    yield f"what {shift['tokens_shifted']:.0f} reused tokens beside `union`'s {shift['ratio']:.0%} deviate by:"
+    yield f"deviation of {shift['tokens_shifted']:.0f} reused tokens that `union` at {shift['ratio']:.0%} only shifts:"
     rows = tuple((row["layer"], *(f"{row[name]:.3f}" for name in _SHIFT)) for row in shift["layers"])
     yield Table(("layer", "K", "K shifted", "V", "V shifted"), rows)
 

@@ -155,7 +155,7 @@ def _check_model(identity: StoreIdentity | None, wanted: ModelOptions) -> Iterat
 
 def _files(identity: StoreIdentity | None, wanted: ModelOptions) -> ModelFiles:
     if identity is not None:
-        return model_files(identity, wanted)  # offline, so that nothing is fetched whoever named it
+        return model_files(identity, wanted)  # offline, so that nothing is fetched
     return resolve(wanted.model or DEFAULT_MODEL, offline=True)
 
 
@@ -326,7 +326,7 @@ def check_dtype(wanted: ModelOptions, files: ModelFiles) -> Iterator[Finding]:
 
 @failing("disk")
 def check_disk(folder: Path, name: str) -> Iterator[Finding]:
-    """Write a file of 32 MiB beside where `folder` is or would be, read it back, and take it away."""
+    """Write a file of 32 MiB where `folder` is or would be, read it back, and delete it."""
     place = _nearest(folder)
     written, read = _speeds(place)
     free = disk_free(place)
@@ -341,12 +341,12 @@ def check_disk(folder: Path, name: str) -> Iterator[Finding]:
 
 
 def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or its nearest parent that exists."""
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
 
 
 def _speeds(place: Path) -> tuple[float, float]:
-    """Bytes a second to the disk, and back from it (from memory where the system does not forget when told to)."""
+    """Measure bytes a second to the disk, and back from it (from memory if the system keeps the pages)."""
     block = os.urandom(2**20)
     with tempfile.TemporaryFile(dir=place, buffering=0) as file:
         started = time.perf_counter()
@@ -397,7 +397,7 @@ def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
 
 @failing("shared store")
 def check_tier(url: str, timeout: float) -> Iterator[Finding]:
-    """Ask the tier behind a URL for something."""
+    """Ask the shared store at a URL for an entry."""
     started = time.perf_counter()
     blobs = open_blobs(url, timeout)
     try:

@@ -42,13 +42,13 @@ class MakeOptions(Options, settings=False, group=QUESTIONS):
 
 
 def evaluate_own(context: ReportContext) -> ReportResult:
-    """Measure on your own questions how well passages are found and modes answer, and name the mode to take."""
+    """Measure retrieval and fusion modes on your own questions, and name the mode to take."""
     wanted = context.get(MakeOptions).make
     if context.about is None and wanted is not None:
         raise UsageError("--make needs a file to write the questions into", f"`kvtool eval made.jsonl --make {wanted}`")
     if wanted is not None and (runs := context.get(RunOptions).runs):
         then = f"`kvtool eval {context.about} --runs {','.join(runs)}` measures on them once they are made"
-        raise UsageError("--make measures nothing yet, so --runs has no meaning beside it", then)
+        raise UsageError("--make measures nothing yet, so --runs has no meaning with it", then)
     if context.about is None:
         raise UsageError("eval needs a file of questions", _WHY)
     path = Path(context.about)
@@ -100,7 +100,7 @@ def _words(value: Mapping[str, Any]) -> Iterator[str]:
         )
     yield _advice(value["best"], value["max_kl"])
     if value["questions"] == 1:
-        yield "1 question: how others would be answered cannot be told from one"
+        yield "1 question says nothing about others"
     elif value["questions"] < _FEW:
         yield f"{counted(value['questions'], 'question')}: the intervals of fewer than {_FEW} are too narrow"
     if value["made"]:

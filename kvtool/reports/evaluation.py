@@ -91,7 +91,7 @@ def name_of(request: Request) -> str:
 def evaluation_facts(
     store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
 ) -> dict[str, Any]:
-    """Return what results depend on besides the runs. Results under equal facts can be compared."""
+    """Return what results depend on in addition to the runs. Results under equal facts can be compared."""
     batch = json.dumps([_asked(request) for request in requests], ensure_ascii=False)
     return {
         "store": store.uuid,

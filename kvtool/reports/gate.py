@@ -8,7 +8,7 @@ from kvtool.reports.report import Report, ReportContext, ReportResult
 
 
 def gate(context: ReportContext) -> ReportResult:
-    """Show how near the model is to each law, as it was measured at its first meeting with the store."""
+    """Show how near the model is to each law, as measured when it first met the store."""
     from kvtool.core.session.identity import known_result
 
     verdict = known_result(context.store, context.identity.fingerprint)

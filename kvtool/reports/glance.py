@@ -55,7 +55,7 @@ def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
 
 
 def makers(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Say how much each arithmetic has computed, as `computed_by` tells it; what was not noted is left out."""
+    """Say how many chunks each arithmetic has computed, from the rows of `computed_by`; unknown ones are left out."""
     return [f"{row['chunks']:,} in {row['dtype']} on {row['device']}" for row in rows if row["dtype"]]
 
 

@@ -58,7 +58,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """A chunk's text in pieces, each with a number that shades it, under a line that says where it stands."""
+    """A chunk's text in pieces, each with a number that shades it, under a line that names its place."""
 
     label: str
     pieces: tuple[tuple[str, float], ...]
@@ -85,7 +85,7 @@ class HeatMap:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A heading, then what stands under it, in this order.
+    """A heading, then its contents, in this order.
 
     Attributes
     ----------

@@ -27,7 +27,7 @@ _WITHOUT_WORDS = "no word: by its title or by vectors"
 
 
 def plan(context: ReportContext) -> ReportResult:
-    """Lay a question's prompt out and tell what of it is cached, and how long each mode would take; runs no model."""
+    """Show which part of a question's prompt is cached, and the expected time of each mode; runs no model."""
     request, options = context.question("plan"), context.query_options(*_ASKED)
     from kvtool.core.checkpoint.load import resolve_device
     from kvtool.core.query.layout import lay_out
@@ -53,7 +53,7 @@ def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, spe
     Returns
     -------
     `chunks[{id, source, start, end, line, score, keywords, tokens, status, level[, reason], bytes[, round]}]` (`round`:
-    the one of a deferred query that would load it, if it came to that), `cut` (chunks found beside these),
+    the one of a deferred query that would load it, if it came to that), `cut` (chunks that were found and left out),
     `tokens{prompt, reused, fresh, exact, miss, dropped}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms,
     reuses, bytes}`: how many such questions pay for the prefill of these chunks, by `union`'s saving; the last two None
     without speeds.

@@ -52,7 +52,7 @@ class RunOptions(Options, settings=False, group="Runs"):
 
 
 def quality(context: ReportContext) -> ReportResult:
-    """Answer questions in every mode beside full recompute: how near each comes, how fast, and how sure that is."""
+    """Answer questions by each mode and by full recompute: distance, speed, and their confidence intervals."""
     batch = context.get(BatchOptions)
     requests = batch.requests("quality")
     from kvtool.reports.paired_run import parse_runs

@@ -46,7 +46,12 @@ def test_intervals_stand_around_their_points() -> None:
 
 def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
     point = ((1.0, 2.0),)
-    lines = (Line("a", point), Line("a, less", point, beside="a"), Line("b", point), Line("c, less", point, beside="c"))
+    lines = (
+        Line("a", point),
+        Line("a, less", point, variant_of="a"),
+        Line("b", point),
+        Line("c, less", point, variant_of="c"),
+    )
     root = ElementTree.fromstring(line_charts("t", [Panel("p", lines)], "x"))
     marks = {
         title.text.partition(":")[0]: path.attrib
@@ -58,7 +63,7 @@ def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
     assert len({colours[name] for name in ("a", "b", "c, less")}) == 3
     assert marks["a"]["d"] == marks["a, less"]["d"] != marks["b"]["d"]
     assert [name for name, mark in marks.items() if "fill" not in mark] == ["a, less", "c, less"]
-    more = line_charts("t", [Panel("p", (*lines, Line("a, more", point, beside="a")))], "x")
+    more = line_charts("t", [Panel("p", (*lines, Line("a, more", point, variant_of="a")))], "x")
     assert len(set(re.findall(r'stroke="(#\w+)" stroke-dasharray', more))) == 3  # a second variant is told apart
     assert sum("stroke-dasharray" in path.attrib for path in root.iter(SVG + "path")) == 2
 
