@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtool.bench.fusion import FusionOptions
     from kvtool.core.model.decoder import Decoder
 
-app = new_app("Measure speed on this machine, next to plain transformers in the same run.")
+app = new_app("Measure speed on this machine, compared with plain transformers in the same run.")
 
 
 @app.command()

@@ -465,16 +465,16 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "force", "top_k", "min_score", "only"),
+        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "force", "top_k", "min_score", "source"),
         *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
-        *("keep_states", "max_loss", "load_timeout"),
+        *("state_cache_size", "max_loss", "load_timeout"),
     ),
     StoreOptions,
     RemoteOptions,
     ModelOptions,
     LockOptions,
     examples=("chat", "chat --fusion epic --top-k 3"),
-    common="fusion ratio top_k only level max_tokens system temperature store model device",
+    common="fusion ratio top_k source level max_tokens system temperature store model device",
 )
 def chat(run: Run) -> int | None:
     """Hold a conversation about the stored documents."""

@@ -32,8 +32,8 @@ def _flag(name: str, help: str) -> Any:
     return typer.Option(name, metavar=f"[{'|'.join(SHELLS)}]", help=help, autocompletion=lambda: [*SHELLS])
 
 
-Install = Annotated[str | None, _flag(INSTALL, "Install completion for a shell; by default for the one that calls.")]
-Show = Annotated[str | None, _flag(SHOW, "Show what would be installed.")]
+Install = Annotated[str | None, _flag(INSTALL, "Install tab completion, by default for the current shell.")]
+Show = Annotated[str | None, _flag(SHOW, "Print the completion script.")]
 
 
 def do(flag: str, names: Sequence[str]) -> NoReturn:

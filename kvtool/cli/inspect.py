@@ -45,14 +45,14 @@ class Reports(LazyGroup):
 
 
 app = new_app(
-    help="Show the store at a glance, or make one report about it; `kvtool inspect REPORT --help` tells more."
+    help="Show the store at a glance, or make one report about it; `kvtool inspect REPORT --help` describes one."
 )
 
 
 @app.callback(cls=Reports, invoke_without_command=True)
 @takes(*_EVERY)
 def inspect(run: Run, ctx: typer.Context) -> int | None:
-    """Show the store at a glance where no report is named."""
+    """Show the store at a glance if no report is named."""
     if ctx.invoked_subcommand is None:
         return show(run, load_report("glance"))
     return None

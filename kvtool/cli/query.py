@@ -237,7 +237,7 @@ class QueryFlags(Options, settings=False):
         None, "Answer every question of a file.", group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
     show_sources: bool = option(False, "Show the text of the passages used.", group=ANSWER)
-    hot_memory: int = option(
+    memory_cache: int = option(
         10**9,
         "Memory for the chunks that --batch has loaded.",
         group=ANSWER,
@@ -274,7 +274,7 @@ class QueryFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=('query "Who founded the observatory?"', 'query "Who founded it?" --fusion epic --top-k 8 --explain'),
-    common="fusion ratio top_k only documents chunks level max_tokens system batch "
+    common="fusion ratio top_k source documents chunks level max_tokens system batch "
     "compare explain show_sources store model",
 )
 def query(
@@ -316,7 +316,7 @@ def query(
         session.finder = finder
         if flags.batch is not None:
             if modes is None and is_found:  # modes that are compared each load for themselves
-                session.cache_chunks(flags.hot_memory)
+                session.cache_chunks(flags.memory_cache)
             return Batch(run, session, options, modes).run(requests)
         if modes is not None:
             _compare(run, session, requests[0], options, modes)

@@ -24,7 +24,7 @@ _SHOWN = 240  # characters of a passage in a terminal
 
 @app.command(cls=ManyValues)
 @takes(
-    QueryOptions.some("top_k", "min_score", "only", "retriever", "embedder", "offline"),
+    QueryOptions.some("top_k", "min_score", "source", "retriever", "embedder", "offline"),
     StoreOptions,
     RemoteOptions,
     LockOptions,

@@ -57,7 +57,7 @@ class ServeFlags(Options, settings=False):
     "fusion top_k max_tokens store model device",
 )
 def serve(run: Run) -> None:
-    """Answer over HTTP, with the API of OpenAI."""
+    """Answer over HTTP with an OpenAI-compatible API."""
     options = run.get(ServeOptions)
     file = options.key_path
     if run.get(ServeFlags).show_key:
@@ -86,7 +86,7 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
             parallel=options.parallel,
             queue=options.queue,
             patience=options.request_timeout,
-            hot_memory=options.hot_memory,
+            memory_cache=options.memory_cache,
             keep_conversations=options.keep_conversations,
         )
         log = _Log(run, options.request_log)

@@ -188,9 +188,9 @@ def _texts(run: Run, store: Store, sample: Fraction | None) -> tuple[int | None,
 
 
 @app.command()
-@takes(ForgetOptions, StoreOptions, examples=("store forget notes.md --dry-run", 'store forget "drafts/*.md"'))
-def forget(run: Run, targets: Targets) -> None:
-    """Remove documents, and their chunks that no other document has."""
+@takes(ForgetOptions, StoreOptions, examples=("store rm notes.md --dry-run", 'store rm "drafts/*.md"'))
+def rm(run: Run, targets: Targets) -> None:
+    """Remove documents, and the chunks that only they use."""
     from kvtool.core.upkeep.forget import forget as run_forget
 
     options = run.get(ForgetOptions)
@@ -204,7 +204,7 @@ def forget(run: Run, targets: Targets) -> None:
     def show() -> None:
         for source in plan.sources:
             run.out.print(source.replace("\n", "\\n"))
-        what = "would be forgotten" if dry_run else "forgotten"
+        what = "would be removed" if dry_run else "removed"
         count = f"{counted(len(plan.sources), 'document')}, {counted(chunks, 'chunk')}"
         run.out.print(f"{what}: {count}, {sized(plan.size)}")
 
@@ -233,9 +233,9 @@ class BudgetOptions(Options, settings=False, group=WHICH):
     examples=("store prune --budget 20GB", "store prune --max-size 20GB --unused 30d --dry-run"),
 )
 def prune(run: Run) -> int | None:
-    """Make the store smaller: remove the least used KV first.
+    """Make the store smaller: evict the least used KV first.
 
-    Of a chunk exact records go before compressed ones, and KV before text.
+    Exact KV is evicted before compressed KV, and KV before text.
     """
     from kvtool.core.upkeep.job import prune as run_prune
 

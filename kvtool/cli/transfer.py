@@ -30,12 +30,12 @@ Url = Annotated[
 
 _SHARED = "redis://cache:6379/0"
 _AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
-_REPLACE = "`kvtool store forget PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
+_REPLACE = "`kvtool store rm PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
 def push(run: Run, url: Url) -> int | None:
-    """Copy to a shared store what it lacks. Run it again to resume."""
+    """Upload what a shared store lacks. Run it again to resume."""
     from kvtool.core.remote.by_url import push_to
 
     with JobView(run) as view:
@@ -45,7 +45,7 @@ def push(run: Run, url: Url) -> int | None:
 
 @takes(PullOptions, StoreOptions, examples=(f"store pull {_SHARED}", f"store pull {_SHARED} --level 2,3 --delete"))
 def pull(run: Run, url: Url) -> int | None:
-    """Copy from a shared store what this store lacks. A missing store is created."""
+    """Download what this store lacks from a shared store. A missing store is created."""
     from kvtool.core.remote.by_url import pull_from
 
     options = run.get(PullOptions)

@@ -47,11 +47,13 @@ _FINEST = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")  # the line
 class CodecOptions(Options, settings=False):
     """The schemes to measure."""
 
-    scheme: tuple[str, ...] = option((), "Only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME")
+    scheme: tuple[str, ...] = option(
+        (), "Measure only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME"
+    )
 
 
 def codec(context: ReportContext) -> ReportResult:
-    """Answer questions from exact records and from each level's, and compare size and loss."""
+    """Answer questions from exact KV and from each compression level. Report size and loss of each."""
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
     from kvtool.core.compress.rows import HeavyRows

@@ -35,7 +35,7 @@ class MakeOptions(Options, settings=False, group=QUESTIONS):
 
     make: int | None = option(
         None,
-        "Write N questions into the file, from the store's chunks by its model; measure nothing yet.",
+        "Let the model write N questions about stored chunks to the file, and measure nothing.",
         metavar="N",
         lowest=1,
     )

@@ -27,7 +27,7 @@ _WITHOUT_WORDS = "no word: by its title or by vectors"
 
 
 def plan(context: ReportContext) -> ReportResult:
-    """Show which part of a question's prompt is cached, and the expected time of each mode; runs no model."""
+    """Show which parts of a question's prompt are cached, and the expected time of each mode. Runs no model."""
     request, options = context.question("plan"), context.query_options(*_ASKED)
     from kvtool.core.checkpoint.load import resolve_device
     from kvtool.core.query.layout import lay_out

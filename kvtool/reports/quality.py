@@ -42,17 +42,17 @@ class RunOptions(Options, settings=False, group="Runs"):
     runs: tuple[str, ...] = option(
         (), "Modes, each with how much it recomputes: reuse, epic:16, union:5% …", metavar="a,b:AMOUNT,c"
     )
-    max_tokens: int = option(20, "Longest answer in tokens.", lowest=1)
-    force: bool = option(False, "Measure although the gate refuses.")
-    no_context: bool = option(False, "Answer without any chunk, too, and tell what share of the gap a run recovers.")
-    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the other half.")
+    max_tokens: int = option(20, "Maximum length of an answer, in tokens.", lowest=1)
+    force: bool = option(False, "Measure even if this model failed the self-check.")
+    no_context: bool = option(False, "Also answer without chunks, and report what share of the gap a run recovers.")
+    holdout: bool = option(False, "Choose a run on the first half of the questions, and report it on the second.")
     max_kl: float = option(
-        0.05, "KL of the answer, in nats, that is near enough to be chosen.", metavar="NATS", lowest=0
+        0.05, "Maximum KL divergence of a mode that is recommended, in nats per token.", metavar="NATS", lowest=0
     )
 
 
 def quality(context: ReportContext) -> ReportResult:
-    """Answer questions by each mode and by full recompute: distance, speed, and their confidence intervals."""
+    """Answer questions in every mode and by full recompute. Report quality and speed, with intervals."""
     batch = context.get(BatchOptions)
     requests = batch.requests("quality")
     from kvtool.reports.paired_run import parse_runs
@@ -97,7 +97,7 @@ def compare_runs(
     value = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
     value |= overview(journal.rows, base.name)
     if flags.holdout:
-        value["halves"] = holdout(journal.rows, flags.max_kl)
+        value["holdout"] = holdout(journal.rows, flags.max_kl)
     return value, journal.rows, 0 if not failed else EXIT_PARTIAL if journal.rows else EXIT_FAILED
 
 
@@ -115,7 +115,7 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
     for section in _evidence(value):
         yield from section.tables
         yield from section.text
-    if "halves" in value and not value["halves"]:
+    if "holdout" in value and not value["holdout"]:
         yield "--holdout needs two questions at least"
     if value["with_holes"]:
         yield f"{value['with_holes']} of them lacked chunks of the store: what they say of reuse is too good"
@@ -136,9 +136,9 @@ def quality_sections(value: Mapping[str, Any], about: str) -> Iterator[Section]:
 def _evidence(value: Mapping[str, Any]) -> Iterator[Section]:
     if len(value["runs"]) > 1:
         yield Section("Question by question", (_paired_text(value),), tables=(paired_table(value),))
-    if value.get("halves"):
+    if value.get("holdout"):
         yield Section(
-            "Chosen on one half", (_holdout_text(value["halves"]),), tables=(_holdout_table(value["halves"]),)
+            "Chosen on one half", (_holdout_text(value["holdout"]),), tables=(_holdout_table(value["holdout"]),)
         )
 
 

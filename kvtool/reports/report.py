@@ -183,7 +183,7 @@ class Report:
 class PageOptions(Options, settings=False, group="Page"):
     """Files that a report is written to in addition to the terminal."""
 
-    html: Path | None = option(None, "Write a page with plots, too.", metavar="FILE", unit="path")
+    html: Path | None = option(None, "Also write an HTML page with plots.", metavar="FILE", unit="path")
     figures: Path | None = option(None, "Write the plots as SVG files.", metavar="FOLDER", unit="path")
 
     @property
@@ -204,7 +204,7 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
     """A file of questions."""
 
     batch: Path | None = option(None, "A file of questions.", metavar="FILE.jsonl", unit="path")
-    limit: int | None = option(None, "Only the first N of them.", metavar="N", lowest=1)
+    limit: int | None = option(None, "Use only the first N questions.", metavar="N", lowest=1)
 
     def requests(self, report: str) -> list[Request]:
         """Read all questions of the file. Raises UsageError if none is named, or it cannot be read."""
@@ -222,4 +222,6 @@ class BatchOptions(Options, settings=False, group=QUESTIONS):
 class ResumeOptions(Options, settings=False, group=QUESTIONS):
     """The file that keeps an evaluation's results, so that hours of work can be interrupted."""
 
-    resume: Path | None = option(None, "Keep results here and go on from them.", metavar="FILE.jsonl", unit="path")
+    resume: Path | None = option(
+        None, "Save results to this file, and resume from it.", metavar="FILE.jsonl", unit="path"
+    )

@@ -16,7 +16,7 @@ from kvtool.serve.wire import LONGEST_TEXT, MOST_NAMES, Refusal, taken, texts, w
 
 # What of a question's options a client may set, under `kvtool`: nothing that names a file or a model of this machine.
 ALLOWED = (
-    *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "only", "retriever", "order"),
+    *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "source", "retriever", "order"),
     *("min_score", "stop_repeats", "defer", "defer_first", "defer_threshold", "slo_ms"),
 )
 _OWN = ("documents", "chunks", *ALLOWED)

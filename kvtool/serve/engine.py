@@ -34,8 +34,8 @@ class Engine:
     place : the store's folder, or the URL of a shared one, which can only be asked.
     model : the model as the user names it; needed if the store is still to be made.
     warn : called with warnings for the server's owner that belong to no single question.
-    parallel, queue, patience : see `Scheduler`. `hot_memory`: bytes of chunks kept in memory; `keep_conversations`: of
-        conversations.
+    parallel, queue, patience : see `Scheduler`. `memory_cache`: bytes of chunks kept in memory; `keep_conversations`:
+        of conversations.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Engine:
         parallel: int = 8,
         queue: int = 64,
         patience: float = 300.0,
-        hot_memory: int = 10**9,
+        memory_cache: int = 10**9,
         keep_conversations: int = 5 * 10**8,
     ) -> None:
         self.place, self.model = place, model
         self._warn = warn
-        self._resident = Resident(place, model, hot_memory, self._warned)
+        self._resident = Resident(place, model, memory_cache, self._warned)
         self.talks = Talks(keep_conversations)
         self.scheduler = Scheduler(self._resident, warn, parallel, queue, patience, self.talks)
         self.ending = Ending()

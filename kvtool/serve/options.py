@@ -10,7 +10,7 @@ from kvtool.core.common.urls import is_loopback
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Who may ask", "Limits and log", "Documents"
+ADDRESS, ACCESS, LIMITS, DOCUMENTS = "Address", "Access", "Limits and log", "Documents"
 ANY_ORIGIN = "*"
 
 
@@ -69,11 +69,11 @@ class ServeOptions(Options, sections=("serve",)):
     max_body: int = option(
         16 * 10**6, "Maximum size of a request.", group=LIMITS, unit="size", lowest=1, instead="16MB"
     )
-    hot_memory: int = option(
+    memory_cache: int = option(
         10**9,
         "Memory for loaded chunks.",
         group=LIMITS,
-        setting="serve_hot_memory",
+        setting="serve_memory_cache",
         unit="size",
         lowest=0,
         instead="1GB",

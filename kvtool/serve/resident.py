@@ -23,16 +23,16 @@ class Resident:
     Parameters
     ----------
     place : the store's folder, or the URL of a shared one.
-    hot_memory : bytes of loaded chunks that are kept for further questions.
+    memory_cache : bytes of loaded chunks that are kept for further questions.
 
     Attributes
     ----------
     spare : a model that somebody has loaded, for a store that is not open yet.
     """
 
-    def __init__(self, place: Path | str, model: ModelOptions, hot_memory: int, warn: Warn) -> None:
+    def __init__(self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn) -> None:
         self.place = place
-        self._model, self._hot_memory, self._warn = model, hot_memory, warn
+        self._model, self._memory_cache, self._warn = model, memory_cache, warn
         self._session: Session | None = None
         self.spare: Decoder | None = None
 
@@ -80,7 +80,7 @@ class Resident:
             if decoder is not None and not _is_of(decoder, identity):
                 decoder = None
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
-            session.cache_chunks(self._hot_memory)
+            session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # what is held is read faster, and does not decide what is found
         except BaseException:
             store.close()

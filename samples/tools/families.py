@@ -58,7 +58,7 @@ _HEAD = (
     "family that is not here is tried, and refused with a reason where it cannot be served. Over each of these the "
     "tests run the [laws](design.md#laws), with a tiny random model of the configuration class that is named; "
     "`samples/tools/families.py` writes this page from them.\n\n"
-    "- **KV** is what one token takes in a store, in bytes of bfloat16, of that tiny model: 512 with plain keys and "
+    "- **KV** is the size of one token in a store, in bytes of bfloat16, of that tiny model: 512 with plain keys and "
     "values of two heads of 16 in four layers.\n"
     f"- **`reuse`** and **`union`** are the bytes that these modes (the second with 15 %) read of a prompt of "
     f"{PROMPT:,} tokens in chunks of {CHUNK}, and what share that is of the prompt's. Windowed layers are read as far "
@@ -93,9 +93,9 @@ _REFUSED = (
         "records that also hold what tokens are chosen by, and the choice made again for moved chunks",
     ),
     (
-        "a norm with a weight for each number of a key, behind its rotation (HunYuan): a score depends on where its "
-        "tokens stand, not only on how far apart",
-        "chunks computed at the place where they will stand",
+        "a norm with a weight for each number of a key, after its rotation (HunYuan): a score depends on the "
+        "positions of its tokens, not only on their distance",
+        "chunks computed at their final positions",
     ),
     (
         "attention over other keys and values than are kept (DiffLlama, JetMoE)",
@@ -115,7 +115,7 @@ _REFUSED = (
     ),
     (
         "states in a cache of a family's own (MiniMax), attention shared between layers (Zamba 2), a state in every "
-        "layer (Mamba, RWKV), states beside windows or chosen keys",
+        "layer (Mamba, RWKV), states combined with sliding windows or sparse attention",
         "a layer of the prompt cache for each of these",
     ),
     (

@@ -72,7 +72,7 @@ def test_what_is_found_can_be_read_with_its_neighbours(store: Path) -> None:
 
 def test_a_search_keeps_to_the_documents_it_is_given(store: Path) -> None:
     async def say(client: Client) -> None:
-        found = await call(client, "search", question=QUESTION, top_k=5, only=["mill4.md"])
+        found = await call(client, "search", question=QUESTION, top_k=5, source=["mill4.md"])
         assert {Path(chunk["source"]).name for chunk in found["chunks"]} == {"mill4.md"}
 
     talk(store, say)

@@ -88,7 +88,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "store export": ("store", "export", pack, *here, "--json"),
             "store import": ("store", "import", pack, "--store", folder / "taken", "--json"),
             "store import (several)": ("store", "import", pack, store, "--store", folder / "merged", "--json"),
-            "store forget": ("store", "forget", "*mill5.md", *here, "--json"),
+            "store rm": ("store", "rm", "*mill5.md", *here, "--json"),
             "store prune": ("store", "prune", "--max-size", "1", *there, "--dry-run", "--json"),
             "store compact": ("store", "compact", *here, "--json"),
             "store verify": ("store", "verify", *here, "--sample", "1/1", "--json"),

@@ -84,4 +84,4 @@ def test_the_reference_is_that_of_the_commands() -> None:
 
 
 def test_a_command_without_its_group_is_told_with_it() -> None:
-    kvtool("help", "forget").failed(2, "no page 'forget'", "kvtool help store forget")
+    kvtool("help", "rm").failed(2, "no page 'rm'", "kvtool help store rm")

@@ -32,7 +32,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         ((NOTHING,), 1, "no chunk matches"),
         ((QUESTION, "--chunks", "deadbeef"), 2, "'deadbeef' is not in the store"),
         ((QUESTION, "--documents", "none.md"), 2, "'none.md' is not in the store"),
-        ((QUESTION, "--only", "zz*"), 2, "no document matches"),
+        ((QUESTION, "--source", "zz*"), 2, "no document matches"),
         ((QUESTION, "--retriever", "dense"), 2, "embedding model"),
         ((NOTHING, "--compare", "reuse,union"), 1, "no chunk matches"),
     ],
@@ -51,7 +51,7 @@ def test_what_a_report_cannot_find(report: str, store: Path) -> None:
 @pytest.mark.usefixtures("no_model")
 def test_an_empty_store(store: Path) -> None:
     for source in [document["source"] for document in listing(store)]:
-        kvtool("store", "forget", source, "--yes", "--store", store).fine()
+        kvtool("store", "rm", source, "--yes", "--store", store).fine()
     kvtool("query", QUESTION, "--store", store).failed(1, "holds no documents")
 
 

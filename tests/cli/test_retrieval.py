@@ -38,9 +38,9 @@ def test_where_an_answer_comes_from(store: Path) -> None:
 
 
 def test_only_some_documents(store: Path) -> None:
-    found = ask(store, "--only", "mill0.md", "--only", "*2.md")["chunks"]
+    found = ask(store, "--source", "mill0.md", "--source", "*2.md")["chunks"]
     assert {Path(chunk["source"]).name for chunk in found} <= {"mill0.md", "mill2.md"}
-    done = kvtool("query", QUESTION, "--store", store, "--only", "*.zip")
+    done = kvtool("query", QUESTION, "--store", store, "--source", "*.zip")
     done.failed(2, "no document matches *.zip")
 
 

@@ -194,7 +194,7 @@ def test_a_store_that_others_may_read_is_answered_from_and_not_written(users: tu
         assert "hint: " in done.stderr
     else:
         assert "f0" in done.stdout
-    refused = second.runs("store", "forget", "f0", "--store", kept / "store", "--yes")
+    refused = second.runs("store", "rm", "f0", "--store", kept / "store", "--yes")
     assert refused.returncode not in (0, 3)
     assert "Traceback" not in refused.stderr
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in (kept / "store").rglob("*")} == before

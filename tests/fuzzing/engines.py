@@ -168,7 +168,7 @@ class EngineLife:
 
     def _engine(self, store: Path, keep: int) -> Engine:
         model = ModelOptions(model=str(self.model), offline=True, dtype="float32")
-        engine = Engine(store, model, lambda text, hint: None, keep_conversations=keep, hot_memory=min(keep, 10**8))
+        engine = Engine(store, model, lambda text, hint: None, keep_conversations=keep, memory_cache=min(keep, 10**8))
         engine.start()
         return engine
 
@@ -316,24 +316,24 @@ class EngineLife:
         self._command("store", "prune", "--budget", dice.choice(("none", "1GB")))
 
     def _forget(self, dice: random.Random) -> None:
-        self._command("store", "forget", self.corpus.any_path(dice), fine=False)
+        self._command("store", "rm", self.corpus.any_path(dice), fine=False)
 
     def _holes(self, dice: random.Random) -> None:
         """All records of a document's chunks go, and are made again behind whatever lead-in there is."""
-        self._command("store", "forget", self.corpus.any_path(dice), fine=False)
+        self._command("store", "rm", self.corpus.any_path(dice), fine=False)
         self._ingest()
 
     def _reorder(self, dice: random.Random) -> None:
         """All but one document go, and come back."""
         for path in sorted(self.corpus.texts())[1:]:
-            self._command("store", "forget", path, "--yes", fine=False)
+            self._command("store", "rm", path, "--yes", fine=False)
         self._ingest()
 
     def _pack(self, dice: random.Random) -> None:
         """What is forgotten comes back from a pack."""
         pack = self.folder / "store.kvpack"
         self._command("store", "export", pack, "--force")
-        self._command("store", "forget", self.corpus.any_path(dice), fine=False)
+        self._command("store", "rm", self.corpus.any_path(dice), fine=False)
         self._command("store", "import", pack)
 
     def _anew(self, dice: random.Random) -> None:

@@ -269,7 +269,7 @@ class StoreLife:
     def _forget(self, dice: random.Random) -> None:
         """A document is forgotten, and comes back with the next ingest, or is asked for in vain."""
         source = dice.choice(sorted(self.committed))
-        if len(self.committed) > 2 and not self._refused(lambda: dice.choice((self.near, self.far)).forget(source)):
+        if len(self.committed) > 2 and not self._refused(lambda: dice.choice((self.near, self.far)).rm(source)):
             self.committed = {name: text for name, text in self.committed.items() if name != source}
 
     def _holes(self, dice: random.Random) -> None:

@@ -42,9 +42,9 @@ def test_a_folder_that_is_gone_or_empty_is_kept(is_there: bool, fresh: Any, fold
     if is_there:
         folder.mkdir()
     for more in ((), ("--dry-run",)):
-        fresh(folder, "--sync", *more).failed(2, f"nothing is at {folder} any more", "kvtool store forget")
+        fresh(folder, "--sync", *more).failed(2, f"nothing is at {folder} any more", "kvtool store rm")
     assert len(names(tmp_path)) == 2
-    kvtool("store", "forget", folder, "--yes", "--store", tmp_path / "fresh").fine()
+    kvtool("store", "rm", folder, "--yes", "--store", tmp_path / "fresh").fine()
     fresh(folder, "--sync").failed(2) if not is_there else fresh(folder, "--sync").fine()
     assert names(tmp_path) == set()
 
@@ -60,7 +60,7 @@ def test_one_folder_of_two_that_is_gone_holds_up_nobody(fresh: Any, folder: Path
     done = fresh(other, folder, "--sync").fine()
     assert done.json["documents"]["changed"] == 1
     assert f"nothing is at {folder} any more" in done.err
-    kvtool("store", "forget", folder, "--yes", "--store", tmp_path / "fresh").fine()
+    kvtool("store", "rm", folder, "--yes", "--store", tmp_path / "fresh").fine()
     assert f"{folder} is not there" in fresh(other, folder, "--sync").fine().err
     fresh(other, folder).failed(2, "no such file or folder")
 
@@ -96,7 +96,7 @@ def test_a_folder_without_documents_is_forgotten(fresh: Any, folder: Path, tmp_p
 def test_what_is_gone_is_not_forgotten_unasked(fresh: Any, folder: Path, tmp_path: Path) -> None:
     shutil.rmtree(folder)
     done = fresh(folder).failed(2, "the store holds 2 document(s) of it")
-    assert "kvtool store forget" in done.err
+    assert "kvtool store rm" in done.err
     assert len(names(tmp_path)) == 2
 
 

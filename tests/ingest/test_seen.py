@@ -348,7 +348,7 @@ def test_a_file_that_came_back_without_its_kv_is_computed_again(fresh: Any, fold
         assert document is not None
     url = f"file://{tmp_path}/tier"
     kvtool("store", "push", url, "--store", tmp_path / "fresh").fine()
-    kvtool("store", "forget", folder / "two.txt", "--store", tmp_path / "fresh").fine()
+    kvtool("store", "rm", folder / "two.txt", "--store", tmp_path / "fresh").fine()
     wreck(url, document.chunks[0].chunk_id.hex(), "raw", 0)
     assert kvtool("store", "pull", url, "--store", tmp_path / "fresh").code == 13
     assert fresh(folder).fine().json["chunks"]["computed"] == 1

@@ -81,7 +81,7 @@ def test_another_ingest_leaves_them(interrupted: Interrupted, large: Path, fresh
     assert report["chunks"]["removed"] == 0
     (tmp_path / "other" / "mill0.md").write_text("Nothing.")
     fresh(other).fine()
-    kvtool("store", "forget", other, large.parent / "small.md", "--yes", "--store", tmp_path / "fresh").fine()
+    kvtool("store", "rm", other, large.parent / "small.md", "--yes", "--store", tmp_path / "fresh").fine()
     assert payloads(tmp_path / "fresh") == payloads(tmp_path / "whole")
 
 
@@ -145,7 +145,7 @@ def test_what_is_gone_goes_with_sync(interrupted: Interrupted, large: Path, fres
 def test_forget_names_the_file(interrupted: Interrupted, large: Path, fresh: Any, tmp_path: Path) -> None:
     fresh(large.parent / "small.md").fine()
     interrupted()
-    args = ("store", "forget", large, "--store", tmp_path / "fresh", "--json")
+    args = ("store", "rm", large, "--store", tmp_path / "fresh", "--json")
     found = unfinished(tmp_path / "fresh")
     for more in (("--dry-run",), ()):
         done = kvtool(*args, *more).fine().json

@@ -230,9 +230,9 @@ def test_durations_and_percentages(tmp_path: Path) -> None:
 
 
 def test_several_values(tmp_path: Path) -> None:
-    levels, only = options_of(PullOptions)["levels"], options_of(QueryOptions)["only"]
+    levels, source = options_of(PullOptions)["levels"], options_of(QueryOptions)["source"]
     assert levels.parse(["2,3", "2"], "--level") == ("2", "3")
-    assert only.parse(["a,b", "a,b"], "--only") == ("a,b", "a,b")
+    assert source.parse(["a,b", "a,b"], "--source") == ("a,b", "a,b")
     assert levels.parse(["2,", " 3"], "--level") == ("2", "3")
     for nothing in ("", " "):  # such as a script's empty variable: not the default
         with pytest.raises(UsageError, match="--level: '' is none of"):

@@ -79,7 +79,7 @@ CALLS = [
     (lambda cache: cache.compress("9"), "levels: '9' is none of"),
     (lambda cache: cache.prune(max_size="much"), "max_size: 'much' is not a size"),
     (lambda cache: cache.push("file:///x", dleete=True), "unknown option 'dleete'"),
-    (lambda cache: cache.forget("x", dry=True), "unknown option 'dry'"),
+    (lambda cache: cache.rm("x", dry=True), "unknown option 'dry'"),
     (lambda cache: cache.query(None), "question: None is not text"),
     (lambda cache: cache.query("Who?", chunks=5), "chunks: 5 is no list"),
     (lambda cache: cache.query("Who?", chunks="abcdef", documents="a.md"), "--chunks and --documents exclude"),
@@ -117,7 +117,7 @@ def test_one_path_is_one_path(tmp_path: Path) -> None:
     with kvtool.open(tmp_path / "s") as cache, pytest.raises(UsageError, match="docs"):
         cache.ingest("docs")
     assert IngestOptions(paths="docs").paths == (Path("docs"),)  # type: ignore[arg-type]
-    assert QueryOptions(only="*.md").only == ("*.md",)  # type: ignore[arg-type]
+    assert QueryOptions(source="*.md").source == ("*.md",)  # type: ignore[arg-type]
 
 
 def test_a_closed_cache_refuses(tmp_path: Path) -> None:

@@ -112,4 +112,4 @@ def with_foreign_tokens(scene: Scene, tiny: Path) -> None:
         return replace(entry, mtime_ns=entry.mtime_ns + 10**9), replace(document, chunks=refs)
 
     rewrite(scene.theirs, scene.own, change)
-    kvtool("store", "forget", folder, "--store", scene.theirs, "--yes").fine()
+    kvtool("store", "rm", folder, "--store", scene.theirs, "--yes").fine()

@@ -170,7 +170,7 @@ def test_a_source_that_is_written_to_is_taken_as_it_was(
 
     def surveyed(store: Store, *more: Any) -> Any:
         found = survey(store, *more)
-        kvtool("store", "forget", "*", "--yes", "--store", source).fine()
+        kvtool("store", "rm", "*", "--yes", "--store", source).fine()
         return found
 
     monkeypatch.setattr(merging, "survey", surveyed)

@@ -152,8 +152,8 @@ def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_p
 
 @pytest.mark.slow
 def test_nothing_is_kept_where_nothing_may(store: Path) -> None:
-    assert "could not be stored" in ask(store, FIRST, "--keep-states", "10kB").err
-    ask(store, FIRST, "--keep-states", "0")
+    assert "could not be stored" in ask(store, FIRST, "--state-cache-size", "10kB").err
+    ask(store, FIRST, "--state-cache-size", "0")
     assert stretches(store)["count"] == 0
     assert ask(store, SECOND).json["tokens"]["reused"] == 0
 
@@ -166,7 +166,7 @@ def test_what_was_not_used_for_longest_goes_for_what_is_new(store: Path) -> None
     both = stretches(store)["bytes"]
     assert both > one
     limit = str(int((both + one) / 2))
-    ask(store, FIRST, "--keep-states", limit, documents="mill4.md")
+    ask(store, FIRST, "--state-cache-size", limit, documents="mill4.md")
     assert stretches(store)["bytes"] < both + one - 1000
     beginning = ask(store, SECOND, documents="mill5.md").json["tokens"]["reused"]
     assert beginning > 0  # which is used by all
@@ -188,7 +188,7 @@ def test_a_store_that_cannot_be_written_answers(store: Path) -> None:
 def test_forgetting_a_document_takes_its_stretches(store: Path) -> None:
     ask(store, FIRST)
     ask(store, FIRST, documents="mill3.md")
-    kvtool("store", "forget", "mill2.md", "--store", store).fine()
+    kvtool("store", "rm", "mill2.md", "--store", store).fine()
     assert ask(store, SECOND, documents="mill3.md").json["tokens"]["reused"] > 0
     with Store.open(store) as opened:
         chunks = {*opened.chunk_ids()}

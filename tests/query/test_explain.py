@@ -124,7 +124,7 @@ def test_a_batch_reads_a_chunk_once(
     rows = [{"question": f"{QUESTION} {n}", "documents": ["mill2.md"]} for n in range(3)]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     args = ("--store", store, "--batch", tmp_path / "b.jsonl", "--fusion", "reuse", *SHORT, "--json")
-    lines = [json.loads(line) for line in kvtool("query", *args, "--hot-memory", size).fine().out.splitlines()]
+    lines = [json.loads(line) for line in kvtool("query", *args, "--memory-cache", size).fine().out.splitlines()]
     assert len(reads) == times * len(set(reads))
     first, *others = (line["bytes_read"] for line in lines[:3])
     assert first > 0

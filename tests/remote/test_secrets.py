@@ -71,7 +71,7 @@ def every_command(corpus: Path, url: str) -> Iterator[tuple[object, ...]]:
         "store stats",
         "store ls",
         "store verify",
-        "store forget x",
+        "store rm x",
         "no-such-command",
         "query --no-such-flag",
     ):

@@ -230,7 +230,7 @@ def test_numbers_and_names_that_cannot_be_meant(served: Served, more: str) -> No
     "more",
     [
         f'"max_tokens": 2, "kvtool": {{"top_k": {10**30}}}',
-        '"max_tokens": 2, "kvtool": {"only": ["\\ud800"]}, "stop": ["\\ud800"]',
+        '"max_tokens": 2, "kvtool": {"source": ["\\ud800"]}, "stop": ["\\ud800"]',
         '"max_tokens": 2, "kvtool": {"documents": ["\\ud800"]}',
         '"max_tokens": 2, "kvtool": {"chunks": ["\\u0000", ""]}',
         f'"max_tokens": {10**30}, "stop": ["e", "a", " "]',

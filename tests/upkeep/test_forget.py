@@ -1,4 +1,4 @@
-"""`store forget`: the documents that were named, what only they refer to, and nothing else."""
+"""`store rm`: the documents that were named, what only they refer to, and nothing else."""
 
 from __future__ import annotations
 
@@ -128,36 +128,34 @@ def test_a_pinned_document_is_not_forgotten(tree: Path) -> None:
 
 
 def test_a_rehearsal_says_what_would_be_refused(tree: Path) -> None:
-    many = kvtool("store", "forget", "*", "--store", tree, "--dry-run", "--json").fine()
-    assert many.json["refused"] == "5 of 5 documents would be forgotten"
+    many = kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--json").fine()
+    assert many.json["refused"] == "5 of 5 documents would be removed"
     assert "--yes" in many.err
-    assert (
-        kvtool("store", "forget", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refused"] is None
-    )
+    assert kvtool("store", "rm", "*", "--store", tree, "--dry-run", "--yes", "--json").fine().json["refused"] is None
     prune = ("store", "prune", "--max-age", "0s", "--store", tree, "--dry-run")
     assert "without --dry-run this is refused: " in kvtool(*prune).fine().err
     assert kvtool(*prune, "--yes").fine().err == ""
     with Store.open(tree) as store, store.writer() as pen:
         pen.set_pins(["/a/x.md"], [])
-    pinned = kvtool("store", "forget", "/a", "--store", tree, "--dry-run").fine()
+    pinned = kvtool("store", "rm", "/a", "--store", tree, "--dry-run").fine()
     assert "/a/x.md is pinned" in pinned.err
 
 
 def test_the_index_no_longer_finds_what_was_forgotten(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = listing(store)[2]["source"]
-    value = kvtool("store", "forget", Path(source).name, "--store", store, "--json").fine().json
+    value = kvtool("store", "rm", Path(source).name, "--store", store, "--json").fine().json
     assert value["sources"] == [source]
     assert value["chunks"] > 0
     assert damages(store) == []
     with Store.open(store) as opened, monkeypatch.context() as patch:
         patch.setattr(Index, "update", lambda *_: pytest.fail("the index was left behind"))
         assert len(index_of(opened)) == sum(len(document["chunks"]) for document in listing(store))
-    human = kvtool("store", "forget", "mill4.md", "--store", store, "--dry-run").fine()
-    assert "would be forgotten: 1 document," in human.out
-    kvtool("store", "forget", "mill44.md", "--store", store).failed(2, "did you mean 'mill4.md'")
-    assert kvtool("store", "forget", "mill4.md", "--store", store, "-q").fine().out == ""
+    human = kvtool("store", "rm", "mill4.md", "--store", store, "--dry-run").fine()
+    assert "would be removed: 1 document," in human.out
+    kvtool("store", "rm", "mill44.md", "--store", store).failed(2, "did you mean 'mill4.md'")
+    assert kvtool("store", "rm", "mill4.md", "--store", store, "-q").fine().out == ""
     folder = Path(source).parent
-    kvtool("store", "forget", folder.name, "--store", store).failed(2, f"name a folder by its path: {folder}")
+    kvtool("store", "rm", folder.name, "--store", store).failed(2, f"name a folder by its path: {folder}")
 
 
 def test_other_documents_stay_byte_for_byte(tmp_path: Path) -> None:

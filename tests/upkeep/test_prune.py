@@ -421,7 +421,7 @@ def test_the_same_from_python(tmp_path: Path) -> None:
 
     path = make_store(tmp_path / "store", files=6, dim=DIM)
     with package.open(path) as cache:
-        assert cache.forget("f0").sources == ("f0",)
+        assert cache.rm("f0").sources == ("f0",)
         assert cache.compact().after == pytest.approx(bytes_in(path), abs=500)
         assert cache.budget(bytes_in(path) // 2).budget == cache.budget().budget
         report = cache.prune(yes=True)

@@ -147,17 +147,17 @@ class Tools:
         self._close_store()
         self._cache.close()
 
-    def search(self, question: str, top_k: int | None = None, only: list[str] | None = None) -> Found:
+    def search(self, question: str, top_k: int | None = None, source: list[str] | None = None) -> Found:
         """Find chunks of the documents that match a question, best first, with their text. Needs no model.
 
         Parameters
         ----------
         question : what to look for, in the words of the documents where they are known.
         top_k : how many chunks; the server's default where it is left out.
-        only : globs; only documents whose path, or the end of it, matches one of them.
+        source : globs; only documents whose path, or the end of it, matches one of them.
         """
         count = self._count("top_k", top_k, self._options.top_k, 1)
-        options = replace(self._options, only=tuple(only or self._options.only))
+        options = replace(self._options, source=tuple(source or self._options.source))
         with self._reading() as (store, finder):
             hits = finder.find(question, count, options.retrieval).hits
             since = changes(store, [hit.passage.source for hit in hits])
@@ -187,7 +187,7 @@ class Tools:
         self,
         question: str,
         top_k: int | None = None,
-        only: list[str] | None = None,
+        source: list[str] | None = None,
         chunks: list[str] | None = None,
         documents: list[str] | None = None,
     ) -> Answer:
@@ -197,7 +197,7 @@ class Tools:
         ----------
         question : what to ask, in a whole sentence.
         top_k : from how many chunks; the server's default where it is left out.
-        only : globs; only documents whose path, or the end of it, matches one of them.
+        source : globs; only documents whose path, or the end of it, matches one of them.
         chunks : ids of chunks to answer from, instead of a search.
         documents : paths of documents to answer from, instead of a search.
         """
@@ -205,7 +205,7 @@ class Tools:
         options: dict[str, Any] = {name: getattr(self._options, name) for name in options_of(QueryOptions)}
         options = {name: value for name, value in options.items() if name not in own}
         options["top_k"] = self._count("top_k", top_k, self._options.top_k, 1)
-        options["only"] = tuple(only or self._options.only)
+        options["source"] = tuple(source or self._options.source)
         reply = self._cache.query(question, chunks=chunks or (), documents=documents or (), **options)
         return Answer(
             answer=reply.answer,

@@ -24,8 +24,8 @@ class Upkeep(Held):
     """Methods that free bytes of the store."""
 
     @alone(ForgetOptions)
-    def forget(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
-        """Forget documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
+    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
+        """Remove documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
         from kvtool.core.upkeep.forget import forget
 
         wanted = self._wanted(ForgetOptions, options)

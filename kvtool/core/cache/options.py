@@ -11,7 +11,7 @@ from kvtool.core.common.urls import for_people, is_url
 from kvtool.core.errors import UntrustedError, UsageError
 from kvtool.core.options.option import Options, option
 
-STORE, CHECKED = "Store", "What is checked"  # headings in the commands' help
+STORE, CHECKED = "Store", "Check"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from kvtool.core.options.option import option
 
 AUTO = "auto"
 FIT_PROMPTS = 32
-LEVEL, PROFILE = "Level", "Profile of the codec"  # headings in the command's help
+LEVEL, PROFILE = "Level", "Fitted statistics"  # headings in the command's help
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +49,10 @@ class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
     )
     max_loss: float | None = option(
         None,
-        "Maximum loss for `auto` and --drop-raw, in nats per token.",
+        "Maximum loss (KL divergence) for `auto` and --drop-raw, in nats per token.",
         group=LEVEL,
         lowest=0,
-        instead="the limit of questions",
+        instead="that of `kvtool query`",
     )
     questions: int = option(8, "Number of prompts to measure the loss on; 0 measures nothing.", group=LEVEL, lowest=0)
     chunks: tuple[str, ...] = option((), "Compress only these chunks.", group=LEVEL, metavar="ID")
@@ -61,17 +61,19 @@ class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
         "Keep or remove the exact KV after compression.",
         group=LEVEL,
         flag="--keep-raw/--drop-raw",
-        instead="keep; a terminal is asked",
+        instead="keep; a terminal asks",
     )
     yes: bool = option(False, "Remove exact KV even if the loss exceeds --max-loss.", group=LEVEL)
-    fit: bool = option(False, "Fit the compression to this store again; the first run always does.", group=PROFILE)
+    fit: bool = option(False, "Fit the compression to this store again, as the first run always does.", group=PROFILE)
     fit_prompts: int = option(
         FIT_PROMPTS,
         "Number of prompts to fit on; fewer are faster and lose more.",
         group=PROFILE,
         lowest=1,
     )
-    profile: Path | None = option(None, "Use the fit of another store.", group=PROFILE, metavar="STORE", unit="path")
+    profile: Path | None = option(
+        None, "Use the statistics that were fitted to another store.", group=PROFILE, metavar="STORE", unit="path"
+    )
     max_size: int | None = max_size_option()
 
     def check(self) -> None:

@@ -22,7 +22,7 @@ from kvtool.core.retrieval.options import embedder_option
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading
 
-FILES, SPLITTING, STORING = "Files", "Chunks", "What is stored"  # headings in the command's help
+FILES, SPLITTING, STORING = "Files", "Chunks", "Storage"  # headings in the command's help
 LEAD_INS = ("warm", "prefix", "neighbour", "bos", "none")
 _LEAD_INS_SHOWN = "|".join((*LEAD_INS, "sink:N", "FILE"))
 
@@ -214,7 +214,7 @@ class WatchOptions(IngestOptions):
     ray_workers: int = option(0, "Without one.", flag=None, setting=False)
     debounce: float = option(
         0.5,
-        "How long files must rest before they are read.",
+        "Time without changes after which a file is read.",
         group=FILES,
         setting=False,
         unit="duration",

@@ -209,7 +209,7 @@ def _is_kept(path: Path) -> str:
 
 
 def _forgets(path: Path) -> str:
-    return f"`kvtool store forget {shlex.quote(str(path))}` forgets it"
+    return f"`kvtool store rm {shlex.quote(str(path))}` removes it"
 
 
 def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:

@@ -54,7 +54,7 @@ def system_option(group: str, *, instead: str = "the store's own") -> str | None
     """Declare the instruction: in Python its text; elsewhere its text, or `@` and a file that holds it."""
     return option(
         None,
-        "The instruction at the start of the prompt.",
+        "The system prompt: the instruction before the passages.",
         group=group,
         metavar="TEXT|@FILE",
         unit="text",

@@ -58,7 +58,7 @@ class QueryArguments(TypedDict, total=False):
     force: bool
     top_k: int
     min_score: float
-    only: str | Iterable[str]
+    source: str | Iterable[str]
     retriever: str
     embedder: str | None
     order: str
@@ -68,7 +68,7 @@ class QueryArguments(TypedDict, total=False):
     link: str
     shift: bool
     level: str
-    keep_states: int | str
+    state_cache_size: int | str
     max_loss: float
     audit: float | str
     explain: bool

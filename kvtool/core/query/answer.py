@@ -110,7 +110,7 @@ class PreparedAnswer:
         if not self.selector.uses_cache:
             return
         if self.outcome.chained is not None:
-            keep(self.session, self.outcome.chained, self.options.keep_states, again)
+            keep(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
             _keep(self.session, self.outcome.fused, self.streamed.holes, again)
 

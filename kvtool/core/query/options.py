@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
-INSIDE, DEFER, LINK = "Looking inside", "Deferred loading", "Shared store and time limits"
+INSIDE, DEFER, LINK = "Diagnostics", "Deferred loading", "Shared store and time limits"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,12 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     top_k: int = option(5, "Maximum number of chunks (passages) to retrieve.", group=CHUNKS, lowest=1)
     min_score: float = option(
         0.7,
-        "Drop chunks that score below this share of the best one and add no word of the question; 0 drops none.",
+        "Drop chunks that score below this share of the best and match no further word of the question; 0 drops none.",
         group=CHUNKS,
         lowest=0,
         highest=1,
     )
-    only: tuple[str, ...] = option(
+    source: tuple[str, ...] = option(
         (), "Search only documents whose path matches.", group=CHUNKS, setting=False, metavar="GLOB"
     )
     retriever: str = option(
@@ -76,18 +76,18 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 
     fusion: str | None = option(
         None,
-        "How the stored KV of several chunks is combined; see `kvtool help concepts`.",
+        "How to combine the KV of the chunks: which tokens to recompute; see `kvtool help concepts`.",
         group=FUSION,
         choices=FUSIONS,
         instead="union, or prefix for recurrent models",
         several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` holds several against each other",
     )
     ratio: float = option(
-        0.15, "Share of the stored tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
+        0.15, "Share of the reused tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
     )
     link_tokens: int = option(16, "Number of tokens that `epic` recomputes in every chunk.", group=FUSION, lowest=0)
     link: str = option(
-        "initial", "Where in a chunk these tokens are.", group=FUSION, choices=("initial", "final", "boundary")
+        "initial", "Position of these tokens in a chunk.", group=FUSION, choices=("initial", "final", "boundary")
     )
     shift: bool = option(
         True,
@@ -98,9 +98,9 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     level: str = option(
         "auto", "Compression level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
     )
-    keep_states: int = option(
+    state_cache_size: int = option(
         4 * 10**9,
-        "Space in the store for the prompts of recurrent models; 0 stores none.",
+        "Disk space in the store for prompt states of recurrent models; 0 stores none.",
         group=FUSION,
         unit="size",
         lowest=0,
@@ -108,7 +108,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     )
     max_loss: float = option(
         MAX_LOSS,
-        "Maximum loss of the level `auto`, in nats per token of the answer.",
+        "Maximum loss (KL divergence) of --level auto, in nats per token of the answer.",
         group=FUSION,
         lowest=0,
     )
@@ -127,7 +127,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     defer: bool = option(False, "Load more chunks only if the model is unsure of the answer.", group=DEFER)
     defer_first: int = option(2, "Number of chunks that --defer loads first.", group=DEFER, lowest=1)
     defer_threshold: float = option(
-        0.6, "Confidence at which --defer stops loading.", group=DEFER, lowest=0
+        0.6, "Confidence in the answer at which --defer stops loading.", group=DEFER, lowest=0
     )  # samples/results/deferred-loading.md
 
     slo_ms: float | None = option(
@@ -146,7 +146,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         lowest=0.001,
     )
     stream_predictor: str = option(
-        DEFAULT_PREDICTOR, "How the speed of the link to a shared store is predicted.", group=LINK, choices=PREDICTORS
+        DEFAULT_PREDICTOR, "Predictor of the bandwidth to a shared store.", group=LINK, choices=PREDICTORS
     )
     stream_margin: float = option(
         DEFAULT_MARGIN,
@@ -197,7 +197,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         from kvtool.core.retrieval.finder import Retrieval
 
         min_score = 0.0 if self.defer else self.min_score
-        return Retrieval(self.retriever, self.embedder, self.only, self.offline, min_score)
+        return Retrieval(self.retriever, self.embedder, self.source, self.offline, min_score)
 
     def find(self, finder: Finder, request: Request, prefer: Container[bytes] | None = None) -> Found:
         """Find the chunks for a request, or look up those that it names, in the order of the prompt.

@@ -14,7 +14,7 @@ from kvtool.core.remote.blobs import TIMEOUT
 if TYPE_CHECKING:
     from kvtool.core.remote.signing import SigningKey, Trust
 
-MOVED, TRUSTED = "What is moved", "Who is trusted"  # headings in the commands' help
+MOVED, TRUSTED = "Transfer", "Trust"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -76,11 +76,11 @@ def _refusal(inventory: Inventory, plan: Plan, yes: bool) -> UsageError | None:
     going = set(plan.sources) & {document.source for document in inventory.documents}
     pinned = [document.source for document in inventory.documents if document.pinned and document.source in going]
     if pinned:
-        return UsageError(f"{pinned[0]} is pinned, so nothing was forgotten", "`kvtool store unpin` it first")
+        return UsageError(f"{pinned[0]} is pinned, so nothing was removed", "`kvtool store unpin` it first")
     all_of_it = len(inventory.documents) + inventory.others
     if not yes and len(going) > max(1, all_of_it // 2):
         return MuchError(
-            f"{len(going)} of {all_of_it} documents would be forgotten",
+            f"{len(going)} of {all_of_it} documents would be removed",
             "`--dry-run` lists them; add --yes to do it",
         )
     return None

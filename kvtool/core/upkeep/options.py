@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.options.option import Options, option
 
-WHICH, LISTED = "What goes", "What is listed"  # headings in the commands' help
+WHICH, LISTED = "Selection", "List"  # headings in the commands' help
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,7 +64,9 @@ OPERATIONS = (
         "query --documents",
         lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--documents", place.file(3)],
     ),
-    Operation("query --only", lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--only", "*00001.txt"]),
+    Operation(
+        "query --source", lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--source", "*00001.txt"]
+    ),
     Operation(
         "serve, until it listens", lambda place: ["serve", "--port", "0", "--no-key", *_ASK], until="listening at"
     ),
@@ -74,7 +76,7 @@ OPERATIONS = (
     Operation(
         "store prune --dry-run", lambda place: ["store", "prune", "--dry-run", "--max-size", str(place.size * 9 // 10)]
     ),
-    Operation("store forget --dry-run", lambda place: ["store", "forget", "--dry-run", place.file(5)]),
+    Operation("store rm --dry-run", lambda place: ["store", "rm", "--dry-run", place.file(5)]),
     Operation(
         "store export, one document",
         lambda place: ["store", "export", str(place.store.parent / "one.kvpack"), "--only", place.file(6), "--force"],
@@ -91,7 +93,7 @@ OPERATIONS = (
     Operation(
         "compress, one chunk", lambda place: ["compress", "--level", "lossless", "--chunks", _chunk(place, 8), *_ASK]
     ),
-    Operation("store forget, one document", lambda place: ["store", "forget", place.file(9)]),
+    Operation("store rm, one document", lambda place: ["store", "rm", place.file(9)]),
     Operation(
         "store prune to 90 %", lambda place: ["store", "prune", "--yes", "--max-size", str(place.size * 9 // 10)]
     ),

@@ -57,7 +57,7 @@ class Bases:
         kvtool("ingest", subject.corpus, "--store", made.plain, *model, *LOOK)
         kvtool("compress", "--fit", "--level", "4", "--store", made.plain, "--questions", "0")
         copy(subject.store, made.thinned)
-        kvtool("store", "forget", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned)
+        kvtool("store", "rm", subject.corpus / "mill1.md", subject.corpus / "mill3.md", "--store", made.thinned)
         model = (
             "--model",
             save_tiny("qwen3.5", folder / "hybrid"),
@@ -195,7 +195,7 @@ _ALL = [
     Work(  # whose prompt's states are kept
         "question",
         lambda b, f: copy(b.states, f / "store"),
-        lambda b, f: [*_question("prefix", f), "--keep-states", "1GB"],
+        lambda b, f: [*_question("prefix", f), "--state-cache-size", "1GB"],
         asks=("prefix",),
     ),
 ]
@@ -243,7 +243,7 @@ def _answered(mode: str, folder: Path, wrong: list[str]) -> str:
     copy(folder / "store", asked / "store")
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = main([*map(str, _question(mode, asked)), "--keep-states", "0", "--json"])
+        code = main([*map(str, _question(mode, asked)), "--state-cache-size", "0", "--json"])
     if code or "damaged" in err.getvalue():
         wrong.append(f"exit {code}: {(out.getvalue() + err.getvalue())[-400:]}")
         return ""
