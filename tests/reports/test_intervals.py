@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvtool.lab.measure import intervals
+from kvtool.reports import intervals
 
 from kvtool.reports.intervals import (
     RESAMPLES,
