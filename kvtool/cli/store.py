@@ -24,10 +24,10 @@ from kvtool.core.options.option import Options, option
 from kvtool.core.upkeep.options import WHICH, ForgetOptions, ListOptions, PruneOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.damage import Damage
+    from kvtool.core.cache.integrity import Damage
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.job import PruneReport
     from kvtool.core.upkeep.listing import DocumentRow, Row
+    from kvtool.core.upkeep.prune import PruneReport
 
 Targets = Annotated[
     list[str], typer.Argument(metavar="PATH|GLOB|ID...", help="Documents: a path, a folder, a glob, a chunk's id.")
@@ -55,7 +55,7 @@ def ls(run: Run, targets: Optional = None) -> None:
     """List documents, or their chunks."""
     from kvtool.core.cache.store import Store
     from kvtool.core.upkeep import listing
-    from kvtool.core.upkeep.naming import named_documents
+    from kvtool.core.upkeep.selectors import named_documents
 
     options = run.get(ListOptions)
     in_order = listing.parse_sort(options.sort or "source")
@@ -139,8 +139,9 @@ def _flat(value: dict[str, Any], under: str = "") -> list[tuple[str, Any]]:
 @takes(VerifyOptions, StoreOptions, examples=("store verify", "store verify --sample 1/7"))
 def verify(run: Run) -> int | None:
     """Check stored data; with --repair, remove what is damaged."""
+    from kvtool.core.cache.integrity import repair
+    from kvtool.core.cache.integrity import verify as check
     from kvtool.core.cache.store import Store
-    from kvtool.core.cache.verify import verify as check
 
     options = run.get(VerifyOptions)
     sample = Fraction(options.sample) if options.sample is not None else None
@@ -150,7 +151,7 @@ def verify(run: Run) -> int | None:
         left, repaired = damaged, 0
         if damaged and options.repair:
             with store.writer(run.lock_wait) as writer:
-                repaired = writer.repair(damaged)
+                repaired = repair(store, writer, damaged)
             left = check(store, sample)
         sizes, concerns = store.stats(), store.concerns()
     for concern in concerns:
@@ -237,7 +238,7 @@ def prune(run: Run) -> int | None:
 
     Exact KV is evicted before compressed KV, and KV before text.
     """
-    from kvtool.core.upkeep.job import prune as run_prune
+    from kvtool.core.upkeep.prune import prune as run_prune
 
     options, budget = run.get(PruneOptions), run.get(BudgetOptions).budget
     if budget is not None and (size := _keep_budget(run, budget, options)) is None:
@@ -256,7 +257,7 @@ def prune(run: Run) -> int | None:
 
 def _keep_budget(run: Run, budget: str, options: PruneOptions) -> int | None:
     """Set or lift the store's budget, unless this is a dry run. Return its size in bytes."""
-    from kvtool.core.upkeep.budget import budget_of, keep_budget
+    from kvtool.core.upkeep.size_report import budget_of, keep_budget
 
     if options.max_size is not None:
         raise UsageError("--budget and --max-size exclude each other", "--max-size is for this command only")
@@ -298,7 +299,7 @@ def compact(run: Run) -> None:
 
     Chunks that no document refers to are removed. The store can be read meanwhile.
     """
-    from kvtool.core.upkeep.compact import compact as run_compact
+    from kvtool.core.upkeep.prune import compact as run_compact
 
     done = run_compact(run.folder, lock_wait=run.lock_wait)
 
@@ -319,7 +320,7 @@ def pin(run: Run, targets: Optional = None) -> None:
     Chunks can be protected, too.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.upkeep.pins import pin as run_pin
+    from kvtool.core.upkeep.forget import pin as run_pin
 
     path = run.folder
     if targets:
@@ -334,7 +335,7 @@ def pin(run: Run, targets: Optional = None) -> None:
 @takes(StoreOptions, LockOptions, examples=("store unpin handbook.md", 'store unpin "drafts/*.md"'))
 def unpin(run: Run, targets: Targets) -> None:
     """Let `store prune` remove documents again."""
-    from kvtool.core.upkeep.pins import unpin as run_unpin
+    from kvtool.core.upkeep.forget import unpin as run_unpin
 
     _show_pins(run, run_unpin(run.folder, targets, lock_wait=run.lock_wait))
 

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     from kvtool.core.codec.base import LayerKV
     from kvtool.core.codec.profile import Profile
     from kvtool.core.common.types import Ids
-    from kvtool.core.compress.loss import Scheme
-    from kvtool.core.compress.rows import HeavyRows
+    from kvtool.core.compress.loss import HeavyRows, Scheme
     from kvtool.core.evaluate.measures import Row
     from kvtool.core.fusion.plan import Segment
     from kvtool.core.query.reply import Request
@@ -56,7 +55,7 @@ def codec(context: ReportContext) -> ReportResult:
     """Answer questions from exact KV and from each compression level. Report size and loss of each."""
     batch = context.get(BatchOptions)
     requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
-    from kvtool.core.compress.rows import HeavyRows
+    from kvtool.core.compress.loss import HeavyRows
     from kvtool.reports.evaluation import Evaluation, Journal, evaluation_facts
 
     context.identity.check_movable("inspect codec")
@@ -151,8 +150,7 @@ def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) 
     v_relative_error}]`: the norm of the error over that of the exact keys and values. Bits count records with headers,
     digests, states and side information; a profile is stored once.
     """
-    from kvtool.core.compress.by_layer import Toll
-    from kvtool.core.compress.loss import EXACT, mean_loss, tolls_of
+    from kvtool.core.compress.loss import EXACT, Toll, mean_loss, tolls_of
     from kvtool.reports.evaluation import by_run
 
     losses = {name: [question[name] for question in questions] for name, questions in by_run(rows).items()}

@@ -193,7 +193,7 @@ class Engine:
         UsageError : it selects nothing in the store.
         """
         from kvtool.core.upkeep.listing import documents_of, listed, rows_of
-        from kvtool.core.upkeep.naming import named_documents
+        from kvtool.core.upkeep.selectors import named_documents
 
         with Store.open(self.folder) as store, store.view():
             meant = None if source is None else set(named_documents(store, [source]))

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import environment, facts, opened, snapshot
-from kvtool.core.cache.gate import Gate, Visit
+from kvtool.core.cache import environment, reader, transaction
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.transaction import ReadWriteLock, TransactionGuard
 from tests.cache.making import check_file, make_store
 
 
@@ -31,7 +31,7 @@ def soon(thread: threading.Thread, seconds: float = 20) -> None:
 
 
 def test_who_waits_to_be_alone_is_not_starved() -> None:
-    gate, first, nested, late = Gate(), Visit(), Visit(), Visit()
+    lock, first, nested, late = ReadWriteLock(), TransactionGuard(), TransactionGuard(), TransactionGuard()
     order: list[str] = []
     alone_now, late_in = threading.Event(), threading.Event()
 
@@ -40,20 +40,20 @@ def test_who_waits_to_be_alone_is_not_starved() -> None:
             order.append("alone")
             alone_now.set()
 
-        gate.alone(work)
+        lock.run_alone(work)
 
     def enter_late() -> None:
-        gate.enter(late)
+        lock.enter(late)
         order.append("late")
         late_in.set()
 
-    gate.enter(first)
+    lock.enter(first)
     waiting = in_thread(alone)
-    while not gate._waiting:
+    while not lock._waiting:
         pass
     reader = in_thread(enter_late)
     assert not late_in.wait(0.15)  # a new thread is kept out ...
-    gate.enter(nested)  # ... one that is inside is not
+    lock.enter(nested)  # ... one that is inside is not
     nested.end()
     assert not alone_now.is_set()
     first.end()
@@ -85,7 +85,7 @@ def interrupt_at(number: int, work: Callable[[], object]) -> bool:
     """Run `work` with Ctrl-C at the number-th place of the store's reading code where Python looks at signals: after a
     call, at the start of a function, at the end of a loop's body. False: there are fewer."""
     count = itertools.count()
-    ours = {one.__file__ for one in (environment, facts, opened, snapshot, sys.modules[Gate.__module__])}
+    ours = {one.__file__ for one in (environment, reader, transaction)}
     before: dict[FrameType, str] = {}
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

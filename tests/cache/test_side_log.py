@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import side_log
-from kvtool.core.cache.damage import find_damage
-from kvtool.core.cache.side_log import SideLog, append_side, read_side_log
+from kvtool.core.cache import side_files
+from kvtool.core.cache.integrity import find_damage, repair
+from kvtool.core.cache.side_files import SideLog, append_side, read_side_log
 from kvtool.core.cache.store import Store
 from tests.cache.making import make_store
 from tests.faults.running import start
@@ -104,7 +104,7 @@ def test_what_cannot_be_written_is_said_and_left(store: Store, monkeypatch: pyte
         patch.setattr(type(store), "read_only", True)
         assert not append_side(store, NAME, {"number": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(side_log, "check_file", _full)
+        patch.setattr(side_files, "check_file", _full)
         assert not append_side(store, NAME, {"number": 1})
     assert path.read_bytes() == before
     path.unlink()
@@ -116,7 +116,7 @@ def test_what_cannot_be_written_is_said_and_left(store: Store, monkeypatch: pyte
 def test_only_the_newest_of_one_that_is_too_long_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(50):
         append_side(store, NAME, {"number": number})
-    monkeypatch.setattr(side_log, "LOG_BYTES", 500)
+    monkeypatch.setattr(side_files, "LOG_BYTES", 500)
     read = numbers(store)
     assert read == list(range(read[0], 50))
     assert 5 <= len(read) <= 10
@@ -156,7 +156,7 @@ def found(store: Store) -> list[str]:
 
 def repaired(store: Store) -> int:
     with store.writer() as writer:
-        return writer.repair(find_damage(store, Fraction(1)))
+        return repair(store, writer, find_damage(store, Fraction(1)))
 
 
 def _full(*args: object) -> None:

@@ -16,15 +16,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvtool.core.cache import environment, keys, layout, notes, tables, writer
+from kvtool.core.cache import access_log, environment, layout, tables, writer
 from kvtool.core.cache import reader as module
+from kvtool.core.cache.access_log import HALF_LIFE
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.record import Kind, encode_record, unseal
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import DataFile, Tree
-from kvtool.core.cache.verify import verify
-from kvtool.core.cache.warmth import HALF_LIFE
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError, NoSpaceError
 from tests.cache.making import (
@@ -236,15 +236,15 @@ def test_a_change_by_an_older_kvtool_counts_as_one_of_documents(tmp_path: Path) 
             writer.drop_level([id_of("f1.0")], "raw")
         before, revision = store.documents_revision(), store.revision()
         assert before < revision
-        older = keys.seal_number(keys.REVISION_KEY, revision + 1)
-        store.environment.write(lambda one: one.put(tables.META + keys.REVISION_KEY, older), 0)
+        older = tables.seal_number(tables.REVISION_KEY, revision + 1)
+        store.environment.write(lambda one: one.put(tables.META + tables.REVISION_KEY, older), 0)
         assert store.documents_revision() == store.revision() == revision + 1
         with store.writer() as writer:
             writer.drop_level([id_of("f1.1")], "raw")
         assert (store.documents_revision(), store.revision()) == (revision + 1, revision + 2)
         with store.snapshot() as snapshot:  # its verify takes all but the first for JSON, and would drop what is none
             rows = dict(snapshot.items(tables.META))
-        for key in rows.keys() - {keys.REVISION_KEY, keys.STORE_KEY}:
+        for key in rows.keys() - {tables.REVISION_KEY, tables.STORE_KEY}:
             assert isinstance(json.loads(bytes(unseal(key, Kind.MANIFEST, rows[key]))), dict)
 
 
@@ -350,7 +350,7 @@ def test_every_use_warms_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Noted by whom and folded when makes no difference, but for a second of rounding at each fold."""
     path, often, late = make_store(tmp_path / "store"), id_of("f0.0"), id_of("f1.0")
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr(notes, "time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(access_log, "time", SimpleNamespace(time=lambda: clock.now))
     with Store.open(path) as store, Store.open(path) as other:
         for at in range(4):
             (store if at % 2 else other).note_access([often])
@@ -388,7 +388,7 @@ def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkey
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
         (path / "access.log").rename(path / "access.log.folding")
         assert sorted(store.last_used()) == sorted([used, id_of("f1.0")])
-        monkeypatch.setattr(notes, "_LONG_LOG_BYTES", 10)
+        monkeypatch.setattr(access_log, "_LONG_LOG_BYTES", 10)
         with store.writer() as pen:
             pen.fold_access()
             store.note_access([id_of("f0.1")])

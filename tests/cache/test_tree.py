@@ -10,8 +10,7 @@ import lmdb
 import pytest
 
 from kvtool.core.cache.pages import meta_of
-from kvtool.core.cache.tree import DataFile, Tree
-from kvtool.core.cache.tree_check import damaged_pages
+from kvtool.core.cache.tree import DataFile, Tree, damaged_pages
 from kvtool.core.errors import DamagedError
 from tests.faults.harness.live import live_regions
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.notes import ServedLog
+from kvtool.core.cache.access_log import ServedLog
 from kvtool.core.cache.store import Store
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, chunks_of, drop_records, kvtool, listing, prefix_chunk
 from tests.reports.test_page import Outline

@@ -29,7 +29,7 @@ import pytest
 import torch
 
 from kvtool.cli.app import main
-from kvtool.core.cache.damage import find_damage
+from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus.shard import Shard
 from kvtool.core.model import generate

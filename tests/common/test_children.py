@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import kvtool
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.common.children import python, search_path
 
 POISON = "import pathlib; pathlib.Path(__file__).with_name('ran').touch(); raise SystemExit('poisoned')"

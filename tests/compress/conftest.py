@@ -1,6 +1,6 @@
 """Stores of a tiny model: raw, and with a profile and all levels."""
 
 from tests.cli.working import tiny
-from tests.compress.stores import fitted, fitted_store, plain, plain_store
+from tests.compress.making import fitted, fitted_store, plain, plain_store
 
 __all__ = ["fitted", "fitted_store", "plain", "plain_store", "tiny"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
@@ -18,9 +18,9 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.record import Record
 from kvtool.core.common.progress import Events
 from kvtool.core.compress import job
-from kvtool.core.compress.compress_report import CompressReport
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
+from kvtool.core.compress.report import CompressReport
 from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.records.encode import sealed
 from kvtool.core.records.read import read_chunk
@@ -61,7 +61,7 @@ def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
     found = {}
     with Store.open(path) as store, store.snapshot() as snapshot:
         for key, data in snapshot.items(tables.RECORDS):
-            chunk, own, layer = keys.split_record_key(key)
+            chunk, own, layer = tables.split_record_key(key)
             if own == level:
                 found[chunk.hex(), layer] = bytes(data)
     return found
@@ -115,7 +115,7 @@ def check_sound(path: Path) -> None:
 
 def replace_record(path: Path, chunk: str, level: str, layer: int, change: Callable[[bytearray], None]) -> None:
     """Put other bytes where a record stands, which no writer does."""
-    key = keys.record_key(bytes.fromhex(chunk), level, layer)
+    key = tables.record_key(bytes.fromhex(chunk), level, layer)
     data = bytearray(rows(path, level)[chunk, layer])
     change(data)
     with Store.open(path) as store:
@@ -154,7 +154,7 @@ def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
     header, payload = decode_record(bytes.fromhex(chunk), rows(path, level)[chunk, layer])
     changed = bytearray(payload)
     changed[at] ^= 0xFF
-    key = keys.record_key(bytes.fromhex(chunk), level, layer)
+    key = tables.record_key(bytes.fromhex(chunk), level, layer)
     data = encode_record(bytes.fromhex(chunk), header, [changed])
     with Store.open(path) as store:
         store.environment.write(lambda transaction: transaction.put(tables.RECORDS + key, data), 0)
@@ -209,3 +209,27 @@ def fixed_losses(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float] = LOS
 
     monkeypatch.setattr(job, "measure", measure)
     return asked
+
+
+@pytest.fixture(scope="session")
+def plain_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Leave it as it is."""
+    return make_plain(tiny, tmp_path_factory.mktemp("plain"))
+
+
+@pytest.fixture(scope="session")
+def fitted_store(plain_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Leave it as it is."""
+    return make_fitted(plain_store, tmp_path_factory.mktemp("fitted"))
+
+
+@pytest.fixture
+def plain(plain_store: Path, tmp_path: Path) -> Path:
+    """A store of one's own, raw."""
+    return Path(shutil.copytree(plain_store, tmp_path / "plain"))
+
+
+@pytest.fixture
+def fitted(fitted_store: Path, tmp_path: Path) -> Path:
+    """A store of one's own with a profile and all levels."""
+    return Path(shutil.copytree(fitted_store, tmp_path / "fitted"))

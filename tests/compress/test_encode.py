@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.lossless import Lossless
 from kvtool.core.codec.transform_codec import TransformCodec
-from kvtool.core.compress import encode, encoding
+from kvtool.core.compress import encoders, level_writer
+from kvtool.core.compress.level_writer import _within
 from kvtool.core.errors import DamagedError
+from kvtool.core.records.encode import encoder_threads
 from tests.cli.working import QUESTION, SHORT, files_below, kvtool
 from tests.compress.making import (
     LAYERS,
@@ -87,7 +90,7 @@ def test_running_again_encodes_nothing(
     path = fitted if profile else plain
     run(path, *NESTED, "lossless")
     before = files_below(path)
-    monkeypatch.setattr(encoding, "encode_levels", None)
+    monkeypatch.setattr(encoders, "encode_levels", None)
     report = run(path, *NESTED, "lossless")
     assert (report.encoded, report.kept, report.skipped) == (0, len(chunks_in(path)), 0)
     assert report.bytes_before == report.bytes_after
@@ -128,10 +131,10 @@ def test_an_interrupted_run_is_taken_up_again(
     error: BaseException, keep_raw: bool, plain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every chunk has either what it had or what it shall have; the rest is done by the next run."""
-    monkeypatch.setattr(encode, "_AT_ONCE", 2)
+    monkeypatch.setattr(level_writer, "_AT_ONCE", 2)
     exact = {chunk: decoded(plain, chunk, "raw") for chunk in chunks_in(plain)}
     with monkeypatch.context() as patch:
-        breaking(patch, encoding, "encode_levels", 5, error)
+        breaking(patch, encoders, "encode_levels", 5, error)
         with pytest.raises(type(error)):
             run(plain, "1", "2", keep_raw=keep_raw)
     done = ["1", "2", "raw"] if keep_raw else ["1", "2"]
@@ -169,7 +172,7 @@ def test_what_refines_is_never_there_alone(after: int, fitted: Path, monkeypatch
 def test_a_refit_that_is_interrupted(after: int, fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No record is left on another profile's base, at no commit."""
     old = state_of(fitted)["profile"]
-    monkeypatch.setattr(encode, "_AT_ONCE", 1)
+    monkeypatch.setattr(level_writer, "_AT_ONCE", 1)
     with monkeypatch.context() as patch:
         breaking(patch, writers.Writer, "_commit", after, KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
@@ -387,3 +390,24 @@ def test_exact_records_go_only_when_the_others_are_durable(plain: Path, monkeypa
     run(plain, "1", keep_raw=False)
     assert ("raw", {("1", "raw")}) in seen
     assert all("1" in levels for _, found in seen for levels in found)
+
+
+def test_only_what_is_within_its_stated_error_and_of_the_same_shape() -> None:
+    one, other = torch.ones(2, 5, 8), torch.full((2, 9, 8), 2.0)
+    exact = [(one, one), (other, other)]
+    made = [(one * 1.01, one), (other, other * 1.1)]
+    assert _within(made, exact, [(0.0101, 0.0), (0.0, 0.11)]) == [True, True]
+    assert _within(made, exact, [(0.0, 0.0), (0.0, 0.11)]) == [False, True]
+    assert _within(made, exact, [(0.0101, 0.0), (0.0, 0.09)]) == [True, False]
+    for wrong in (one[:, :4], one[:, :, :4], one.double()):
+        assert _within([(wrong, one), made[1]], exact, [(9.0, 9.0)] * 2) == [False, True]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings another OpenMP there")
+def test_their_products_take_one_thread_and_nobody_elses() -> None:
+    before = torch.get_num_threads()
+    with encoder_threads() as pool:
+        assert pool.submit(torch.get_num_threads).result() == 1
+    with encoder_threads() as later:
+        assert later._max_workers == before
+    assert torch.get_num_threads() == before

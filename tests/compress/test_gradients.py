@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvtool.core.compress import gradients as module
-from kvtool.core.compress.gradients import Asked, gradients, without_weight_gradients
+from kvtool.core.compress import fitting as module
+from kvtool.core.compress.fitting import CachedPrompt, gradients, without_weight_gradients
 from kvtool.core.model.decoder import Decoder
 from tests.families import KINDS, VOCAB, tiny_model
 from tests.fusion.making import swapped
@@ -22,7 +22,7 @@ def decoder_of(family: str) -> Decoder:
     return Decoder(SimpleNamespace(model=tiny_model(family), device="cpu", tokenizer=None))  # type: ignore[arg-type]
 
 
-def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> Asked:
+def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> CachedPrompt:
     """A prompt of random ids over random keys and values."""
     draw = torch.Generator().manual_seed(seed)
     ids = torch.randint(VOCAB, (rows,), generator=draw).tolist()
@@ -33,7 +33,7 @@ def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> Asked:
         )
         for shape in decoder.shapes
     ]
-    return Asked(layers, tuple(ids), SAID)
+    return CachedPrompt(layers, tuple(ids), SAID)
 
 
 def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
@@ -41,7 +41,7 @@ def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return logits.cos()
 
 
-def plainly(decoder: Decoder, prompt: Asked) -> torch.Tensor:
+def plainly(decoder: Decoder, prompt: CachedPrompt) -> torch.Tensor:
     """The same by `transformers`' own attention, rotation included in what is differentiated."""
     layers = range(decoder.stored_layers)
     table = decoder.rotary.table(torch.arange(prompt.cached))

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED, NO_PROFILE
 from kvtool.core.common.progress import Events
 from kvtool.core.compress.job import check_levels
+from kvtool.core.compress.loss import Toll, tolls
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, StoreNotFoundError, UsageError
 from tests.cli.working import files_below, kvtool
@@ -394,3 +396,21 @@ def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
     assert report.encode_seconds > 0
     assert report.decode_seconds > 0
     assert report.seconds > report.encode_seconds + report.decode_seconds
+
+
+def test_a_layers_toll_by_hand() -> None:
+    keys, values = torch.tensor([[[3.0, 4.0]]]), torch.tensor([[[1.0, 0.0]]])
+    one, other = tolls([(keys, values)] * 2, [(keys + 1, values), (keys, values * 3)], [3, 1], keys.shape[1])
+    assert one.to_json() == {
+        "bits_per_element": 6.0,
+        "k_relative_error": pytest.approx((2 / 25) ** 0.5),
+        "v_relative_error": 0.0,
+    }
+    both = Toll() + one + other
+    assert (both.bytes, both.elements) == (4, 8)
+    assert both.to_json()["k_relative_error"] == pytest.approx((2 / 50) ** 0.5)
+    assert both.to_json()["v_relative_error"] == pytest.approx((4 / 2) ** 0.5)
+
+
+def test_the_toll_of_nothing() -> None:
+    assert Toll().to_json() == {"bits_per_element": 0.0, "k_relative_error": 0.0, "v_relative_error": 0.0}

@@ -33,7 +33,7 @@ from kvtool.core.remote.push import push
 from kvtool.core.remote.reading import read_head
 from kvtool.core.remote.survey import survey
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.upkeep.profiles import old_profiles
+from kvtool.core.upkeep.inventory import old_profiles
 from tests.cli.working import QUESTION, SHORT, damages, kvtool
 from tests.compress.making import (
     LAYERS,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.compress import encode, ray_hands
+from kvtool.core.compress import encoders, level_writer
 from tests.cli.working import kvtool
 from tests.compress.making import check_sound, chunks_in, drop, levels_in, rows
 from tests.crew.making import WORKERS, backwards, killing
@@ -19,8 +19,8 @@ COMMAND = ("compress", "--level", "1", "3", "lossless", "--questions", "0", "--j
 def bare(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A store with a profile and all nested levels but the finest; a chunk is a worker's batch."""
     drop(fitted, "1")
-    monkeypatch.setattr(ray_hands, "BATCH_BYTES", 1)
-    monkeypatch.setattr(encode, "_AT_ONCE", 4)
+    monkeypatch.setattr(encoders, "BATCH_BYTES", 1)
+    monkeypatch.setattr(level_writer, "_AT_ONCE", 4)
     return fitted
 
 
@@ -49,12 +49,12 @@ def test_what_is_stopped_is_gone_on_with(bare: Path, tmp_path: Path, monkeypatch
     """With --drop-raw, the most there is to lose; levels that leave rows out, whose choice is this process's."""
     alone, command = Path(shutil.copytree(bare, tmp_path / "alone")), (*COMMAND, bare, *WORKERS, "--drop-raw", "--yes")
     kvtool(*COMMAND, alone, "--keep", ".5", "--drop-raw", "--yes").fine()
-    stopped = backwards(monkeypatch, "kvtool.core.compress.ray_hands", most=6)
+    stopped = backwards(monkeypatch, "kvtool.core.compress.encoders", most=6)
     kvtool(*command, "--keep", ".5").failed(130)
     check_sound(bare)
     there = sum("raw" not in levels for levels in levels_in(bare).values())
     assert there == 4  # six were encoded, four of them read back
-    later = backwards(monkeypatch, "kvtool.core.compress.ray_hands", most=99)
+    later = backwards(monkeypatch, "kvtool.core.compress.encoders", most=99)
     done = kvtool(*command, "--keep", ".5").fine().json
     assert done["chunks"]["encoded"] <= len(chunks_in(bare)) - there
     assert [crew.is_closed for crew in stopped + later] == [True, True]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.side_log import append_side
+from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
 from kvtool.reports.paired_run import parse_run

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[2])]
 
-from kvtool.core.cache.side_log import append_side  # noqa: E402
+from kvtool.core.cache.side_files import append_side  # noqa: E402
 from kvtool.core.cache.store import Store  # noqa: E402
 from kvtool.core.errors import KvtoolError  # noqa: E402
 from tests.cache.making import LAYERS, add_file, check_file, id_of  # noqa: E402

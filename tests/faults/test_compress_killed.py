@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.compress.making import (
     check_sound,
@@ -27,7 +27,7 @@ from tests.compress.making import (
     rows,
 )
 
-WARM = ["kvtool.core.compress.encode", "kvtool.cli.compress", "kvtool.core.compress.job"]
+WARM = ["kvtool.core.compress.level_writer", "kvtool.cli.compress", "kvtool.core.compress.job"]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def run_main(args: list[str], home: str, error: str, kill_at: int) -> None:
     torch.set_num_threads(1)
     from kvtool.cli.app import main
     from kvtool.core.cache import writer
-    from kvtool.core.compress import encode
+    from kvtool.core.compress import level_writer
 
     works, calls = writer.Writer._commit, [0]
 
@@ -63,7 +63,7 @@ def run_main(args: list[str], home: str, error: str, kill_at: int) -> None:
 
     writer.Writer._commit = commit  # type: ignore[method-assign]
     writer.BATCH_SECONDS = -1.0  # each level of each chunk is a commit
-    encode._AT_ONCE = 2
+    level_writer._AT_ONCE = 2
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     sys.stderr = open(error, "w")  # noqa: SIM115
     sys.exit(main(args))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtool.core.cache.layout import TEMPORARY, atomic_write
-from kvtool.core.cache.side_log import append_side
+from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
 from kvtool.core.remote.shelf import Shelf

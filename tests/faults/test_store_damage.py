@@ -10,10 +10,10 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtool.core.cache import keys, layout, tables
+from kvtool.core.cache import layout, tables
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.tree_check import check_data_file
-from kvtool.core.cache.verify import verify
+from kvtool.core.cache.tree import check_data_file
 from kvtool.core.errors import DamagedError, StoreFormatError
 from tests.cache.making import LAYERS, check_file, id_of, make_store, payload_of, put
 
@@ -70,7 +70,7 @@ def test_flips_in_the_file_itself(path: Path) -> None:
 
 
 def test_swapped_records(path: Path) -> None:
-    one, two = (keys.record_key(id_of(label), "raw", 0) for label in ("f0.0", "f0.1"))
+    one, two = (tables.record_key(id_of(label), "raw", 0) for label in ("f0.0", "f0.1"))
     first, second = stored(path, tables.RECORDS, one), stored(path, tables.RECORDS, two)
     overwrite(path, tables.RECORDS, one, second)
     overwrite(path, tables.RECORDS, two, first)
@@ -82,16 +82,16 @@ def test_swapped_records(path: Path) -> None:
 
 
 def test_swapped_layers(path: Path) -> None:
-    one = keys.record_key(id_of("f0.0"), "raw", 0)
-    overwrite(path, tables.RECORDS, keys.record_key(id_of("f0.0"), "raw", 1), stored(path, tables.RECORDS, one))
+    one = tables.record_key(id_of("f0.0"), "raw", 0)
+    overwrite(path, tables.RECORDS, tables.record_key(id_of("f0.0"), "raw", 1), stored(path, tables.RECORDS, one))
     with Store.open(path) as store:
-        with pytest.raises(DamagedError, match="layer 0 stands here"):
+        with pytest.raises(DamagedError, match="of level raw, layer 0"):
             store.read_kv(id_of("f0.0"), "raw", 1)
         assert len(verify(store)) == 1
 
 
 def test_a_damaged_record_is_replaced_by_putting_it_again(path: Path) -> None:
-    key = keys.record_key(id_of("f0.0"), "raw", 1)
+    key = tables.record_key(id_of("f0.0"), "raw", 1)
     overwrite(path, tables.RECORDS, key, flip(stored(path, tables.RECORDS, key), 500))
     with Store.open(path) as store:
         assert store.has_chunk(id_of("f0.0"))
@@ -112,7 +112,7 @@ def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
     original = make_store(tmp_path / "original", files=1)
     for number, (table, key) in enumerate(_rows(original)):
         for value in (flip(stored(original, table, key), 70), None):
-            if (table, key) == (tables.META, keys.STORE_KEY):
+            if (table, key) == (tables.META, tables.STORE_KEY):
                 continue  # see test_store_folder
             path = tmp_path / f"copy-{number}-{value is None}"
             shutil.copytree(original, path)
@@ -122,14 +122,14 @@ def test_any_damaged_row_is_found_and_repaired(tmp_path: Path) -> None:
 
 
 def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
-    from kvtool.core.cache.damage import find_damage
+    from kvtool.core.cache.integrity import find_damage, repair
 
     with Store.open(path) as store:
         damages = list(find_damage(store, 1))  # type: ignore[arg-type]
         harmless = dropped and table in (tables.META, tables.FILES, tables.DOCUMENTS, tables.LEVELS, tables.ADDED)
         assert damages or harmless, table
         with store.writer() as pen:
-            assert bool(pen.repair(damages)) == bool(damages)
+            assert bool(repair(store, pen, damages)) == bool(damages)
         assert list(find_damage(store, 1)) == []  # type: ignore[arg-type]
     make_store(path, files=1)  # ingest again
     with Store.open(path) as store:
@@ -147,7 +147,7 @@ def test_a_damaged_description_is_a_miss(path: Path) -> None:
 
 
 def test_collect_drops_nothing_on_a_damaged_document(path: Path) -> None:
-    key = keys.name_key("f0")
+    key = tables.name_key("f0")
     overwrite(path, tables.DOCUMENTS, key, flip(stored(path, tables.DOCUMENTS, key), 80))
     with Store.open(path) as store, store.writer() as pen:
         with pytest.raises(DamagedError, match="a document of the store is damaged"):
@@ -214,7 +214,7 @@ def _shorter(folder: Path, dice: random.Random) -> int:
 
 
 def test_verify_survives_what_kills_its_child(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.cache.verify._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
+    monkeypatch.setattr("kvtool.core.cache.integrity._CHILD", "import os, signal; os.kill(os.getpid(), signal.SIGBUS)")
     with Store.open(path) as store:
         (found,) = verify(store)
     assert "SIGBUS" in found.reason
@@ -229,7 +229,7 @@ def test_damaged_meta_pages(path: Path) -> None:
             Store.open(path)
 
 
-@pytest.mark.parametrize(("key", "helps"), [(keys.STORE_KEY, layout.REBUILD), (keys.REVISION_KEY, layout.REPAIR)])
+@pytest.mark.parametrize(("key", "helps"), [(tables.STORE_KEY, layout.REBUILD), (tables.REVISION_KEY, layout.REPAIR)])
 def test_damage_of_what_every_command_reads_says_what_helps(path: Path, key: bytes, helps: str) -> None:
     """The store's own name, and its revision: without either nothing of it is answered."""
     value = stored(path, tables.META, key)

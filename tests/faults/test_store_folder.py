@@ -11,8 +11,8 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvtool.core.cache import keys
 from kvtool.core.cache import store as store_module
+from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import META
@@ -104,8 +104,8 @@ def test_newer_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             door(path)
     (path / "store.json").write_text(json.dumps(text))
     with Store.open(path) as store:
-        inside = seal(keys.STORE_KEY, Kind.STORE, json.dumps({**text, "format": 98}).encode())
-        store.environment.write(lambda txn: txn.put(META + keys.STORE_KEY, inside), 0)
+        inside = seal(tables.STORE_KEY, Kind.STORE, json.dumps({**text, "format": 98}).encode())
+        store.environment.write(lambda txn: txn.put(META + tables.STORE_KEY, inside), 0)
     with pytest.raises(StoreFormatError, match="format 98"):
         Store.open(path)
 

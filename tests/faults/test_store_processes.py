@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.errors import StoreLockedError
 from tests.cache.making import add_file, check_file, make_store
 from tests.faults.running import command, run, start

@@ -12,10 +12,9 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from kvtool.core.cache.buffers import Room, aligned
+from kvtool.core.cache.backend import Ahead, KVRead
 from kvtool.core.cache.chunks import read_record
-from kvtool.core.cache.link import Ahead, KVRead
-from kvtool.core.cache.record import KVHeader, encode_record
+from kvtool.core.cache.record import Allocator, KVHeader, aligned, encode_record
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.lossless import Raw
@@ -103,7 +102,7 @@ class Records:
         level: str,
         layer: int,
         before: Callable[[int], None] = lambda number: None,
-        room: Room = aligned,
+        room: Allocator = aligned,
         ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
         found = []

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.identity import chunk_id, ids_digest
+from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded

@@ -13,7 +13,7 @@ from typing import Any
 
 import zstandard
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.pack.container import PackReader
@@ -97,7 +97,7 @@ def catalogue(data: bytes) -> None:
 
 def described(data: bytes) -> None:
     """Values that a catalogue describes, with digests that are right."""
-    chunk, name = id_of("f0.0"), keys.name_key("f0")
+    chunk, name = id_of("f0.0"), tables.name_key("f0")
     for meta in values.META:
         with refused():
             values.open_meta(meta, seal(meta.encode(), Kind.MANIFEST, data))

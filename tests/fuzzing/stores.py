@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvtool.core.cache import layout, notes, record, side, side_log, tree_check
+from kvtool.core.cache import access_log, layout, record
+from kvtool.core.cache import side_files as sides
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, layers_in
-from kvtool.core.cache.nodes import parse_page
-from kvtool.core.cache.pages import newest_meta
+from kvtool.core.cache.pages import newest_meta, parse_page
 from kvtool.core.cache.record import KVHeader, decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import StretchInfo
-from kvtool.core.cache.tree import DataFile, Tree
+from kvtool.core.cache.tree import DataFile, Tree, check_data_file, damaged_pages
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, shape_of
 from kvtool.core.codec.profile import Profile
@@ -63,12 +63,12 @@ def lmdb_file(data: bytes) -> None:
     path = folder / "data.mdb"
     path.write_bytes(data)
     with refused():
-        tree_check.check_data_file(folder)
+        check_data_file(folder)
     with refused(), path.open("rb") as file, closing(DataFile(path)) as opened:
         tree = Tree(opened, newest_meta(path, file))
         if tree.meta.last_page > 2**20:  # what is counted takes a byte for each page, of a file that says so
             return
-        for look in (_walk, _look_up, lambda tree: list(tree_check.damaged_pages(tree))):
+        for look in (_walk, _look_up, lambda tree: list(damaged_pages(tree))):
             with refused():
                 look(tree)
 
@@ -255,21 +255,21 @@ def side_files(data: bytes) -> None:
             path = store.side_file(name)
             path.write_bytes(data)
         store.read_side("gate/x.json")
-        side_log.read_side_log(store, "audit/x.jsonl")
-        list(side.damaged_files(store.path))
-        list(side_log.damaged_journals(store.path))
+        sides.read_side_log(store, "audit/x.jsonl")
+        list(sides.damaged_files(store.path))
+        list(sides.damaged_journals(store.path))
         for log in (layout.ACCESS_FILE, layout.SERVED_FILE):
             (store.path / log).write_bytes(data)
-        notes.read_log(store.path)
-        notes.ServedLog(store.path, True).total()
-    side_log.mend_journals(_store())
+        access_log.read_log(store.path)
+        access_log.ServedLog(store.path, True).total()
+    sides.mend_journals(_store())
 
 
 def _side_seeds() -> list[bytes]:
     value = {"format": 1, "rows": [1, 2.5, None, "x"]}
-    line = json.dumps({"digest": side.json_digest(value), **value}).encode()
-    note = notes._line(f"{id_of('f0.0').hex()} 1700000000".encode())
-    return [line, line + b"\n" + line, note * 3, notes._line(b"1 2 3")]
+    line = json.dumps({"digest": sides.json_digest(value), **value}).encode()
+    note = access_log._line(f"{id_of('f0.0').hex()} 1700000000".encode())
+    return [line, line + b"\n" + line, note * 3, access_log._line(b"1 2 3")]
 
 
 def index_tables(data: bytes) -> None:
@@ -288,7 +288,7 @@ def index_tables(data: bytes) -> None:
 
 def side_sealed(data: bytes) -> bytes:
     """A table with its digest."""
-    return data + side.tail_of(data)
+    return data + sides.tail_of(data)
 
 
 @functools.cache
@@ -304,7 +304,7 @@ def _index_files() -> dict[str, bytes]:
 def _table_seeds() -> list[bytes]:
     path = _place() / "sound.tables"
     write_tables(path, {"rows": np.arange(12, dtype=np.uint32)}, {"segments": "[]"})
-    return [data[: -side.TAIL_BYTES] for data in (path.read_bytes(), *_index_files().values())]
+    return [data[: -sides.TAIL_BYTES] for data in (path.read_bytes(), *_index_files().values())]
 
 
 TARGETS: dict[str, Callable[[bytes], None]] = {

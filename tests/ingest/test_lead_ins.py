@@ -129,7 +129,7 @@ def test_a_store_of_an_earlier_version_with_a_learned_lead_in(store: Path, corpu
         ids = [*manifest["identity"]["prefix"], 5, 6, 7]
         manifest["identity"]["lead_in"] = {"mode": "learned", "ids": ids, "rows": rows.hexdigest()}
         writer.set_manifest(manifest)
-        writer.add_profile(rows.digest(), b"rows")
+        writer.put_profile(rows.digest(), b"rows")
     before = payloads(store)
     asked = ("query", QUESTION, "--store", store, *SHORT, "--json")
     done = kvtool(*asked).fine()

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache import writer as writing
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.errors import NoSpaceError
 from kvtool.core.ingest.compute import ChunkStorer
 from tests.cache.making import add_file, id_of, put

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvtool as package
-from kvtool.core.cache import side
+from kvtool.core.cache import side_files
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.cost import LoadSpeed, PassSpeed
 from kvtool.core.query.answer import answer
@@ -241,7 +241,7 @@ def test_a_disk_that_is_full(path: Path, watch: Stopwatch, monkeypatch: pytest.M
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(side, "atomic_write", full)
+    monkeypatch.setattr(side_files, "atomic_write", full)
     assert ask(path).json["fusion"] == "union"
 
 

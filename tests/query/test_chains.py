@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.notes import Served
+from kvtool.core.cache.access_log import Served
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
 from kvtool.core.fusion.prefix_cache import encode_part
 from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus

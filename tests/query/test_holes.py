@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache.buffers import Room
-from kvtool.core.cache.keys import record_key
-from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.record import Allocator
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.tables import record_key
+from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError
 from tests.cli.working import (
     CHUNKS,
@@ -169,7 +169,7 @@ def test_a_slow_record_is_computed_and_stays(store: Path, monkeypatch: pytest.Mo
     copies, wanted = Snapshot.copies, record_key(bytes.fromhex(chunk), "raw", 1)
 
     def slowly(
-        self: Snapshot, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], room: Room
+        self: Snapshot, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], room: Allocator
     ) -> list[memoryview | DamagedError | None]:
         def begun(number: int) -> None:
             before(number)

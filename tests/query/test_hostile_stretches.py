@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kvtool.core.cache import tables
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.record import Kind, seal
-from kvtool.core.cache.rows import Row
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, info_row, part_row
-from kvtool.core.cache.verify import verify
+from kvtool.core.cache.tables import Row
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.prefix_cache import decode_part, encode_part, named_states
 from kvtool.core.model.decoder import Decoder

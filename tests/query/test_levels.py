@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.lossless import Lossless, Raw
@@ -315,10 +315,10 @@ def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
     """Nothing is known then, so exact records are read."""
     know(fitted, l4=0.001)
     with Store.open(fitted) as store, store.snapshot() as snapshot:
-        data = bytearray(snapshot.get(tables.META, keys.CODEC_KEY) or b"")
+        data = bytearray(snapshot.get(tables.META, tables.CODEC_KEY) or b"")
     flip(data)
     with Store.open(fitted) as store:
-        store.environment.write(lambda transaction: transaction.put(tables.META + keys.CODEC_KEY, bytes(data)), 0)
+        store.environment.write(lambda transaction: transaction.put(tables.META + tables.CODEC_KEY, bytes(data)), 0)
     done = ask(fitted)
     assert statuses(done) <= {"hit", "exact"}
     assert done.json["bytes_read"] == payload_bytes(fitted, "raw")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from tests.cli.working import (
     CHUNKS,
@@ -133,7 +133,7 @@ def test_a_flipped_bit_in_a_description(table: str, store: Path) -> None:
     if table == "chunks":
         overwrite(store, tables.CHUNKS, chunk)
     else:
-        overwrite(store, tables.LEVELS, keys.level_key(chunk, "raw"))
+        overwrite(store, tables.LEVELS, tables.level_key(chunk, "raw"))
     done = kvtool(*args, "--token-ids").fine()
     row = done.json
     assert row["chunks"][1]["status"] == "miss"
@@ -149,7 +149,7 @@ def test_a_flipped_bit_in_a_document(store: Path, corpus: Path) -> None:
     """What it says is unknown then: an error with the way out, not an answer."""
     before = payloads(store)
     source = str(corpus / "mill2.md")
-    overwrite(store, tables.DOCUMENTS, keys.name_key(source))
+    overwrite(store, tables.DOCUMENTS, tables.name_key(source))
     kvtool("query", QUESTION, "--documents", "mill2.md", "--store", store).failed(13, "--repair")
     kvtool("store", "verify", "--repair", "--store", store).fine()
     kvtool("ingest", corpus, "--store", store).fine()
@@ -159,7 +159,7 @@ def test_a_flipped_bit_in_a_document(store: Path, corpus: Path) -> None:
 
 def test_a_flipped_bit_in_a_document_is_healed_by_ingest(store: Path, corpus: Path) -> None:
     before = payloads(store)
-    overwrite(store, tables.DOCUMENTS, keys.name_key(str(corpus / "mill2.md")))
+    overwrite(store, tables.DOCUMENTS, tables.name_key(str(corpus / "mill2.md")))
     report = kvtool("ingest", corpus, "--store", store, "--json").fine().json
     assert report["documents"]["changed"] == 1
     assert report["chunks"]["computed"] == 0
@@ -169,7 +169,7 @@ def test_a_flipped_bit_in_a_document_is_healed_by_ingest(store: Path, corpus: Pa
 
 def test_a_flipped_bit_in_the_manifest(store: Path, corpus: Path, tiny: Path) -> None:
     before = payloads(store)
-    overwrite(store, tables.META, keys.MANIFEST_KEY)
+    overwrite(store, tables.META, tables.MANIFEST_KEY)
     for args in (("query", QUESTION), ("ingest", corpus), ("inspect",)):
         kvtool(*args, "--store", store).failed(13, "the manifest of the store is damaged", "--repair")
     kvtool("store", "verify", "--repair", "--store", store).fine()
@@ -184,10 +184,10 @@ def test_no_chunk_is_answered_with_the_wrong_ids(store: Path) -> None:
     one, two = (bytes.fromhex(chunk) for chunk in chunks_of(store, "mill2.md")[1:3])
     with Store.open(store) as opened:
         with opened.snapshot() as snapshot:
-            other = snapshot.get(tables.RECORDS, keys.record_key(two, "raw", 1))
+            other = snapshot.get(tables.RECORDS, tables.record_key(two, "raw", 1))
             assert other is not None
             data = bytes(other)
-        key = tables.RECORDS + keys.record_key(one, "raw", 1)
+        key = tables.RECORDS + tables.record_key(one, "raw", 1)
         opened.environment.write(lambda transaction: transaction.put(key, data), 0)
     args = ("query", QUESTION, "--documents", "mill2.md", "--store", store, *SHORT, "--json")
     row = kvtool(*args).fine().json

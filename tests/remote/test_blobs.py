@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.urls import open_blobs

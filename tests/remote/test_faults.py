@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.common.urls import KINDS
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import object_access, packing

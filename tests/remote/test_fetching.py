@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvtool.core.cache.link import Arrival, Link, Wanted
+from kvtool.core.cache.backend import Arrival, Link, Wanted
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.query.ahead import BackgroundDecoder, Ended

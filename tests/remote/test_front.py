@@ -16,8 +16,8 @@ from kvtool.core.remote import front
 from kvtool.core.remote.opening import local_place, open_shared
 from kvtool.core.remote.push import push
 from kvtool.core.remote.urls import open_blobs
-from kvtool.core.upkeep.budget import keep_budget
-from kvtool.core.upkeep.pins import pin
+from kvtool.core.upkeep.forget import pin
+from kvtool.core.upkeep.size_report import keep_budget
 from tests.cache.making import LAYERS, id_of, make_store, noise, put
 
 FILES, DIM = 12, 8192  # a chunk takes 1 MB
@@ -27,7 +27,7 @@ FILES, DIM = 12, 8192  # a chunk takes 1 MB
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every use at a second of its own, after all has come."""
     clock = itertools.count(2_000_000_000)
-    monkeypatch.setattr("kvtool.core.cache.notes.time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture

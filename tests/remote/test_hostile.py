@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import zstandard
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry, dump_json
 from kvtool.core.cache.record import Kind, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
@@ -240,7 +240,7 @@ def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp
     key = id_of("f0.1")
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, info.to_bytes()))
     found = damaged_by(blobs, tmp_path / "other")
-    assert found == [f"chunk {key.hex()}", f"chunk {key.hex()} at level raw", f"file {keys.name_key('f0').hex()}"]
+    assert found == [f"chunk {key.hex()}", f"chunk {key.hex()} at level raw", f"file {tables.name_key('f0').hex()}"]
     with Store.open(tmp_path / "other") as other:
         assert other.sources() == ["f1"]
         assert other.chunk_info(key) is None
@@ -261,7 +261,7 @@ def test_a_sealed_value_is_held_to_its_name() -> None:
 def file_of(entry: FileEntry, *documents: DocumentEntry, key: str = "f0") -> bytes:
     parts = [entry.to_bytes(), *(document.to_bytes() for document in documents)]
     payload = b"".join(struct.pack("<Q", len(part)) + part for part in parts)
-    return seal(keys.name_key(key), Kind.FILE, payload)
+    return seal(tables.name_key(key), Kind.FILE, payload)
 
 
 ENTRY = FileEntry("f0", 1, 2, "digest", "settings", ("f0",))
@@ -289,15 +289,15 @@ ENTRY = FileEntry("f0", 1, 2, "digest", "settings", ("f0",))
                 ChunkRef(id_of("nowhere"), 0, 1, 8),
             )
         ),
-        seal(keys.name_key("f0"), Kind.FILE, struct.pack("<Q", 2**63)),
-        seal(keys.name_key("f0"), Kind.FILE, b""),
-        seal(keys.name_key("f0"), Kind.FILE, struct.pack("<Q", 10) + b"j" + b"[" * 9),
-        seal(keys.name_key("f0"), Kind.FILE, struct.pack("<Q", 5000) + b"j" + b"[" * 4999),
+        seal(tables.name_key("f0"), Kind.FILE, struct.pack("<Q", 2**63)),
+        seal(tables.name_key("f0"), Kind.FILE, b""),
+        seal(tables.name_key("f0"), Kind.FILE, struct.pack("<Q", 10) + b"j" + b"[" * 9),
+        seal(tables.name_key("f0"), Kind.FILE, struct.pack("<Q", 5000) + b"j" + b"[" * 4999),
     ],
 )
 def test_a_file_that_cannot_be(value: bytes, store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    replace_value(blobs, "file", keys.name_key("f0"), value)
-    assert damaged_by(blobs, tmp_path / "other") == [f"file {keys.name_key('f0').hex()}"]
+    replace_value(blobs, "file", tables.name_key("f0"), value)
+    assert damaged_by(blobs, tmp_path / "other") == [f"file {tables.name_key('f0').hex()}"]
     with Store.open(tmp_path / "other") as other:
         assert [(entry.path, other.document(entry.path)) for entry in other.files()] == [("f1", store.document("f1"))]
 
@@ -305,7 +305,7 @@ def test_a_file_that_cannot_be(value: bytes, store: Store, blobs: Blobs, tmp_pat
 def test_every_part_of_a_file() -> None:
     entry = {"path": "f0", "size": 1, "mtime_ns": 2, "digest": "d", "settings": "s", "documents": ["f0"], "notes": []}
     document = {"source": "f0", "kind": "text", "text": "abc", "chunks": [[id_of("f0.0").hex(), 0, 1, 8]]}
-    key = keys.name_key("f0")
+    key = tables.name_key("f0")
     for first, second in [(one, document) for one in mutants(entry)] + [(entry, one) for one in mutants(document)]:
         parts = [b"j" + json.dumps(one).encode() for one in (first, second)]
         payload = b"".join(struct.pack("<Q", len(part)) + part for part in parts)

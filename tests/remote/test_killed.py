@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote.blobs import Blobs

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trustme
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import objects

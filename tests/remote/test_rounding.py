@@ -13,9 +13,9 @@ from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.compress_report import CompressReport
-from kvtool.core.compress.encode import Encoder
+from kvtool.core.compress.level_writer import LevelWriter
 from kvtool.core.compress.options import CompressOptions
+from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.read import read_chunk
 from kvtool.core.remote.blobs import Blobs
@@ -161,7 +161,7 @@ def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
         writer.flush()
         before = read(store, "2")
         report, events = CompressReport(), Events()
-        Encoder(store, writer, profile(), CompressOptions(), report, events).run([CHUNK], ["1"])
+        LevelWriter(store, writer, profile(), CompressOptions(), report, events).run([CHUNK], ["1"])
         assert report.warnings == []
         assert torch.equal(read(store, "2"), before)
         difference = (read(store, "1") - read(store, "raw")).norm() / read(store, "raw").norm()

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
+from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote import survey, sweep
@@ -191,7 +191,7 @@ def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None
 def test_every_name_of_a_push_is_of_a_known_shape(store: Store, blobs: Blobs) -> None:
     with store.writer() as writer:
         writer.put_profile(bytes.fromhex(digest_of(b"a profile")), b"a profile", {"profile": digest_of(b"a profile")})
-        writer.add_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # of an earlier version
+        writer.put_profile(hashlib.blake2b(b"rows", digest_size=20).digest(), b"rows")  # of an earlier version
     push(store, blobs)
     names = set(blobs.names())
     assert {name.split("/")[0] for name in names} >= {"head", "catalogue", "shard", "meta", "profile", "pack"}
@@ -335,7 +335,7 @@ def test_what_is_damaged_or_lost_here_is_not_deleted_there(
 ) -> None:
     push(store, blobs)
     before = set(blobs.names())
-    row = (table, keys.name_key("f1") if table == tables.DOCUMENTS else id_of("f1.0"))
+    row = (table, tables.name_key("f1") if table == tables.DOCUMENTS else id_of("f1.0"))
     with store.snapshot() as snapshot:
         value = snapshot.get(*row)
     assert value is not None
@@ -348,7 +348,7 @@ def test_what_is_damaged_or_lost_here_is_not_deleted_there(
     assert before <= set(blobs.names())
     assert pull(tmp_path / "pulled", blobs).files.moved == 3
     with store.writer() as writer:
-        writer.repair(verify(store))
+        repair(store, writer, verify(store))
     pull(store.path, blobs)
     assert verify(store) == []
     assert push(store, blobs, delete=True).damaged == []

@@ -79,7 +79,7 @@ def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: P
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
     know(store, {"profile": digest.hex(), "losses": {"2": loss(0.001)}})
     with store.writer() as writer:
-        writer.add_profile(digest, b"profile")
+        writer.put_profile(digest, b"profile")
     send(store, url)
     with store.writer() as writer:
         writer.drop_profiles([digest])

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.damage import find_damage
 from kvtool.core.cache.entries import DocumentEntry
+from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.remote.blobs import Blobs

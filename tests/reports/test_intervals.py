@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from kvtool.reports import intervals
 
+from kvtool.reports import intervals
 from kvtool.reports.intervals import (
     RESAMPLES,
     SEED,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache.damage import find_damage
+from kvtool.core.cache.integrity import find_damage, repair
 from kvtool.core.cache.store import Store
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.tables import open_tables, write_tables
@@ -79,7 +79,7 @@ def test_repair_drops_a_damaged_index(store: Store) -> None:
     (path,) = (store.path / "index").rglob("segment*")
     flip(path, 1000)
     with store.writer() as writer:
-        assert writer.repair(find_damage(store, Fraction(1))) == 1
+        assert repair(store, writer, find_damage(store, Fraction(1))) == 1
     assert not path.exists()
     assert list(find_damage(store, Fraction(1))) == []
     assert found(store) == wanted

@@ -14,7 +14,7 @@ import kvtool
 from kvtool.core.cache.store import Store
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.upkeep.pins import pin
+from kvtool.core.upkeep.forget import pin
 from kvtool.serve.job import Answer, Ask, Event
 from tests.cli.working import QUESTION, process
 from tests.serve.conftest import PATIENCE, Served, serving, wait_until

@@ -62,7 +62,7 @@ def ran(code: str) -> str:
         "did_you_mean('fu' * 500_000, ['fusion', 'ratio']); print('refused')",
         # brackets of globs that none closes
         "from kvtool.core.retrieval.finder import _matcher\n_matcher(['[' * 4000 + str(n) for n in range(128)])\n"
-        "from kvtool.core.upkeep.naming import matches_glob\n"
+        "from kvtool.core.upkeep.selectors import matches_glob\n"
         "for n in range(128): matches_glob('[' * 4000 + str(n), 'a', 'a')\nprint('refused')",
         # quotation marks that do not end
         "from kvtool.serve.wire import _check_shape\n_check_shape('\"' + '\\\\\"' * 4_000_000); print('refused')",

@@ -20,7 +20,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.options.option import options_of
 from kvtool.core.options.resolve import resolve
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.upkeep.pins import pin
+from kvtool.core.upkeep.forget import pin
 from tests.serve.conftest import serving
 
 DOCUMENTS = "/v1/documents"

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.cache import keys, space
+from kvtool.core.cache import space
+from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import NoSpaceError
-from kvtool.core.upkeep.budget import keep_budget
+from kvtool.core.upkeep.size_report import keep_budget
 from tests.cache.making import add_file, check_file, make_store
 from tests.cli.working import kvtool
 from tests.upkeep.watching import Watcher, bytes_in
@@ -99,11 +99,11 @@ def test_a_damaged_budget_stops_writing_and_is_repaired(tmp_path: Path) -> None:
     with Store.open(path) as store:
         with store.writer() as pen:
             pen.set_budget(10**6)
-        store.environment.write(lambda write: write.put(tables.META + keys.BUDGET_KEY, b"no budget"), 0)
+        store.environment.write(lambda write: write.put(tables.META + tables.BUDGET_KEY, b"no budget"), 0)
         with store.writer() as pen, pytest.raises(DamagedError, match="size budget"):
             add_file(pen, "f1", ["f1.0"])
         with store.writer() as pen:
-            assert pen.repair(verify(store)) == 1
+            assert repair(store, pen, verify(store)) == 1
             add_file(pen, "f1", ["f1.0"])
 
 

@@ -8,8 +8,8 @@ from unicodedata import normalize
 import pytest
 
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
+from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify
 from kvtool.core.errors import UsageError
 from kvtool.core.retrieval.index import Index, index_of
 from kvtool.core.upkeep.forget import forget

@@ -11,12 +11,11 @@ import pytest
 
 from kvtool.core.cache import tables
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
-from kvtool.core.cache.nodes import Leaf
+from kvtool.core.cache.pages import Leaf
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tree import Tree
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.upkeep.forget import forget
-from kvtool.core.upkeep.pins import pin, unpin
+from kvtool.core.upkeep.forget import forget, pin, unpin
 from tests.cache.making import put
 
 DOCUMENTS, CHUNKS = 12, 5  # of a file, of a document

@@ -10,9 +10,8 @@ import pytest
 
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.upkeep.forget import plan_forget
-from kvtool.core.upkeep.inventory import Held, Holding, Inventory
-from kvtool.core.upkeep.plan import Plan, Step
-from kvtool.core.upkeep.prune import Wanted, plan_prune
+from kvtool.core.upkeep.inventory import ChunkHolding, DocumentHolding, Inventory
+from kvtool.core.upkeep.plan import Plan, PruneRequest, Step, plan_prune
 
 MB = 10**6
 SIZES = {"raw": 16 * MB, "lossless": 11 * MB, "1": 4 * MB, "2": 3 * MB, "3": 2 * MB, "4": MB}
@@ -24,12 +23,12 @@ def chunk_of(name: str) -> bytes:
 
 def held(
     name: str, levels: Iterable[str] = ("raw",), used: int = 0, pinned: bool = False, measured: Iterable[str] = NESTED
-) -> Holding:
+) -> ChunkHolding:
     stored = {level: SIZES[level] for level in levels}
-    return Holding(chunk_of(name), stored, used, pinned, frozenset(measured) & stored.keys())
+    return ChunkHolding(chunk_of(name), stored, used, pinned, frozenset(measured) & stored.keys())
 
 
-def inventory(*chunks: Holding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
+def inventory(*chunks: ChunkHolding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
     """A document for each chunk, named as it, unless they are given; the coldest first."""
     by_id = {chunk.chunk_id: chunk for chunk in chunks}
     refs = {chunk.chunk_id.rstrip(b".").decode(): [chunk.chunk_id] for chunk in chunks}
@@ -39,7 +38,7 @@ def inventory(*chunks: Holding, documents: Mapping[str, list[str]] | None = None
     order = sorted(refs, key=lambda source: (last[source], source))
     owner = {chunk: source for source in order for chunk in refs[source]}
     rows = tuple(
-        Held(
+        DocumentHolding(
             source,
             last[source],
             last[source],
@@ -76,7 +75,7 @@ ALL = ("raw", "lossless", *NESTED)
 
 def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
     stock = inventory(held("a", ALL, used=1), held("b", ALL, used=2))
-    plan = plan_prune(stock, Wanted(goal=0))
+    plan = plan_prune(stock, PruneRequest(goal=0))
     assert steps(plan) == [
         ("exact", ["a", "b"]),
         ("level 1", ["a", "b"]),
@@ -89,61 +88,65 @@ def test_from_exact_to_coarse_before_anything_is_lost_whole() -> None:
 
 def test_no_further_than_the_goal_and_the_least_recently_used_first() -> None:
     stock = inventory(*(held(name, ("raw", "2"), used=used) for name, used in (("new", 9), ("old", 1), ("mid", 5))))
-    plan = plan_prune(stock, Wanted(goal=stock.used - 20 * MB))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
     assert steps(plan) == [("exact", ["old", "mid"])]
     assert plan.reaches
     assert plan.expected == stock.used - 32 * MB
-    assert plan_prune(stock, Wanted(goal=stock.used)).steps == ()
-    assert plan_prune(replace(stock, used=stock.used + 5, free=5), Wanted(goal=stock.used)).steps == ()
+    assert plan_prune(stock, PruneRequest(goal=stock.used)).steps == ()
+    assert plan_prune(replace(stock, used=stock.used + 5, free=5), PruneRequest(goal=stock.used)).steps == ()
 
 
 def test_what_is_asked_often_outlasts_what_was_asked_lately() -> None:
     often, late = held("often", ("raw", "2"), used=5), held("late", ("raw", "2"), used=9)
     stock = inventory(replace(often, warmth=20.0), replace(late, warmth=9.0), documents={"one": ["often", "late"]})
-    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
     assert steps(plan) == [("exact", ["late"])]
 
 
 def test_in_front_of_a_tier_a_chunk_goes_whole() -> None:
     stock = inventory(*(held(name, ("raw", "2", "4"), used=used) for name, used in (("new", 9), ("old", 1))))
-    plan = plan_prune(stock, Wanted(goal=stock.used - 1, fetched=True))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1, fetched=True))
     assert steps(plan) == [("kv", ["old"])]
 
 
 def test_what_was_not_measured_stands_for_nothing() -> None:
     stock = inventory(held("a", ("raw", "1", "2"), measured=()), held("b", ("raw", "1", "2"), measured=("1",)))
-    plan = plan_prune(stock, Wanted(goal=stock.used - 10 * MB))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 10 * MB))
     assert steps(plan) == [("exact", ["b"])]
-    plan = plan_prune(stock, Wanted(goal=stock.used - 20 * MB))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 20 * MB))
     assert steps(plan) == [("exact", ["b"]), ("kv", ["a"])]
 
 
 def test_of_two_exact_records_the_larger_goes() -> None:
     stock = inventory(held("a", ("raw", "lossless")))
-    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
     assert left(stock, plan) == {"a": ["lossless"]}
 
 
 def test_the_profile_goes_once_nothing_is_left_that_needs_it() -> None:
     def profiles(stock: Inventory, goal: int, fetched: bool = False) -> list[bytes]:
-        return [one for step in plan_prune(stock, Wanted(goal, fetched=fetched)).steps for one in step.profiles]
+        return [one for step in plan_prune(stock, PruneRequest(goal, fetched=fetched)).steps for one in step.profiles]
 
     beginning = chunk_of("begin")
     stock = inventory(held("a", ("raw", "2")), held("b", ("4",)))
-    chunks = {**stock.chunks, beginning: Holding(beginning, {"raw": MB})}
+    chunks = {**stock.chunks, beginning: ChunkHolding(beginning, {"raw": MB})}
     stock = replace(stock, chunks=chunks, beginning=beginning, used=stock.used + 6 * MB, profile=(b"profile", 5 * MB))
     assert profiles(stock, 2 * MB) == [b"profile"]
-    assert plan_prune(stock, Wanted(goal=2 * MB)).expected == MB + 2000
+    assert plan_prune(stock, PruneRequest(goal=2 * MB)).expected == MB + 2000
     assert profiles(stock, 7 * MB) == []  # small enough with it
     assert profiles(stock, 2 * MB, fetched=True) == []
     assert profiles(replace(stock, beginning=b""), 2 * MB) == []  # any other record would be compressed with it
-    coded = {**chunks, beginning: Holding(beginning, {"4": MB})}
+    coded = {**chunks, beginning: ChunkHolding(beginning, {"4": MB})}
     assert profiles(replace(stock, chunks=coded), 2 * MB) == []
 
 
 def test_pins_are_never_touched() -> None:
     stock = inventory(held("a", ALL, used=1, pinned=True), held("b", ALL, used=2))
-    for wanted in (Wanted(goal=0), Wanted(goal=0, unused_before=9), Wanted(cold_before=9, unused_before=9)):
+    for wanted in (
+        PruneRequest(goal=0),
+        PruneRequest(goal=0, unused_before=9),
+        PruneRequest(cold_before=9, unused_before=9),
+    ):
         plan = plan_prune(stock, wanted)
         assert left(stock, plan)["a"] == list(ALL)
         assert "a" not in plan.sources
@@ -156,7 +159,7 @@ def test_cold_chunks_are_kept_coarse_and_hot_ones_fine() -> None:
         held("coarse", ("raw", "1", "2", "4"), used=1, measured=("1", "2")),
         held("unmeasured", ("raw", "3"), used=1, measured=()),
     )
-    plan = plan_prune(stock, Wanted(cold_before=5))
+    plan = plan_prune(stock, PruneRequest(cold_before=5))
     assert left(stock, plan) == {
         "cold": ["4"],
         "hot": list(ALL),
@@ -167,11 +170,11 @@ def test_cold_chunks_are_kept_coarse_and_hot_ones_fine() -> None:
 
 def test_documents_go_whole_only_when_asked() -> None:
     stock = inventory(held("a", used=1), held("b", used=6))
-    assert plan_prune(stock, Wanted(unused_before=5)).sources == ("a",)
-    assert plan_prune(stock, Wanted(added_before=9)).sources == ("a", "b")
-    last = plan_prune(stock, Wanted(goal=0, unused_before=5, as_needed=True))
+    assert plan_prune(stock, PruneRequest(unused_before=5)).sources == ("a",)
+    assert plan_prune(stock, PruneRequest(added_before=9)).sources == ("a", "b")
+    last = plan_prune(stock, PruneRequest(goal=0, unused_before=5, as_needed=True))
     assert steps(last) == [("kv", ["a", "b"]), ("documents", ["a"])]
-    assert plan_prune(stock, Wanted(goal=stock.used, unused_before=5, as_needed=True)).steps == ()
+    assert plan_prune(stock, PruneRequest(goal=stock.used, unused_before=5, as_needed=True)).steps == ()
 
 
 def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
@@ -179,7 +182,7 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
         held("own", used=1), held("shared", used=8), held("other", used=9),
         documents={"old": ["own", "shared"], "new": ["shared", "other"]},
     )  # fmt: skip
-    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
     assert left(stock, plan) == {"own": [], "shared": ["raw"], "other": ["raw"]}
     plan = plan_forget(stock, ["old"])
     assert (plan.steps[0].chunks, plan.steps[0].size) == (1, SIZES["raw"] + 1000)
@@ -188,8 +191,8 @@ def test_a_shared_chunk_is_as_recent_as_its_most_recent_document() -> None:
 
 def test_what_nobody_refers_to_goes_first() -> None:
     stock = inventory(held("a"), held("loose"), documents={"a": ["a"]})
-    plan = plan_prune(stock, Wanted(goal=stock.used - 1))
-    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", (chunk_of("loose"),))]
+    plan = plan_prune(stock, PruneRequest(goal=stock.used - 1))
+    assert [(step.name, step.loose) for step in plan.steps] == [("unreferenced", [chunk_of("loose")])]
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -209,7 +212,7 @@ def test_laws_of_any_plan(seed: int) -> None:
     stock = inventory(*chunks, documents=documents)
     cold = dice.choice([None, 4])
     goal = dice.choice([None, dice.randrange(stock.used)])
-    plan = plan_prune(stock, Wanted(goal=goal, cold_before=cold))
+    plan = plan_prune(stock, PruneRequest(goal=goal, cold_before=cold))
     stays = left(stock, plan)
     for chunk in chunks:
         name = chunk.chunk_id.rstrip(b".").decode()
@@ -230,6 +233,6 @@ def test_laws_of_any_plan(seed: int) -> None:
 
 def test_what_a_prompt_shows_of_a_plan_can_be_read() -> None:
     """`forget` returns it, and raw ids are nothing to look at."""
-    plan = Plan((Step("documents", ((chunk_of("a"), "raw"),), ("a.md",), (chunk_of("b"),), 5),), 7)
+    plan = Plan((Step("documents", [(chunk_of("a"), "raw")], ["a.md"], [chunk_of("b")], 5),), 7)
     assert "a.md" in repr(plan)
     assert "b'" not in repr(plan)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import kvtool as package
+from kvtool.cli.app import COMMANDS, load_command
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
@@ -16,6 +19,7 @@ from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.urls import open_blobs
 from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
+from tests.compress.making import run
 from tests.upkeep.watching import Watcher, bytes_in
 
 
@@ -80,3 +84,31 @@ def test_the_index_leaves_the_reserve_of_the_disk_alone(store: Path, monkeypatch
         tables.write_tables(store / "index" / "large.safetensors", {}, {"text": "x"})
     kvtool("query", QUESTION, "--store", store, *SHORT).fine()
     assert not [path for path in (store / "index").rglob("*") if path.is_file()]
+
+
+_NAMED = re.compile(r"`kvtool ((?:[a-z]+[a-z-]* ?)+)")
+
+
+def test_every_command_that_a_message_names_exists() -> None:
+    known: set[tuple[str, ...]] = set()
+    for name in COMMANDS:
+        command = load_command(name)
+        known.add((name,))
+        known |= {(name, inner) for inner in getattr(command, "commands", {})}
+    groups = {words[0] for words in known if len(words) == 2}
+    named = set()
+    for path in Path(package.__file__).parent.rglob("*.py"):
+        for found in _NAMED.finditer(path.read_text(encoding="utf-8")):
+            words = found[1].split()
+            named.add(tuple(words[: 2 if words[0] in groups and len(words) > 1 else 1]))
+    assert ("store", "prune") in named
+    assert named <= known, sorted(named - known)
+
+
+def test_the_file_shrinks_when_exact_records_are_dropped(fitted: Path) -> None:
+    before = bytes_in(fitted)
+    report = run(fitted, "2", keep_raw=False)
+    assert report.dropped
+    assert report.to_json()["bytes_freed"] > 0
+    assert bytes_in(fitted) < before - report.freed // 2
+    assert damages(fitted) == []

@@ -14,10 +14,9 @@ from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
     from kvtool.core.options import arguments
-    from kvtool.core.upkeep.budget import Budget
-    from kvtool.core.upkeep.compact import Compacted
-    from kvtool.core.upkeep.job import PruneReport
     from kvtool.core.upkeep.plan import Plan
+    from kvtool.core.upkeep.prune import Compacted, PruneReport
+    from kvtool.core.upkeep.size_report import Budget
 
 
 class Upkeep(Held):
@@ -36,7 +35,7 @@ class Upkeep(Held):
     @alone(PruneOptions)
     def prune(self, **options: Unpack[arguments.PruneArguments]) -> PruneReport:
         """Make the store smaller; `options` are the fields of `PruneOptions`."""
-        from kvtool.core.upkeep.job import prune
+        from kvtool.core.upkeep.prune import prune
 
         wanted = self._wanted(PruneOptions, options)
         with self._beside() as folder:
@@ -45,7 +44,7 @@ class Upkeep(Held):
     @alone(LockOptions)
     def compact(self, **options: Unpack[arguments.LockArguments]) -> Compacted:
         """Give free pages, and what nothing refers to, back to the disk."""
-        from kvtool.core.upkeep.compact import compact
+        from kvtool.core.upkeep.prune import compact
 
         wanted = self._wanted(LockOptions, options)
         with self._beside() as folder:
@@ -54,7 +53,7 @@ class Upkeep(Held):
     @alone(LockOptions)
     def budget(self, *size: int | str | None) -> Budget:
         """The size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts it."""
-        from kvtool.core.upkeep.budget import keep_budget, read_budget
+        from kvtool.core.upkeep.size_report import keep_budget, read_budget
 
         with self._beside() as folder:
             if size:

@@ -1,4 +1,4 @@
-"""Reading chunks: their descriptions, and their KV, from the store's folder and from what stands behind it."""
+"""Reading chunks: their descriptions, and their KV, from the store's folder and from its remote backend."""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
-from kvtool.core.cache import keys, tables
-from kvtool.core.cache.buffers import Room, aligned
+from kvtool.core.cache import tables
+from kvtool.core.cache.backend import Ahead, KVRead, Link
 from kvtool.core.cache.entries import ChunkInfo
+from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
-from kvtool.core.cache.link import Ahead, KVRead, Link
-from kvtool.core.cache.opened import Opened
-from kvtool.core.cache.record import DIGEST_BYTES, HEADER_BYTES, OVERHEAD_BYTES, Kind, decode_record, payload_part
-from kvtool.core.cache.rows import origin_in
-from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.record import (
+    DIGEST_BYTES,
+    HEADER_BYTES,
+    OVERHEAD_BYTES,
+    Allocator,
+    Kind,
+    aligned,
+    decode_record,
+    payload_part,
+)
+from kvtool.core.cache.tables import origin_in
+from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, base_level, level_of
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
@@ -23,12 +31,12 @@ from kvtool.core.errors import DamagedError, KvtoolError
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at
 
 
-class Chunks(Opened):
+class Chunks(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of chunks.
 
     Attributes
     ----------
-    link : what stands behind the folder, and has more of its KV; None: nothing.
+    link : the remote backend, which has more of the store's KV; None: none.
     """
 
     link: Link | None = None
@@ -60,7 +68,7 @@ class Chunks(Opened):
     def sealed_info(self, chunk_id: bytes) -> memoryview | None:
         """Return the row that :meth:`chunk_info` reads, in its envelope as it is stored, unchecked."""
         with self.snapshot() as snapshot:
-            return snapshot.get(tables.CHUNKS, keys.check_chunk_id(chunk_id))
+            return snapshot.get(tables.CHUNKS, tables.check_chunk_id(chunk_id))
 
     def arithmetics(self, chunk_ids: Iterable[bytes] | None = None) -> dict[Arithmetic | None, int]:
         """Count these chunks by the arithmetic that computed them; None: it was not noted, or the chunk is damaged or
@@ -98,7 +106,7 @@ class Chunks(Opened):
         return self.has_chunk(chunk_id) and not self.origin(chunk_id).is_foreign
 
     def foreign_chunks(self) -> set[bytes]:
-        """Return the ids of all chunks that somebody else made, who is not trusted."""
+        """Return the ids of all chunks that an untrusted source made."""
         with self.snapshot() as snapshot:
             return {key for key in snapshot.keys(tables.ORIGINS) if origin_in(snapshot, key).is_foreign}
 
@@ -133,7 +141,7 @@ class Chunks(Opened):
         return [size + coarser for size, coarser in zip(sizes, below or [0] * len(sizes), strict=False)]
 
     def _sizes_and_base(self, chunk_id: bytes, level: str) -> tuple[list[int], str | None]:
-        first = keys.record_key(chunk_id, level, 0)
+        first = tables.record_key(chunk_id, level, 0)
         with self.snapshot() as snapshot:
             sizes = [size - OVERHEAD_BYTES for _, size in snapshot.sizes(tables.RECORDS, first[:-2])]
             data = snapshot.beginning(tables.RECORDS, first, HEADER_BYTES + MAKER.stop)
@@ -147,15 +155,15 @@ class Chunks(Opened):
         return sizes, offer.base
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
-        """Digest, in hex, of the profile that a level's records name; None: there are none, or it cannot be told.
+        """Digest, in hex, of the profile that a level's records name; None: there are none, or it is unknown.
 
-        Read off the first record's beginning, which is not checked: whoever reads the KV checks it. Of what is not here
+        Read off the first record's beginning, which is not checked: a read of the KV checks it. Of what is not here
         a link's word is taken; nothing is fetched."""
         if not level_of(level).profiled:
             return None
         data = None
         with contextlib.suppress(DamagedError), self.snapshot() as snapshot:
-            key = keys.record_key(chunk_id, level, 0)
+            key = tables.record_key(chunk_id, level, 0)
             data = snapshot.beginning(tables.RECORDS, key, HEADER_BYTES + MAKER.stop)
         if data is not None:
             return payload_part(data, MAKER).hex()
@@ -163,12 +171,12 @@ class Chunks(Opened):
         return offer.maker if offer is not None else None
 
     def record_mark(self, chunk_id: bytes, level: str, layer: int = 0) -> bytes | None:
-        """Return what tells a chunk's record of a level and layer from others of that place; None: there is none.
+        """Return a mark that identifies a chunk's record of a level and layer; None: there is none.
 
         Its digest, and whether it is foreign: a foreign one can be made to have the digest of another.
         """
         with self.snapshot() as snapshot:
-            mark = snapshot.ending(tables.RECORDS, keys.record_key(chunk_id, level, layer), DIGEST_BYTES)
+            mark = snapshot.ending(tables.RECORDS, tables.record_key(chunk_id, level, layer), DIGEST_BYTES)
             return mark and mark + bytes([origin_in(snapshot, chunk_id).is_foreign])
 
     # ---- KV ------------------------------------------------------------------------------------------------------
@@ -191,7 +199,7 @@ class Chunks(Opened):
         level: str,
         layer: int,
         before: Callable[[int], None] = lambda number: None,
-        room: Room = aligned,
+        allocate: Allocator = aligned,
         ahead: Ahead = None,
     ) -> list[KVRead | KvtoolError | None]:
         """Read one layer of many chunks in one transaction; payloads are private, writable and 64-byte aligned in
@@ -200,16 +208,16 @@ class Chunks(Opened):
         Parameters
         ----------
         before : called with each chunk's number before its record is read.
-        room : allocates memory for a record; nobody else may write to it while the record is in use.
+        allocate : allocates memory for a record; nobody else may write to it while the record is in use.
         ahead : for each chunk the layers that will be read; only these are requested from a link. None: any layer.
 
         Returns
         -------
         For each chunk its header and payload, None if it is not stored, or the error of its record or place.
         """
-        wanted = [keys.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
+        wanted = [tables.record_key(chunk_id, level, layer) for chunk_id in chunk_ids]
         with self.snapshot() as snapshot:
-            copies = snapshot.copies(tables.RECORDS, wanted, before, room)
+            copies = snapshot.copies(tables.RECORDS, wanted, before, allocate)
         reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before, ahead)
@@ -227,18 +235,18 @@ def read_record(
     except DamagedError as error:
         return error
     if (header.level, header.layer) != (level, layer):
-        return DamagedError(f"a record of level {header.level}, layer {header.layer} stands here")
+        return DamagedError(f"the record is of level {header.level}, layer {header.layer}")
     return header, payload
 
 
 def _info_of(snapshot: Snapshot, chunk_id: bytes) -> ChunkInfo | None:
-    payload = snapshot.payload(tables.CHUNKS, keys.check_chunk_id(chunk_id), Kind.CHUNK, "a chunk")
+    payload = snapshot.payload(tables.CHUNKS, tables.check_chunk_id(chunk_id), Kind.CHUNK, "a chunk")
     return None if payload is None else ChunkInfo.from_bytes(payload)
 
 
 def _sizes_of(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
     sizes = {}
-    for key, data in snapshot.items(tables.LEVELS, keys.check_chunk_id(chunk_id)):
+    for key, data in snapshot.items(tables.LEVELS, tables.check_chunk_id(chunk_id)):
         with contextlib.suppress(DamagedError):  # as good as missing: its records are computed again
-            sizes[key[ID_BYTES:].decode("ascii")] = keys.LevelRow.unseal(key, data).size
+            sizes[key[ID_BYTES:].decode("ascii")] = tables.LevelRow.unseal(key, data).size
     return sizes

@@ -1,19 +1,26 @@
-"""Commit of a writer: weighed against the disk and the store's size budget, in bytes of files, then made durable.
+"""Commit of a writer: weighed against the disk and the store's size budget, in bytes of files, then made durable; and
+compaction, which makes the next generation of the data file.
 
 Nothing is computed inside a write transaction: rows come encoded and compared with what is stored.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache import keys, space, tables
+from kvtool.core.cache import layout, space, tables
 from kvtool.core.cache.environment import PAGE_BYTES, Environment, FileFullError
-from kvtool.core.cache.gate import Transaction
-from kvtool.core.cache.rows import Doomed, Row, meta_row
+from kvtool.core.cache.tables import Row, RowKey, meta_row
+from kvtool.core.cache.transaction import Transaction
+from kvtool.core.cache.tree import check_data_file
 from kvtool.core.errors import DamagedError
 
 if TYPE_CHECKING:
@@ -25,8 +32,10 @@ _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it 
 _OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
 _LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # which need no room worth weighing
 _UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
-_UNSEEN_KEYS = (keys.BUDGET_KEY, keys.PINS_KEY, keys.COLLECTED_KEY, keys.UNFINISHED_KEY)
+_UNSEEN_KEYS = (tables.BUDGET_KEY, tables.PINS_KEY, tables.COLLECTED_KEY, tables.UNFINISHED_KEY)
 Apply = Callable[[Transaction], None]
+_UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
+_LEFT_SECONDS = 600.0  # a younger one may be another process's, about to be renamed
 
 
 class Commits:
@@ -54,7 +63,7 @@ class Commits:
         self._known = self._budget is not None and self._budget.given
 
     def commit(
-        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, thins: bool | None = None
+        self, rows: Sequence[Row], deletions: Sequence[RowKey] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
         """Put and delete rows in one durable transaction.
 
@@ -72,14 +81,17 @@ class Commits:
         need = sum(_pages(len(value)) for _, _, value in heavy)
         texts = sum(len(value) for table, _, value in heavy if table == tables.DOCUMENTS)
         environment = self._store.environment
-        thinned = any(table in _OF_CHUNKS for table, _ in doomed) if thins is None else thins
-        rows = [*rows, *self._revision_rows({*doomed, *((table, key) for table, key, _ in rows)}, thinned)]
-        rows, doomed = sorted(rows, key=itemgetter(0, 1)), sorted(doomed)  # a page is then met once, not once a key
+        thinned = any(table in _OF_CHUNKS for table, _ in deletions) if thins is None else thins
+        rows = [*rows, *self._revision_rows({*deletions, *((table, key) for table, key, _ in rows)}, thinned)]
+        rows, deletions = (
+            sorted(rows, key=itemgetter(0, 1)),
+            sorted(deletions),
+        )  # a page is then met once, not once a key
         with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
-            snapshot.touch([*doomed, *((table, key) for table, key, _ in rows)])
+            snapshot.touch([*deletions, *((table, key) for table, key, _ in rows)])
 
         def apply(transaction: Transaction) -> None:
-            for table, key in doomed:
+            for table, key in deletions:
                 transaction.delete(table + key)
             for table, key, value in rows:
                 transaction.put(table + key, value)
@@ -96,7 +108,7 @@ class Commits:
 
     # ---- counters ------------------------------------------------------------------------------------------------
 
-    def _revision_rows(self, touched: set[Doomed], thinned: bool) -> list[Row]:
+    def _revision_rows(self, touched: set[RowKey], thinned: bool) -> list[Row]:
         """The counters after a commit that touches these tables and keys, and perhaps drops something of chunks; none
         where no answer hangs on it."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
@@ -106,9 +118,9 @@ class Commits:
             documents = new
         if thinned:
             dropped = new
-        revision = (tables.META, keys.REVISION_KEY, keys.seal_number(keys.REVISION_KEY, new))
+        revision = (tables.META, tables.REVISION_KEY, tables.seal_number(tables.REVISION_KEY, new))
         counted = {"documents": documents, "dropped": dropped, "revision": new}
-        return [revision, meta_row(keys.DOCUMENTS_KEY, counted)]
+        return [revision, meta_row(tables.DOCUMENTS_KEY, counted)]
 
     def _next_revision(self) -> tuple[int, int, int]:
         """The number of the next revision, and of those at which documents changed and chunks lost something last."""
@@ -172,7 +184,7 @@ def _write_limited(environment: Environment, apply: Apply, need: int) -> None:
 
 def _turn(transaction: Transaction) -> None:
     """Change nothing."""
-    key = tables.META + keys.STORE_KEY
+    key = tables.META + tables.STORE_KEY
     value = transaction.get(key)
     if value is not None:
         transaction.put(key, bytes(value))
@@ -183,3 +195,61 @@ def _pages(size: int) -> int:
     if size < PAGE_BYTES // 2:
         return size + _ROW_SLACK
     return -(-(size + 16) // PAGE_BYTES) * PAGE_BYTES + _ROW_SLACK
+
+
+def compact(store: StoreReader) -> int:
+    """Copy the live pages into the next generation, switch the pointer, remove the old one. Writer lock held.
+
+    Processes that read the old generation keep it until they look at the pointer; LMDB files are never replaced.
+    Returns the bytes given back to the disk.
+    """
+    old = store.environment
+    before = old.file_bytes()
+    with store.snapshot() as snapshot:
+        live = snapshot.live_bytes()
+    space.check_copy(old.generation, live, before)
+    fresh = layout.next_generation(store.path)
+    layout.make_folder(fresh)
+    try:
+        old.copy_to(fresh)
+        (fresh / "data.mdb").chmod(0o600)
+        _sync_file(fresh / "data.mdb")
+        layout.sync_folder(fresh)
+        check_data_file(fresh)
+        layout.point_to(store.path, fresh)
+    except BaseException:
+        if layout.current_generation(store.path) != fresh:
+            shutil.rmtree(fresh, ignore_errors=True)
+        raise
+    store.follow()
+    remove_old_generations(store.path)
+    return before - store.environment.file_bytes()
+
+
+def _sync_file(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(root: Path) -> None:
+    """Remove what killed processes have left: half a compaction, files never renamed. Writer lock held."""
+    remove_old_generations(root)
+    for at, _, names in os.walk(root):
+        for name in names:
+            with contextlib.suppress(OSError):
+                path = Path(at, name)
+                if _UNNAMED.fullmatch(name) and time.time() - path.stat().st_mtime > _LEFT_SECONDS:
+                    path.unlink()
+
+
+def remove_old_generations(root: Path) -> None:
+    """Remove what a compaction, or one that was killed, has left. Writer lock held."""
+    current = layout.current_generation(root)
+    if current is None or not current.exists():
+        return
+    for folder in current.parent.iterdir():
+        if folder != current and folder.name.startswith("gen-"):
+            shutil.rmtree(folder, ignore_errors=True)

@@ -36,7 +36,7 @@ class ChunkRef:
 
 @dataclass(frozen=True, slots=True)
 class DocumentEntry:
-    """A document as ingested: where from, its text, its chunks in order, and where its parts stand in its file."""
+    """A document as ingested: where from, its text, its chunks in order, and where its parts are in its file."""
 
     source: str
     kind: str
@@ -60,7 +60,7 @@ class DocumentEntry:
             return cls(_text(value["source"]), _text(value["kind"]), _text(value["text"]), chunks, marks)
 
     def place(self, start: int, end: int) -> Place:
-        """Tell where the characters from `start` to `end` stand in its file."""
+        """Return the place in its file of the characters from `start` to `end`."""
         return place_of(self.text, self.marks, start, end)
 
 
@@ -165,8 +165,8 @@ class ChunkSpec:
 
     Attributes
     ----------
-    before : token ids that stand between the store's lead-in and this chunk alone (the lead-in `neighbour`).
-    lead_in : digest of all that the chunk is prefilled behind.
+    before : token ids between the store's lead-in and this chunk (the lead-in `neighbour`).
+    lead_in : digest of all token ids before the chunk in its prefill.
     """
 
     chunk_id: bytes

@@ -1,4 +1,6 @@
-"""LMDB environment, with what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
+"""LMDB environment of a store, and a store's connection to it: a snapshot for each read, or one view for many.
+
+The environment does what LMDB leaves to its caller: growth, forks, damage, sharing inside a process.
 
 Default flags are crash-safe (kvtool/docs/store-format.md). Every value is copied: no buffer outlives its transaction.
 """
@@ -15,17 +17,19 @@ from typing import TypeVar
 
 import lmdb
 
-from kvtool.core.cache import layout, space
-from kvtool.core.cache.gate import Gate, Transaction, Visit
-from kvtool.core.cache.lmdb_map import LOCK_FILE_BYTES, MAX_READERS, map_limit, open_lmdb
-from kvtool.core.cache.snapshot import Snapshot
-from kvtool.core.cache.tree import DataFile
-from kvtool.core.cache.tree_check import check_data_file
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
+from kvtool.core.cache import layout, space, tables
+from kvtool.core.cache.entries import load_json
+from kvtool.core.cache.record import Kind, unseal
+from kvtool.core.cache.transaction import ReadWriteLock, Snapshot, Transaction, TransactionGuard, damage_of
+from kvtool.core.cache.tree import DataFile, check_data_file
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 
 T = TypeVar("T")
 
 PAGE_BYTES = 4096
+MAX_READERS = 1024  # killed readers keep their slots until the next reader_check
+LOCK_FILE_BYTES = 128 * MAX_READERS
+_MAP_START, _MAP_LIMIT, _MAP_LEAST = 2**40, 2**44, 2**24  # sparse: a 1 TiB map opens in 38 µs
 _BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's own are
 _PAD_SECONDS = 0.02
 
@@ -46,7 +50,7 @@ class Environment:
         self.read_only = read_only
         self.users = 0
         self._pid = os.getpid()
-        self._gate = Gate()
+        self._lock = ReadWriteLock()
         self._closed = False
         self._most: int | None = None
         self._open()
@@ -90,7 +94,7 @@ class Environment:
         """Close once all transactions have ended; a forked child leaves its parent's environment alone."""
         if self._pid != os.getpid():
             return
-        self._gate.alone(self._shut)
+        self._lock.run_alone(self._shut)
 
     def _shut(self) -> None:
         if not self._closed:
@@ -106,48 +110,48 @@ class Environment:
             self._env.close()
             self._open()
 
-        self._gate.alone(again)
+        self._lock.run_alone(again)
 
-    def _enter(self, visit: Visit) -> None:
+    def _enter(self, guard: TransactionGuard) -> None:
         self.check_usable()  # a forked child must not wait at its parent's gate
-        self._gate.enter(visit)
+        self._lock.enter(guard)
         self.check_usable()  # closed while we waited
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
-    def begin(self, visit: Visit) -> None:
-        """Start the visit's read transaction. Its owner ends the visit, soon, whether this raises or not."""
+    def begin(self, guard: TransactionGuard) -> None:
+        """Start the guard's read transaction. Its owner ends the guard, soon, whether this raises or not."""
         for attempt in range(8):
             try:
-                self._enter(visit)
+                self._enter(guard)
                 self._check_length()
-                visit.transaction = self._env.begin(buffers=True)
-                visit.tree = self._file.tree(visit.transaction.id(), self._page_size)
-                if visit.tree is not None:
+                guard.transaction = self._env.begin(buffers=True)
+                guard.tree = self._file.tree(guard.transaction.id(), self._page_size)
+                if guard.tree is not None:
                     return
-                visit.end()
+                guard.end()
             except lmdb.Error as error:
-                visit.end()
+                guard.end()
                 if not self._recover(error) or attempt == 7:
                     raise self.read_failure(error) from error
         raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
 
-    def snapshot(self, visit: Visit) -> Snapshot:
+    def snapshot(self, guard: TransactionGuard) -> Snapshot:
         """The reading side of a transaction that was begun."""
-        assert visit.tree is not None
-        return Snapshot(visit.tree)
+        assert guard.tree is not None
+        return Snapshot(guard.tree)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
         """A short read transaction."""
-        visit = Visit()
+        guard = TransactionGuard()
         try:
-            self.begin(visit)
-            yield self.snapshot(visit)
+            self.begin(guard)
+            yield self.snapshot(guard)
         except lmdb.Error as error:
             raise self.read_failure(error) from error
         finally:
-            visit.end()
+            guard.end()
 
     def _recover(self, error: lmdb.Error) -> bool:
         """Mend the cause of an error, if possible. Returns True if the call is worth another try."""
@@ -197,7 +201,7 @@ class Environment:
                 self._resize(0)
             except lmdb.Error as error:
                 reason = space.explain(error, self.generation, need)
-                self._reset_after(error)
+                self._reopen_if_stuck()
                 raise reason from error
 
     @contextlib.contextmanager
@@ -218,19 +222,18 @@ class Environment:
             self._resize(before)
 
     def _write_once(self, apply: Callable[[Transaction], T]) -> T:
-        visit = Visit()
+        guard = TransactionGuard()
         try:
-            self._enter(visit)
+            self._enter(guard)
             with self._env.begin(write=True, buffers=True) as transaction:
                 result = apply(transaction)
             self.pad()
             return result
         finally:
-            visit.end()
+            guard.end()
 
-    def _reset_after(self, error: lmdb.Error) -> None:
+    def _reopen_if_stuck(self) -> None:
         """A write that failed at the meta page makes LMDB refuse everything until the environment is opened anew."""
-        del error
         try:
             with self.read():
                 pass
@@ -247,7 +250,7 @@ class Environment:
         self._resize(min(2 * size, limit))
 
     def _resize(self, size: int) -> None:
-        self._gate.alone(lambda: self._set_size(size))
+        self._lock.run_alone(lambda: self._set_size(size))
 
     def _set_size(self, size: int) -> None:
         try:
@@ -281,7 +284,7 @@ class Environment:
             return self.free_beside(snapshot.live_bytes())
 
     def free_beside(self, live: int) -> int:
-        """The same where the pages in use are known to have `live` bytes: free pages, and the tail behind the last one.
+        """The same where the pages in use are known to have `live` bytes: free pages, and the tail after the last one.
 
         A commit that met a full disk leaves such a tail. Holes in a file take from what counts of it.
         """
@@ -291,14 +294,14 @@ class Environment:
 
     def copy_to(self, folder: Path) -> None:
         """A compact copy of a consistent state, into an existing empty folder."""
-        visit = Visit()
+        guard = TransactionGuard()
         try:
-            self._enter(visit)
+            self._enter(guard)
             self._env.copy(os.fspath(folder), compact=True)
         except lmdb.Error as error:
             raise space.explain(error, self.generation, self.file_bytes()) from error
         finally:
-            visit.end()
+            guard.end()
 
 
 # LMDB must not be opened twice in a process: closing one copy drops the other's POSIX locks. So it is shared.
@@ -328,3 +331,232 @@ def release(environment: Environment) -> None:
             for key in [key for key, value in _open_environments.items() if value is environment]:
                 del _open_environments[key]
             environment.close()
+
+
+def map_limit() -> int:
+    """Bytes that the map may grow to (``KVTOOL_MAP_LIMIT``)."""
+    return _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT)
+
+
+def _bytes_from_environment(name: str, default: int) -> int:
+    text = os.environ.get(name, "")
+    return max(int(text), 2**16) if text.isdecimal() else default
+
+
+def open_lmdb(generation: Path, *, read_only: bool, create: bool = False) -> lmdb.Environment:
+    """Open LMDB with its default flags, which are crash-safe, in a smaller map where address space is short."""
+    size = min(_bytes_from_environment("KVTOOL_MAP_START", _MAP_START), map_limit())
+    while True:
+        try:
+            return lmdb.open(
+                os.fspath(generation),
+                map_size=size,
+                max_readers=MAX_READERS,
+                mode=0o600,
+                readonly=read_only,
+                lock=not read_only,
+                create=create,
+                lib_version=0,
+            )
+        except (lmdb.MemoryError, MemoryError) as error:
+            if size <= _MAP_LEAST:
+                raise KvtoolError(f"{generation}: no address space for the store", "raise ulimit -v") from error
+            size //= 4
+        except (lmdb.InvalidError, lmdb.VersionMismatchError) as error:
+            raise StoreFormatError(f"{generation} holds an LMDB that is not kvtool's", layout.REBUILD) from error
+        except lmdb.Error as error:
+            raise KvtoolError(
+                f"{generation}: the store cannot be opened: {error}", "check who owns the folder"
+            ) from error
+
+
+class StoreConnection:
+    """Base of :class:`kvtool.core.cache.store.Store`, which knows where the data is, and nothing of what is in it."""
+
+    def __init__(self, path: Path, uuid: str) -> None:
+        self.path = path
+        self.uuid = uuid
+        self._mutex = threading.Lock()
+        self._viewing = threading.RLock()
+        self._view: View | None = None
+        self._environment: Environment | None = None
+        self._attach()
+
+    def _attach(self) -> None:
+        """Open the current generation; once more if a compaction has just switched it."""
+        for attempt in range(3):
+            generation = layout.current_generation(self.path)
+            if generation is None:
+                raise DamagedError(f"the store at {self.path} has no data", "ingest again to rebuild it")
+            try:
+                environment = acquire(generation, not self._writable(generation))
+                break
+            except (DamagedError, FileNotFoundError):
+                if attempt == 2 or layout.current_generation(self.path) == generation:
+                    raise
+        try:
+            self._check_identity(environment)
+        except BaseException:
+            release(environment)
+            raise
+        self._environment = environment
+
+    def _writable(self, generation: Path) -> bool:
+        places = (self.path, generation, generation / "data.mdb")
+        return all(os.access(place, os.W_OK) for place in places)
+
+    def _check_identity(self, environment: Environment) -> None:
+        with environment.read() as snapshot:
+            data = snapshot.get(tables.META, tables.STORE_KEY)
+        if data is None:
+            raise StoreFormatError(f"{self.path} holds an LMDB that is not kvtool's", layout.REBUILD)
+        with damage_of("the name", layout.REBUILD):
+            inside = load_json(unseal(tables.STORE_KEY, Kind.STORE, data))
+        if inside.get("uuid") != self.uuid:
+            raise StoreFormatError(f"the data in {self.path} belongs to another store", layout.REBUILD)
+        if inside.get("format", 0) > layout.FORMAT:
+            raise StoreFormatError(f"the data in {self.path} has format {inside['format']}", "update kvtool")
+
+    def _release(self) -> None:
+        """Let go of the files; twice is fine."""
+        with self._mutex:
+            environment, self._environment = self._environment, None
+        if environment is not None:
+            release(environment)
+
+    def follow(self) -> None:
+        """Move on to the generation that a compaction made current; a view stays where it is."""
+        if self._view is not None:
+            return
+        generation = layout.current_generation(self.path)
+        with self._mutex:
+            old = self._environment
+            if old is None or generation is None or old.generation == generation:
+                if old is not None and generation is not None and not old.is_at(generation):
+                    raise StoreFormatError(f"{self.path} holds another store now", "open it again")
+                return
+            self._attach()
+        release(old)
+
+    @property
+    def environment(self) -> Environment:
+        """The LMDB environment of the generation that was current when it was last looked at."""
+        environment = self._environment
+        if environment is None:
+            raise Closed("the store is closed")
+        return environment
+
+    @property
+    def read_only(self) -> bool:
+        """Return True if the store cannot be written: then reads take no locks and leave no notes."""
+        return self.environment.read_only
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def view(self) -> Iterator[None]:
+        """Hold one state of the store, as of now: until the end, all reads through this object, by any thread, see that
+        state. One view at a time; a nested view of the same thread is the same view.
+
+        A view keeps pages that a writer has replaced, so it should last no longer than a question. Nothing can be
+        written through this object meanwhile; other processes can.
+        """
+        with self._viewing:
+            if self._view is not None:
+                yield
+                return
+            self.follow()
+            guard, view = TransactionGuard(), None
+            try:
+                view = self._view = View(self._begin(guard), guard)
+                yield
+            finally:
+                if view is None:
+                    guard.end()
+                elif self._view is view:
+                    self.end_view()
+
+    def end_view(self) -> None:
+        """End the view of this thread now, not at the end of its block; without one this does nothing."""
+        with self._viewing:
+            view, self._view = self._view, None
+            if view is not None:
+                view.leave()
+
+    @contextlib.contextmanager
+    def unviewed(self) -> Iterator[None]:
+        """Keep views out, for a writer: the map may have to change, for which no transaction may be open.
+
+        Raises
+        ------
+        KvtoolError : this thread holds a view.
+        """
+        with self._viewing:
+            if self._view is not None:
+                raise KvtoolError("nothing can be written through a store while a view of it is held", "end it first")
+            yield
+
+    @contextlib.contextmanager
+    def snapshot(self) -> Iterator[Snapshot]:
+        """Hold one consistent state of the store for a short read: the view's, if there is a view."""
+        view = self._view
+        if view is not None and view.enter():
+            try:
+                yield view.snapshot
+            except lmdb.Error as error:
+                raise view.environment.read_failure(error) from error
+            finally:
+                view.leave()
+            return
+        guard = TransactionGuard()
+        try:
+            environment = self._begin(guard)
+            yield environment.snapshot(guard)
+        except lmdb.Error as error:
+            raise environment.read_failure(error) from error
+        finally:
+            guard.end()
+
+    def _begin(self, guard: TransactionGuard) -> Environment:
+        """Begin in the current environment; in the next one if a switch of generation closes this one meanwhile.
+
+        Hold no lock here: a thread that waits for the environment's lock must not keep out those that are inside.
+        """
+        while True:
+            environment = self.environment
+            try:
+                environment.begin(guard)
+                return environment
+            except Closed:
+                guard.end()
+                if self._environment is environment:
+                    raise
+
+
+class View:
+    """A read transaction that threads share. It ends when its last user leaves: a loader may still read."""
+
+    def __init__(self, environment: Environment, guard: TransactionGuard) -> None:
+        self.environment = environment
+        self.snapshot: Snapshot = environment.snapshot(guard)
+        self._guard = guard
+        self._users = 1
+        self._lock = threading.Lock()
+
+    def enter(self) -> bool:
+        """Use it until :meth:`leave`; False: it has ended."""
+        with self._lock:
+            if not self._users:
+                return False
+            if not self._guard.inside:
+                raise KvtoolError("the store's view was lost while its map changed", "ask again")
+            self._users += 1
+            return True
+
+    def leave(self) -> None:
+        """End the use that :meth:`enter` or making it began."""
+        with self._lock:
+            self._users -= 1
+            last = not self._users
+        if last:
+            self._guard.end()

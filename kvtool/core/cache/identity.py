@@ -48,7 +48,7 @@ def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_id
 
     Parameters
     ----------
-    namespace : keeps equal chunks of different owners apart.
+    namespace : separates equal chunks of different owners.
     model_fingerprint : digest of architecture, weights, tokenizer and the number format that KV is kept in.
     lead_in : digest of the lead-in's token ids and mode.
     token_ids : the chunk's own ids, each in 0 … 2**32 - 1.
@@ -128,7 +128,7 @@ class Origin:
 
     @property
     def is_foreign(self) -> bool:
-        """Return True for what somebody else made, who is not trusted: own documents never use it."""
+        """Return True for what an untrusted source made: own documents never use it."""
         return bool(self.name) and not self.trusted
 
     def to_json(self) -> list[object]:

@@ -12,6 +12,9 @@
     remote/             the catalogue of the shared store, if this is its local store
 
 Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
+
+LMDB's own write lock waits for ever and ignores Ctrl-C (kvtool/docs/store-format.md); the writer's lock is taken before
+it, gives up in time, and names its holder.
 """
 
 from __future__ import annotations
@@ -23,7 +26,9 @@ import os
 import re
 import secrets
 import stat
+import sys
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -32,12 +37,19 @@ from kvtool.core.common.json_text import parsed
 from kvtool.core.common.private import make_folder as make_folder
 from kvtool.core.common.private import new_file
 from kvtool.core.common.private import sync_folder as sync_folder
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError, StoreNotFoundError
+from kvtool.core.errors import (
+    DamagedError,
+    KvtoolError,
+    NoSpaceError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreNotFoundError,
+)
 
 FORMAT = 1
 STORE_FILE, CURRENT_FILE, LOCK_FILE, HOLDER_FILE = "store.json", "current", "writer.lock", "writer.json"
 ACCESS_FILE, SERVED_FILE, DATA_FOLDER = "access.log", "served.log", "data"
-REMOTE_FOLDER = "remote"  # of a store in front of a shared one
+REMOTE_FOLDER = "remote"  # of the local cache of a shared store
 TEMPORARY = ".tmp-"
 _GENERATION = re.compile(r"gen-[1-9][0-9]{0,8}")
 _SMALL_FILE = 64 * 1024
@@ -58,7 +70,7 @@ class StoreFile:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Replace a file: write beside it, fsync, rename. A reader sees the old bytes or the new, never a mix.
+    """Replace a file: write a temporary file, fsync, rename. A reader sees the old bytes or the new, never a mix.
 
     Raises
     ------
@@ -94,11 +106,11 @@ def read_small(path: Path) -> bytes:
 
 
 def side_file(root: Path, name: str) -> Path:
-    """Path of a file that another room keeps beside the records (``gate/…``, ``index/…``); its folder is made on need.
+    """Return the path of a side file (``gate/…``, ``index/…``); its folder is made on need.
 
     Raises
     ------
-    ValueError : the name leaves the store's folder, or stands where the store's own files stand.
+    ValueError : the name leaves the store's folder, or is that of the store's own files.
     """
     parts = PurePosixPath(name).parts
     if len(parts) < 2 or name.startswith("/") or ".." in parts or parts[0] == DATA_FOLDER:
@@ -245,3 +257,52 @@ def allocate_lock_file(generation: Path, size: int) -> bool:
     finally:
         os.close(handle)
     return True
+
+
+@contextlib.contextmanager
+def writer_lock(root: Path, wait: float) -> Iterator[None]:
+    """Hold the store's writer lock; the kernel drops it when the process dies.
+
+    Parameters
+    ----------
+    wait : seconds to wait for another holder; negative: for ever.
+
+    Raises
+    ------
+    StoreLockedError : somebody else still holds it; says who.
+    """
+    import filelock  # 40 ms to import: only writers pay
+
+    lock = filelock.FileLock(root / LOCK_FILE, mode=0o600, thread_local=False)
+    try:
+        lock.acquire(timeout=wait if wait > 0 or wait < 0 else 0, poll_interval=0.05)
+    except filelock.Timeout as error:
+        raise StoreLockedError(
+            f"{root} is being written by {_holder(root)}", "wait, or pass --lock-wait SECONDS"
+        ) from error
+    except RuntimeError as error:  # filelock's own deadlock check: this very thread holds it
+        raise StoreLockedError(f"{root} is already being written by this process", "end that write first") from error
+    except OSError as error:
+        raise KvtoolError(f"cannot lock {root}: {error.strerror}", "is the store on a read-only disk?") from error
+    try:
+        atomic_write(root / HOLDER_FILE, json.dumps({"pid": os.getpid(), "command": _command()}).encode())
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            (root / HOLDER_FILE).unlink(missing_ok=True)
+        lock.release()
+
+
+def _command() -> str:
+    """Program and subcommand only: a question or a path is nobody else's business."""
+    words = [Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"]
+    words += [word for word in sys.argv[1:2] if word.isalpha()]
+    return "".join(c if c.isprintable() else "?" for c in " ".join(words))[:80]
+
+
+def _holder(root: Path) -> str:
+    try:
+        value = parsed(read_small(root / HOLDER_FILE))
+        return f"process {int(value['pid'])} ({str(value['command'])[:80]})"
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, KvtoolError):
+        return "another process"

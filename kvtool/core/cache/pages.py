@@ -1,13 +1,16 @@
-"""The meta pages of ``data.mdb``, read without LMDB, which kills the process that reads a damaged or truncated file.
+"""Pages of ``data.mdb``: meta pages, branches and leaves, parsed and checked before they are believed.
 
-They are those of LMDB 0.9 (data format 1) on a 64-bit machine.
+They are read without LMDB, which kills the process that reads a damaged or truncated file. They are those of LMDB 0.9
+(data format 1) on a 64-bit machine.
 """
 
 from __future__ import annotations
 
 import struct
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +25,11 @@ _META_BYTES = _HEADER_BYTES + 24 + 2 * 48 + 16
 _TREE = struct.Struct("=IHHQQQQQ")  # page size (of the free list's), flags, depth, pages of three kinds, keys, root
 _META_FLAG, _INTEGER_KEYS = 8, 8
 _BETWEEN_SECONDS = 0.01
+_HEADER = struct.Struct("=Q2xHHH")  # own number, flags, end of the pointers, start of the nodes
+_NODE = struct.Struct("=HHHH")  # size (low, high) or child (low, middle, high with the flags), flags, size of the key
+NUMBER = struct.Struct("=Q")
+_BRANCH, _LEAF = 1, 2
+_BIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +122,97 @@ def meta_of(page: bytes) -> Meta:
         raise DamagedError("a meta page is damaged")
     counts = (Counts(*free[2:7]), Counts(*main[2:7]))
     return Meta(free[0], (free[7], main[7]), counts, last_page, transaction)
+
+
+@dataclass(frozen=True, slots=True)
+class Branch:
+    """Keys from which each child on is meant; the first child has all below the second's."""
+
+    keys: list[bytes]
+    children: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Keys and, for each, where its value begins in the page, its size, and whether it has pages of its own.
+
+    Attributes
+    ----------
+    data : the page.
+    """
+
+    keys: list[bytes]
+    values: list[tuple[int, int, bool]]
+    data: bytes
+
+
+def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
+    """A page of a tree.
+
+    Parameters
+    ----------
+    page : its number, which it has to state itself.
+    ordered : whether its keys have to be in the order of their bytes; numbers, as keys of the list of free pages, are
+        not.
+
+    Raises
+    ------
+    DamagedError : it is none, or its parts do not fit together.
+    """
+    number, flags, lower, upper = _HEADER.unpack_from(data)
+    if number != page or flags not in (_BRANCH, _LEAF):
+        raise DamagedError(f"page {page} of the index is no page of a tree")
+    if not _HEADER.size <= lower <= upper <= len(data) or lower % 2:
+        raise DamagedError(f"page {page} of the index has bounds that cannot be")
+    pointers = struct.unpack_from(f"={(lower - _HEADER.size) // 2}H", data, _HEADER.size)
+    read: Callable[..., Branch | Leaf] = _read_branch if flags == _BRANCH else _read_leaf
+    try:
+        node = read(data, pointers, upper)
+        if ordered:
+            _check_order(node.keys[1:] if isinstance(node, Branch) else node.keys)
+        return node
+    except (ValueError, struct.error) as error:
+        raise DamagedError(f"page {page} of the index is damaged: {error}") from error
+
+
+def _read_branch(data: bytes, pointers: tuple[int, ...], upper: int) -> Branch:
+    keys, children, ends = [], [], []
+    for at in pointers:
+        low, middle, high, length = _NODE.unpack_from(data, at)
+        keys.append(data[at + _NODE.size : at + _NODE.size + length])
+        children.append(low | middle << 16 | high << 32)
+        ends.append(at + _NODE.size + length)
+    if not children:
+        raise ValueError("a branch without children")
+    _check_layout(data, pointers, ends, upper)
+    return Branch(keys, children)
+
+
+def _read_leaf(data: bytes, pointers: tuple[int, ...], upper: int) -> Leaf:
+    keys, values, ends = [], [], []
+    for at in pointers:
+        low, high, flags, length = _NODE.unpack_from(data, at)
+        if flags not in (0, _BIG):
+            raise ValueError("a value of a kind that is not used here")
+        start, size = at + _NODE.size + length, low | high << 16
+        keys.append(data[at + _NODE.size : start])
+        values.append((start, size, bool(flags)))
+        ends.append(start + (NUMBER.size if flags else size))
+    _check_layout(data, pointers, ends, upper)
+    return Leaf(keys, values, data)
+
+
+def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: int) -> None:
+    """Nodes fill the page from `upper` to its end, each on an even address, without gap or overlap."""
+    at = upper
+    for start, end in sorted(zip(starts, ends, strict=True)):
+        if start != at:
+            raise ValueError("its parts do not join")
+        at = end + end % 2
+    if at != len(data):
+        raise ValueError("its parts do not fill it")
+
+
+def _check_order(keys: list[bytes]) -> None:
+    if any(before >= after for before, after in pairwise(keys)):
+        raise ValueError("its keys are not in order")

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import keys, layout, tables
+from kvtool.core.cache import layout, space, tables
+from kvtool.core.cache.access_log import AccessLog, Served, ServedLog, combine_scores, latest, lrfu_scores, read_log
 from kvtool.core.cache.chunks import Chunks
-from kvtool.core.cache.documents import Documents
-from kvtool.core.cache.facts import Facts
-from kvtool.core.cache.notes import AccessLog, Served, ServedLog, latest, read_log
-from kvtool.core.cache.side import read_json, write_json
-from kvtool.core.cache.stretches import Stretches
-from kvtool.core.cache.warmth import joined, warmths
+from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
+from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
+from kvtool.core.cache.record import Kind
+from kvtool.core.cache.side_files import read_json, write_json
+from kvtool.core.cache.stretches import Stretches, count_alone
+from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
 _NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
 
 
-class StoreReader(Facts, Documents, Chunks, Stretches):
+class StoreReader(Chunks, Stretches):
     """Reads a folder of KV records, documents and chunks.
 
     Every read is its own short transaction, or part of a :meth:`view`: what comes out is a private copy whose digest
@@ -29,7 +31,7 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
 
     Attributes
     ----------
-    link : what stands behind the folder, and has more of its KV; None: nothing.
+    link : the remote backend, which has more of its KV; None: none.
     """
 
     def __init__(self, path: Path, uuid: str) -> None:
@@ -130,16 +132,16 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
         return self._times(tables.USED)
 
     def warmth(self) -> dict[bytes, float]:
-        """Chunk id → how warm it is (`cache/warmth.py`), of what is stored and what is only noted so far. Chunks that
-        were never used are not in it; what older versions folded counts as used once."""
+        """Map each chunk id to its LRFU score, of what is stored and what is only noted so far. Chunks that were never
+        used are not in it; what older versions folded counts as used once."""
         self._access.flush()
-        warm = warmths(read_log(self.path))  # before the store: a writer may be folding it
+        warm = lrfu_scores(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, before in self.folded_warmth().items():
-            warm[chunk_id] = joined(warm.get(chunk_id, 0.0), before)
+            warm[chunk_id] = combine_scores(warm.get(chunk_id, 0.0), before)
         return warm
 
     def folded_warmth(self) -> dict[bytes, int]:
-        """Chunk id → how warm it is, as far as a writer has folded the notes into the store."""
+        """Map each chunk id to its LRFU score, as far as a writer has folded the notes into the store."""
         warm = dict[bytes, int](self.folded_uses())
         for chunk_id, of in self._times(tables.WARM).items():
             warm[chunk_id] = max(warm.get(chunk_id, 0), of)
@@ -154,5 +156,239 @@ class StoreReader(Facts, Documents, Chunks, Stretches):
         with self.snapshot() as snapshot:
             for key, data in snapshot.items(table):
                 with contextlib.suppress(DamagedError):  # only the order of eviction hangs on it
-                    times[key] = keys.unseal_number(key, data)
+                    times[key] = tables.unseal_number(key, data)
         return times
+
+    # ---- files and documents -------------------------------------------------------------------------------------
+
+    def files(self) -> Iterator[FileEntry]:
+        """All files by path. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            rows = list(snapshot.items(tables.FILES))
+        entries = [FileEntry.from_bytes(checked_payload(key, Kind.FILE, data, "a file entry")) for key, data in rows]
+        return iter(sorted(entries, key=lambda entry: entry.path))
+
+    def file(self, path: str) -> FileEntry | None:
+        """The file as last ingested. Raises DamagedError."""
+        return self.file_at(tables.name_key(path))
+
+    def file_at(self, key: bytes) -> FileEntry | None:
+        """The file of a key of :meth:`file_marks`. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            payload = snapshot.payload(tables.FILES, key, Kind.FILE, "a file entry")
+        return None if payload is None else FileEntry.from_bytes(payload)
+
+    def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
+        """The files of these documents, by path; a file without documents is its own. A document is looked for where
+        readers put it, in the file of its own name or of the part before its last `#`; only for others all files
+        are read. Raises DamagedError."""
+        found: dict[str, FileEntry] = {}
+        lost: set[str] = set()
+        for source in sources:
+            entries = (self.file(path) for path in (source, source.rpartition("#")[0]) if path)
+            for entry in entries:
+                if entry is not None and source in (entry.documents or (entry.path,)):
+                    found[entry.path] = entry
+                    break
+            else:
+                lost.add(source)
+        if lost:
+            found |= {
+                entry.path: entry for entry in self.files() if not lost.isdisjoint((entry.path, *entry.documents))
+            }
+        return [found[path] for path in sorted(found)]
+
+    def origin_of(self, source: str) -> str:
+        """Name the pack, store or signer that a document came from; "" for one that was ingested here."""
+        with suppress(DamagedError):
+            return next((entry.origin.name for entry in self.files_with([source])), "")
+        return ""
+
+    def file_marks(self) -> dict[bytes, bytes]:
+        """A mark of every file's entry, by key: another mark, and something of the entry is another."""
+        with self.snapshot() as snapshot:
+            return {key: tables.mark_of(data) for key, data in snapshot.items(tables.FILES)}
+
+    def document(self, source: str) -> DocumentEntry | None:
+        """The document of this source. Raises DamagedError."""
+        payload = self.document_bytes(source)
+        return None if payload is None else DocumentEntry.from_bytes(payload)
+
+    def document_bytes(self, source: str) -> memoryview | None:
+        """The document of this source as :meth:`DocumentEntry.to_bytes` gave it. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            return snapshot.payload(tables.DOCUMENTS, tables.name_key(source), Kind.DOCUMENT, "a document")
+
+    def document_mark(self, source: str) -> bytes | None:
+        """A mark of a document's entry, as of files; None: there is none."""
+        with self.snapshot() as snapshot:
+            data = snapshot.get(tables.DOCUMENTS, tables.name_key(source))
+        return None if data is None else tables.mark_of(data)
+
+    def documents(self) -> Iterator[DocumentEntry]:
+        """All documents by source, one transaction each."""
+        return (entry for source in self.sources() if (entry := self.document(source)) is not None)
+
+    def sources(self) -> list[str]:
+        """Sources of all documents, sorted."""
+        return sorted({source for entry in self.files() for source in entry.documents})
+
+    # ---- facts that the store keeps about itself -----------------------------------------------------------------
+
+    def manifest(self) -> dict[str, Any]:
+        """Return the core's facts about the store; empty when new. Raises DamagedError."""
+        return self._json(tables.MANIFEST_KEY, "the manifest")
+
+    def made_by(self) -> Origin:
+        """Return the origin of the store's settings: HERE, unless it began as a copy. Raises DamagedError."""
+        try:
+            return origin_of(self.manifest().get(ORIGIN))
+        except ValueError:
+            return UNKNOWN
+
+    def codec_state(self) -> dict[str, Any]:
+        """Return the codec profile in use and the measurements of each level; empty before the first `compress`."""
+        return self._json(tables.CODEC_KEY, "what is known of the codec levels")
+
+    def budget(self) -> int | None:
+        """Return the bytes that the store's folder may hold; None: as many as the disk. Raises DamagedError."""
+        size = self._json(tables.BUDGET_KEY, "the size budget").get("bytes")
+        return None if size is None else int(size)
+
+    def pins(self) -> dict[str, Any]:
+        """Return the entries that are never evicted: `sources` and `chunks` (ids in hex). Raises DamagedError."""
+        return {"sources": [], "chunks": []} | self._json(tables.PINS_KEY, "the list of pins")
+
+    def unfinished(self) -> dict[str, tuple[bytes, ...]]:
+        """Return the files of which an ingest has stored some chunks and not all: path → ids of its chunks. A list that
+        is damaged counts as empty: only the work of computing them again is lost with it."""
+        with contextlib.suppress(DamagedError, ValueError, TypeError, AttributeError):
+            rows = self._json(tables.UNFINISHED_KEY, "the list of unfinished files")
+            packed = {str(path): bytes.fromhex(ids) for path, ids in rows.items()}
+            return {
+                path: tuple(ids[at : at + ID_BYTES] for at in range(0, len(ids), ID_BYTES))
+                for path, ids in packed.items()
+            }
+        return {}
+
+    def _json(self, key: bytes, what: str) -> dict[str, Any]:
+        with self.snapshot() as snapshot:
+            return _json_of(snapshot, key, what)
+
+    def profile(self, digest: bytes) -> memoryview | None:
+        """The codec profile of a digest, or None. Raises DamagedError."""
+        with self.snapshot() as snapshot:
+            return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
+
+    def profile_digests(self) -> list[bytes]:
+        """The digests of all codec profiles, sorted; longer ones name learned lead-ins of earlier versions."""
+        with self.snapshot() as snapshot:
+            return list(snapshot.keys(tables.PROFILES))
+
+    # ---- counters ------------------------------------------------------------------------------------------------
+
+    def revision(self) -> int:
+        """Grows with every commit of anything that an answer may hang on: equal revisions give equal answers."""
+        self.follow()
+        with self.snapshot() as snapshot:
+            return _revision_of(snapshot)
+
+    def documents_revision(self) -> int:
+        """The revision at which documents changed last; the retrieval index is keyed by it.
+
+        An older kvtool counts changes of documents only, and does not write this counter: if the counter is of another
+        revision, the revision itself is returned.
+        """
+        return self._counted("documents")
+
+    def dropped_revision(self) -> int:
+        """The revision at which something was dropped last of chunks that a document may refer to: as long as it stays,
+        what was whole is. See :meth:`documents_revision` for older stores."""
+        return self._counted("dropped")
+
+    def _counted(self, name: str) -> int:
+        self.follow()
+        with self.snapshot() as snapshot:
+            revision = _revision_of(snapshot)
+            counted = _json_of(snapshot, tables.DOCUMENTS_KEY, "a counter")
+        return int(counted.get(name, revision)) if counted.get("revision") == revision else revision
+
+    def is_collected(self) -> bool:
+        """Return True if chunks without a document were looked for after the last change of documents."""
+        with contextlib.suppress(DamagedError):  # then they are looked for, and the counter is written anew
+            return bool(self._json(tables.COLLECTED_KEY, "a counter").get("documents") == self.documents_revision())
+        return False
+
+    # ---- sizes ---------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """Counts and sizes.
+
+        Returns
+        -------
+        ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
+        ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
+        ``stretches {count, bytes, alone}`` (of answered prompts, of a model that keeps states; `alone`: how many of
+        them are of chunks that were computed alone),
+        ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
+        ``pins {sources, chunks}``, ``disk_free``.
+        """
+        revision = self.revision()
+        levels: dict[str, dict[str, int]] = {}
+        tokens: dict[bytes, int] = {}
+        with self.snapshot() as snapshot:
+            for key, data in snapshot.items(tables.LEVELS):
+                with contextlib.suppress(DamagedError):  # counted by verify
+                    row = tables.LevelRow.unseal(key, data)
+                    _add_row(levels.setdefault(key[ID_BYTES:].decode("ascii"), {}), row)
+                    tokens[key[:ID_BYTES]] = row.tokens
+            counted = {"files": tables.FILES, "documents": tables.DOCUMENTS, "chunks": tables.CHUNKS}
+            counts = {name: sum(1 for _ in snapshot.keys(table)) for name, table in counted.items()}
+            profiles = [size for _, size in snapshot.sizes(tables.PROFILES)]
+            parts, alone = list(snapshot.sizes(tables.STRETCHES)), count_alone(snapshot)
+            live = snapshot.live_bytes()
+        return {
+            "uuid": self.uuid,
+            "format": layout.FORMAT,
+            "revision": revision,
+            **counts,
+            "tokens": sum(tokens.values()),
+            "records": sum(level["records"] for level in levels.values()),
+            "bytes": sum(level["bytes"] for level in levels.values()),
+            "levels": dict(sorted(levels.items())),
+            "profiles": {"count": len(profiles), "bytes": sum(profiles)},
+            "stretches": {
+                "count": sum(len(key) == ID_BYTES for key, _ in parts),
+                "bytes": sum(size for _, size in parts),
+                "alone": alone,
+            },
+            "file_bytes": self.environment.file_bytes(),
+            "live_bytes": live,
+            "free_bytes": self.environment.free_beside(live),
+            "folder_bytes": space.folder_bytes(self.path),
+            "budget": self.budget(),
+            "pins": {name: len(rows) for name, rows in self.pins().items()},
+            "disk_free": space.disk_free(self.path),
+        }
+
+
+def _revision_of(snapshot: Snapshot) -> int:
+    data = snapshot.get(tables.META, tables.REVISION_KEY)
+    with damage_of("the revision"):
+        return 0 if data is None else tables.unseal_number(tables.REVISION_KEY, data)
+
+
+def _json_of(snapshot: Snapshot, key: bytes, what: str) -> dict[str, Any]:
+    payload = snapshot.payload(tables.META, key, Kind.MANIFEST, what)
+    try:
+        value = {} if payload is None else load_json(payload)
+    except ValueError as error:
+        raise DamagedError(f"{what} cannot be read") from error
+    if not isinstance(value, dict):
+        raise DamagedError(f"{what} cannot be read")
+    return value
+
+
+def _add_row(total: dict[str, int], row: tables.LevelRow) -> None:
+    for name, count in (("chunks", 1), ("records", row.layers), ("tokens", row.tokens), ("bytes", row.size)):
+        total[name] = total.get(name, 0) + count

@@ -26,10 +26,11 @@ All integers are little-endian. LMDB itself has no checksum over values, and swa
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -51,6 +52,8 @@ _LEVEL = re.compile(r"[A-Za-z0-9._+-]{1,16}", re.ASCII)
 _MAX_COUNT = 2**32 - 1
 
 Bytes = bytes | bytearray | memoryview
+Allocator = Callable[[int], memoryview]  # memory for so many bytes: private, writable, on a 64-byte boundary
+_ALIGN = 64
 
 
 class Kind(enum.IntEnum):
@@ -246,3 +249,10 @@ def _kv_header(fields: _Fields, length: int) -> KVHeader:
     if length is not None and level_of(level).verbatim and length != header.raw_bytes:
         raise DamagedError(f"{length} payload bytes do not fit the shape, which needs {header.raw_bytes}")
     return header
+
+
+def aligned(size: int) -> memoryview:
+    """Allocate a private writable buffer that begins on a 64-byte boundary."""
+    block = bytearray(size + _ALIGN)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % _ALIGN
+    return memoryview(block)[start : start + size]

@@ -14,7 +14,7 @@ import lmdb
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 _DEFAULT_RESERVE = 64 * 2**20
-_SMALL_FILE = 64 * 1024  # what tells who writes, and what was dropped, has to fit on a full disk
+_SMALL_FILE = 64 * 1024  # notes of the writer and of what was dropped have to fit on a full disk
 _HINT = "free some disk space; with a little of it `kvtool store prune` or `kvtool compress --drop-raw` gives back more"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -74,11 +74,11 @@ def check_copy(folder: Path, live: int, file: int) -> None:
 
 
 def check_file(folder: Path, size: int) -> None:
-    """Refuse a file beside the records that would fill the disk, before it is begun.
+    """Refuse a side file that would fill the disk, before it is begun.
 
     Raises
     ------
-    OSError : `ENOSPC`, as the disk itself would say: whoever writes what can be made again goes on without.
+    OSError : `ENOSPC`, as the disk itself would say: a caller whose file can be made again continues without it.
     """
     if size > _SMALL_FILE and disk_free(folder) - reserve() < size:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(folder))
@@ -129,7 +129,8 @@ def folder_bytes(root: Path) -> int:
 def explain(error: lmdb.Error, folder: Path, need: int) -> KvtoolError:
     """Translate a failed LMDB write: no space, damage, or LMDB's own message.
 
-    A full disk, a quota and a file size limit all show as `Input/output error`: a test write tells them from damage.
+    A full disk, a quota and a file size limit all show as `Input/output error`: a test write distinguishes them from
+    damage.
     """
     if isinstance(error, (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError)):
         return DamagedError(f"{folder}: the index of the store is damaged", "run `kvtool store verify`")

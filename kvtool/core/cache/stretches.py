@@ -1,8 +1,9 @@
 """Stretches of answered prompts: what a model that keeps states computed of them, for the next same beginning.
 
-A stretch is one segment of a prompt as it was behind all that stood before it: its keys and values where layers have
-some, and the states behind its last token. It is named by a digest of all token ids from the prompt's beginning to its
-end, and stands in a table of its own: a description under its id, and one part for each layer and side.
+A stretch is a checkpoint of one segment of a prompt, computed after all segments before it: keys and values of the
+layers that have some, and the states after its last token. Its name is a digest of all token ids from the prompt's
+beginning to its end. It is stored in a table of its own: a description under its id, and one part for each layer and
+side.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from kvtool.core.cache import keys, tables
-from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache import tables
+from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.opened import Opened
-from kvtool.core.cache.record import Bytes, Kind, seal, unseal
-from kvtool.core.cache.rows import Doomed, Row
-from kvtool.core.cache.snapshot import Snapshot
+from kvtool.core.cache.record import Bytes, Kind, aligned, seal, unseal
+from kvtool.core.cache.tables import Row, RowKey
+from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import DamagedError
 
@@ -37,8 +37,8 @@ class StretchInfo:
     Attributes
     ----------
     start : its first token's position. `tokens`: how many it has.
-    rows : layers of which keys and values are stored. `states`: layers whose state behind it is; none: nothing can
-        begin behind it, but a later stretch stands on it.
+    rows : layers of which keys and values are stored. `states`: layers whose state after it is stored; none: no prompt
+        can continue from it, but a later stretch needs it.
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
@@ -72,7 +72,7 @@ class StretchInfo:
         try:
             row = json.loads(bytes(data))
             rows, states = (tuple(_within(layer, _MOST_LAYER) for layer in row[name]) for name in ("rows", "states"))
-            chunks = tuple(keys.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
+            chunks = tuple(tables.check_chunk_id(bytes.fromhex(one)) for one in row["chunks"])
             start, tokens, size = (_within(row[name], _MOST_COUNT) for name in ("start", "tokens", "size"))
             own, alone = bool(row["own"]), bool(row.get("alone", False))
             return cls(start, tokens, rows, states, chunks, own, size, alone, _arithmetic(row.get("arithmetic")))
@@ -110,7 +110,7 @@ def named_part(place: Place) -> str:
 def part_key(stretch: bytes, place: Place) -> bytes:
     """Key of one part."""
     side, layer = place
-    return keys.check_chunk_id(stretch) + bytes([_SIDES.index(side)]) + layer.to_bytes(2, "big")
+    return tables.check_chunk_id(stretch) + bytes([_SIDES.index(side)]) + layer.to_bytes(2, "big")
 
 
 def read_row(key: bytes, data: memoryview) -> object:
@@ -128,7 +128,7 @@ def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
-class Stretches(Opened):
+class Stretches(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads stretches."""
 
     def stretches(self) -> dict[bytes, StretchInfo]:
@@ -204,7 +204,7 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
     """The order in which stretches go: those of single chunks, which nothing uses, before those of prompts; of these
-    those that were not used for longest first; of a prompt the last first, since it stands on those before it.
+    those that were not used for longest first; of a prompt the last first, since it needs those before it.
 
     Parameters
     ----------
@@ -229,20 +229,20 @@ def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]
     return going
 
 
-def stretch_keys(snapshot: Snapshot, stretch: bytes) -> list[Doomed]:
+def stretch_keys(snapshot: Snapshot, stretch: bytes) -> list[RowKey]:
     """All rows of a stretch, and when it was used."""
     used = [(table, stretch) for table in (tables.USED, tables.WARM) if snapshot.has(table, stretch)]
     return [*used, *((tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES, stretch))]
 
 
-def left_over(snapshot: Snapshot) -> list[Doomed]:
+def left_over(snapshot: Snapshot) -> list[RowKey]:
     """Parts without a description: of a writer that was killed, or whose description was damaged."""
     names = {*_names(snapshot)}
     return [(tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES) if key[:ID_BYTES] not in names]
 
 
 def missing_parts(snapshot: Snapshot) -> Iterator[tuple[bytes, Place]]:
-    """Parts that descriptions tell of and that are not there."""
+    """List the parts that descriptions name and that are missing."""
     for stretch, info in _described(snapshot):
         for place in info.places:
             if not snapshot.has(tables.STRETCHES, part_key(stretch, place)):

@@ -1,10 +1,241 @@
-"""The tables of a store. One byte stands before every key: named databases would need a write transaction, and its
-wait, just to be opened."""
+"""Tables of a store: their keys, and their rows as a writer puts them.
+
+One byte before every key names its table: named databases would need a write transaction, and its wait, just to be
+opened. LMDB keys end at 511 bytes, so names of any length are stored as digests.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json
+from kvtool.core.cache.identity import HERE, ID_BYTES, UNKNOWN, Origin, seal_origin, unseal_origin
+from kvtool.core.cache.record import Bytes, Kind, check_level, decode_record, seal, unseal
+from kvtool.core.cache.transaction import Snapshot
+from kvtool.core.errors import DamagedError
 
 META, FILES, DOCUMENTS, CHUNKS, LEVELS, RECORDS, USED, PROFILES, ADDED, STRETCHES, WARM, ORIGINS = TABLES = tuple(
     bytes([letter]) for letter in b"mfdclrupaswo"
 )
 _NAMES = "meta files documents chunks levels records used profiles added stretches warm origins".split()
 TABLE_NAMES = dict(zip(TABLES, _NAMES, strict=True))
+BY_CHUNK = (CHUNKS, LEVELS, RECORDS, USED, WARM, ADDED, ORIGINS)
+Row = tuple[bytes, bytes, bytes]  # table, key, value
+RowKey = tuple[bytes, bytes]  # table, key
+
+STORE_KEY, MANIFEST_KEY, REVISION_KEY, CODEC_KEY = b"store", b"manifest", b"revision", b"codec"
+BUDGET_KEY, PINS_KEY = b"budget", b"pins"
+COLLECTED_KEY = b"collected"  # the revision of documents at which what nothing refers to was dropped last
+UNFINISHED_KEY = b"unfinished"  # files of which an ingest has stored some chunks, with the ids of all of them
+DOCUMENTS_KEY = b"counted"  # revisions at which documents changed, and chunks were dropped, last; its own beside them
+_NUMBER = struct.Struct("<Q")
+_LEVEL_ROW = struct.Struct("<IIQ")
+
+
+def name_key(name: str) -> bytes:
+    """Key of a file or a document."""
+    return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=ID_BYTES, person=b"kvtool name").digest()
+
+
+def mark_of(data: Bytes) -> bytes:
+    """Return 16 bytes that identify a stored value."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def level_key(chunk_id: bytes, level: str) -> bytes:
+    """Key of the row that says: all layers of this chunk are stored at this level."""
+    return check_chunk_id(chunk_id) + check_level(level).encode("ascii")
+
+
+def record_key(chunk_id: bytes, level: str, layer: int) -> bytes:
+    """Key of one KV record. The level follows its length, so "1" is no prefix of "10"."""
+    name = check_level(level).encode("ascii")
+    return check_chunk_id(chunk_id) + bytes([len(name)]) + name + struct.pack(">H", layer)
+
+
+def split_record_key(key: bytes) -> tuple[bytes, str, int]:
+    """Chunk id, level and layer of a record key; raises DamagedError."""
+    level = key[ID_BYTES + 1 : -2]
+    if len(key) < ID_BYTES + 4 or key[ID_BYTES] != len(level):
+        raise DamagedError("a record key is damaged")
+    return key[:ID_BYTES], level.decode("ascii", "replace"), struct.unpack(">H", key[-2:])[0]
+
+
+def check_chunk_id(chunk_id: bytes) -> bytes:
+    """The id, if it is one; raises ValueError."""
+    if len(chunk_id) != ID_BYTES:
+        raise ValueError(f"a chunk id has {ID_BYTES} bytes, not {len(chunk_id)}")
+    return bytes(chunk_id)
+
+
+def seal_number(key: bytes, value: int) -> bytes:
+    """A counter or a time in the envelope."""
+    return seal(key, Kind.NUMBER, _NUMBER.pack(value))
+
+
+def unseal_number(key: bytes, data: Bytes) -> int:
+    """Inverse of :func:`seal_number`; raises DamagedError."""
+    payload = unseal(key, Kind.NUMBER, data)
+    if payload.nbytes != _NUMBER.size:
+        raise DamagedError("a stored number has the wrong size")
+    return int(_NUMBER.unpack(payload)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class LevelRow:
+    """A chunk at a level, complete: layers, tokens, bytes of its records."""
+
+    layers: int
+    tokens: int
+    size: int
+
+    def seal(self, key: bytes) -> bytes:
+        """The row in the envelope."""
+        return seal(key, Kind.LEVEL, _LEVEL_ROW.pack(self.layers, self.tokens, self.size))
+
+    @classmethod
+    def unseal(cls, key: bytes, data: Bytes) -> LevelRow:
+        """Inverse of :meth:`seal`; raises DamagedError."""
+        payload = unseal(key, Kind.LEVEL, data)
+        if payload.nbytes != _LEVEL_ROW.size:
+            raise DamagedError("a level row has the wrong size")
+        return cls(*_LEVEL_ROW.unpack(payload))
+
+
+# ---- rows --------------------------------------------------------------------------------------------------------
+
+
+def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
+    """Return the row of a fact that the store keeps about itself."""
+    return META, key, seal(key, Kind.MANIFEST, dump_json(value))
+
+
+def profile_row(digest: bytes, data: bytes) -> Row:
+    """A codec profile."""
+    return PROFILES, digest, seal(digest, Kind.PROFILE, data)
+
+
+def file_row(entry: FileEntry) -> Row:
+    """A file."""
+    key = name_key(entry.path)
+    return FILES, key, seal(key, Kind.FILE, entry.to_bytes())
+
+
+def document_row(document: DocumentEntry) -> Row:
+    """A document."""
+    key = name_key(document.source)
+    return DOCUMENTS, key, seal(key, Kind.DOCUMENT, document.to_bytes())
+
+
+def level_rows(
+    snapshot: Snapshot,
+    chunk_id: bytes,
+    info: ChunkInfo,
+    level: str,
+    layers: Sequence[bytes],
+    replace: bool,
+    origin: Origin | None = None,
+) -> list[Row]:
+    """A chunk at a level, as far as it is not stored yet, or stored damaged: a sound row is written again only where it
+    is to be replaced."""
+    rows = info_rows(snapshot, chunk_id, info, origin)
+    replace = replace or bool(superseded(snapshot, chunk_id, origin))
+    for number, record in enumerate(layers):
+        key = record_key(chunk_id, level, number)
+        if replace or not _is_sound_record(snapshot, chunk_id, key):
+            rows.append((RECORDS, key, record))
+    key = level_key(chunk_id, level)
+    row = LevelRow(len(layers), len(info.token_ids), sum(map(len, layers)))
+    return [*rows, (LEVELS, key, row.seal(key))]
+
+
+def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Origin | None = None) -> list[Row]:
+    """A chunk's description, when it came and where from, as far as they are not stored yet.
+
+    Raises
+    ------
+    ValueError : another chunk is stored under this id.
+    """
+    stored = None
+    data = snapshot.get(CHUNKS, chunk_id)
+    if data is not None and not superseded(snapshot, chunk_id, origin):
+        with contextlib.suppress(DamagedError):
+            stored = ChunkInfo.from_bytes(unseal(chunk_id, Kind.CHUNK, data))
+    if stored is not None:
+        if (stored.token_ids, stored.lead_in, stored.layers) != (info.token_ids, info.lead_in, info.layers):
+            raise ValueError(f"chunk {chunk_id.hex()} is stored with other tokens, lead-in or layers")
+        if info.arithmetic in (None, stored.arithmetic) and info.sensitivity in (b"", stored.sensitivity):
+            return []
+    row = (CHUNKS, chunk_id, seal(chunk_id, Kind.CHUNK, info.to_bytes()))
+    if stored is not None:
+        return [row]
+    rows = [row, (ADDED, chunk_id, seal_number(chunk_id, int(time.time())))]
+    if origin is not None and origin != HERE:
+        rows.append((ORIGINS, chunk_id, seal_origin(chunk_id, origin)))
+    return rows
+
+
+def origin_in(snapshot: Snapshot, chunk_id: bytes) -> Origin:
+    """Return where a chunk's records were made; a row that cannot be read counts as foreign."""
+    try:
+        data = snapshot.get(ORIGINS, chunk_id)
+        return HERE if data is None else unseal_origin(chunk_id, data)
+    except DamagedError:
+        return UNKNOWN
+
+
+def superseded(snapshot: Snapshot, chunk_id: bytes, origin: Origin | None) -> list[RowKey]:
+    """List the rows of a chunk that `origin` replaces: all of a foreign chunk, if `origin` is not foreign.
+
+    The records of a chunk that own documents use then never have another source, whatever their level.
+    """
+    if origin is None or origin.is_foreign or not origin_in(snapshot, chunk_id).is_foreign:
+        return []
+    return chunk_keys(snapshot, chunk_id)
+
+
+def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
+    try:
+        data = snapshot.get(RECORDS, key)
+        if data is None:
+            return False
+        header, _ = decode_record(chunk_id, data)
+    except DamagedError:
+        return False
+    return record_key(chunk_id, header.level, header.layer) == key
+
+
+def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
+    """Raises ValueError where these are not the records of this chunk at this level, one a layer."""
+    check_chunk_id(chunk_id)
+    if len(layers) != info.layers or not layers:
+        raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
+    for number, record in enumerate(layers):
+        try:
+            header, _ = decode_record(chunk_id, record)
+        except DamagedError as error:
+            raise ValueError(f"layer {number} is no record of this chunk: {error.message}") from error
+        if (header.level, header.layer, header.tokens) != (level, number, len(info.token_ids)):
+            raise ValueError(f"layer {number} holds a record of another level, layer or length")
+
+
+# ---- keys of rows to delete --------------------------------------------------------------------------------------
+
+
+def level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[RowKey]:
+    """The rows of a chunk's records at one level."""
+    prefix = record_key(chunk_id, level, 0)[:-2]
+    deletions = [(RECORDS, key) for key in snapshot.keys(RECORDS, prefix)]
+    key = level_key(chunk_id, level)
+    return [*deletions, (LEVELS, key)] if snapshot.has(LEVELS, key) else deletions
+
+
+def chunk_keys(snapshot: Snapshot, chunk_id: bytes) -> list[RowKey]:
+    """All rows of a chunk."""
+    return [(table, key) for table in BY_CHUNK for key in snapshot.keys(table, chunk_id)]

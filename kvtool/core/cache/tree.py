@@ -1,4 +1,4 @@
-"""Reading LMDB's tree out of the file, each page checked before it is believed.
+"""B+tree of LMDB, read out of the file, each page checked before it is believed; and the check of a whole file.
 
 LMDB has no checksum over its pages: of one flipped bit in the header of a page or a node it dies (SIGSEGV, SIGBUS), and
 takes the process with it. So keys are looked up here, in pages that are read like any other part of a file; a value is
@@ -11,15 +11,17 @@ The pages are those of LMDB 0.9 (data format 1) on a 64-bit machine, as in :mod:
 from __future__ import annotations
 
 import os
+import stat
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
-from kvtool.core.cache.buffers import Room, aligned
-from kvtool.core.cache.nodes import NUMBER, Branch, Leaf, parse_page
-from kvtool.core.cache.pages import Meta, meta_of
-from kvtool.core.errors import DamagedError
+from kvtool.core.cache.layout import REBUILD
+from kvtool.core.cache.pages import NUMBER, Branch, Counts, Leaf, Meta, meta_of, newest_meta, parse_page
+from kvtool.core.cache.record import Allocator, aligned
+from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError
 
 _BIG_HEADER = struct.Struct("=Q2xHI")  # own number, flags, number of pages
 _OVERFLOW = 4  # flags of the first page of a large value
@@ -29,8 +31,10 @@ _DEEPEST = 32
 _LEAVES = 256  # kept parsed
 _BRANCHES = 16384  # those of some million chunks: where they were not all kept, a push of these read one for each look
 _NOW = getattr(os, "RWF_NOWAIT", 0)  # Linux: read what is in memory, and wait for nothing
+_FREE, _DATA = 0, 1
+_GIVEN_UP = 2**30  # bytes that a transaction may have taken at the end of the file and given up again, at most
 
-Found = tuple[Leaf, int]  # where a value stands: a leaf, and the number of its key there
+Found = tuple[Leaf, int]  # place of a value: a leaf, and the number of its key there
 
 
 class DataFile:
@@ -74,17 +78,17 @@ class DataFile:
         return data
 
     def copy(
-        self, at: int, head: int, size: int, room: Room = aligned, waits: Callable[[], None] | None = None
+        self, at: int, head: int, size: int, allocate: Allocator = aligned, waits: Callable[[], None] | None = None
     ) -> tuple[bytes, memoryview]:
         """`head` bytes, and what follows them in a private, writable, aligned buffer; raises DamagedError.
 
         Parameters
         ----------
-        waits : called before it is read from the disk, where the system can tell that it is not in memory.
+        waits : called before it is read from the disk, if the system reports that it is not in memory.
         """
         if at + head + size > self.size():
             raise DamagedError("the index points outside the file")
-        before, target = bytearray(head), room(size)
+        before, target = bytearray(head), allocate(size)
         done = 0 if waits is None else self._copy_cached(before, target, at)
         if done < head + size and waits is not None:
             waits()
@@ -100,7 +104,7 @@ class DataFile:
         return bytes(before), target
 
     def _copy_cached(self, before: bytearray, target: memoryview, at: int) -> int:
-        """Read what is in memory already, and return how many bytes that was; 0 where that cannot be told."""
+        """Read what is in memory already, and return how many bytes that was; 0 if that is unknown."""
         if not _NOW:
             return 0
         try:
@@ -125,35 +129,33 @@ class Tree:
 
     # ---- looking up ----
 
-    def get(self, key: bytes, most: int | None = None, room: Room = aligned) -> memoryview | None:
+    def get(self, key: bytes, most: int | None = None, allocate: Allocator = aligned) -> memoryview | None:
         """A private, writable copy of a value, or of its first `most` bytes; None: there is none.
 
         Parameters
         ----------
-        room : where a large value is copied to.
+        allocate : where a large value is copied to.
         """
         found = self.find(key)
         if found is None:
             return None
         size = _size_of(found)
-        return self._value(*found, size if most is None else min(most, size), room)
+        return self._value(*found, size if most is None else min(most, size), allocate)
 
     def find(self, key: bytes) -> Found | None:
-        """Look up where a value stands; None: there is none."""
-        leaf = self._leaf_of(key)
-        at = _index(leaf, key)
-        return None if leaf is None or at is None else (leaf, at)
+        """Look up the place of a value; None: there is none."""
+        return _found(self._leaf_of(key), key)
 
-    def value(self, found: Found, room: Room, waits: Callable[[], None]) -> memoryview:
+    def value(self, found: Found, allocate: Allocator, waits: Callable[[], None]) -> memoryview:
         """A private, writable copy of a value; `waits` is called before a large one is waited for."""
-        return self._value(*found, _size_of(found), room, waits)
+        return self._value(*found, _size_of(found), allocate, waits)
 
     def last(self, key: bytes, most: int) -> bytes | None:
         """The last `most` bytes of a value; None: there is none."""
-        leaf = self._leaf_of(key)
-        at = _index(leaf, key)
-        if leaf is None or at is None:
+        found = self.find(key)
+        if found is None:
             return None
+        leaf, at = found
         start, size, big = leaf.values[at]
         wanted = min(most, size)
         if not big:
@@ -162,13 +164,13 @@ class Tree:
         return self._file.read(begins + size - wanted, wanted)
 
     def _value(
-        self, leaf: Leaf, at: int, wanted: int, room: Room = aligned, waits: Callable[[], None] | None = None
+        self, leaf: Leaf, at: int, wanted: int, allocate: Allocator = aligned, waits: Callable[[], None] | None = None
     ) -> memoryview:
         start, size, big = leaf.values[at]
         if not big:
             return memoryview(bytearray(leaf.data[start : start + wanted]))
         page = self.page_of(leaf, at)
-        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted, room, waits)
+        header, value = self._file.copy(page * self.meta.page_size, BIG_HEADER_BYTES, wanted, allocate, waits)
         self._check_big(page, header, size)
         return value
 
@@ -188,7 +190,7 @@ class Tree:
 
     def has(self, key: bytes) -> bool:
         """Return True if the key has a value; the value is not read."""
-        return _index(self._leaf_of(key), key) is not None
+        return self.find(key) is not None
 
     def will_need(self, found: Found) -> None:
         """Let the kernel read a large value while others are copied."""
@@ -219,24 +221,12 @@ class Tree:
 
     def touch(self, key: bytes) -> None:
         """Look at every page that LMDB may meet when it puts or deletes a key: the way down, and its neighbours."""
-        page, low, high = self.meta.roots[1], b"", None
-        for _ in range(_DEEPEST):
-            if page == _NO_PAGE:
-                return
-            node = self._node(page, low, high)
-            if isinstance(node, Leaf):
-                index = _index(node, key)
-                if index is not None and node.values[index][2]:
-                    self.pages_of(node, index)
-                return
-            at = _child_at(node, key)
-            for beside in (at - 1, at + 1):
-                if 0 <= beside < len(node.children):
-                    self._node(node.children[beside], *_bounds(node, beside, low, high))
-            page, (low, high) = node.children[at], _bounds(node, at, low, high)
-        raise DamagedError("the pages of the index lie in a ring")
+        found = _found(self._leaf_of(key, neighbours=True), key)
+        if found is not None and found[0].values[found[1]][2]:
+            self.pages_of(*found)
 
-    def _leaf_of(self, key: bytes) -> Leaf | None:
+    def _leaf_of(self, key: bytes, neighbours: bool = False) -> Leaf | None:
+        """Walk down to the leaf that may have a key; read the pages next to those on the way, too, if asked to."""
         page = self.meta.roots[1]
         if page == _NO_PAGE:
             return None
@@ -246,6 +236,9 @@ class Tree:
             if isinstance(node, Leaf):
                 return node
             at = _child_at(node, key)
+            for beside in (at - 1, at + 1) if neighbours else ():
+                if 0 <= beside < len(node.children):
+                    self._node(node.children[beside], *_bounds(node, beside, low, high))
             page, (low, high) = node.children[at], _bounds(node, at, low, high)
         raise DamagedError("the pages of the index lie in a ring")
 
@@ -333,11 +326,11 @@ class Tree:
         return int(pages)
 
 
-def _index(leaf: Leaf | None, key: bytes) -> int | None:
+def _found(leaf: Leaf | None, key: bytes) -> Found | None:
     if leaf is None:
         return None
     at = bisect_left(leaf.keys, key)
-    return at if at < len(leaf.keys) and leaf.keys[at] == key else None
+    return (leaf, at) if at < len(leaf.keys) and leaf.keys[at] == key else None
 
 
 def _size_of(found: Found) -> int:
@@ -352,3 +345,89 @@ def _child_at(node: Branch, key: bytes) -> int:
 def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
     """The keys between which all keys below a child lie."""
     return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high
+
+
+def check_data_file(generation: Path) -> None:
+    """Refuse a ``data.mdb`` that would hang, be taken for a new store, or kill the process when LMDB reads it.
+
+    Raises
+    ------
+    StoreFormatError : not a regular file, or not LMDB 0.9's.
+    DamagedError : missing, empty or shorter than the pages in use.
+    """
+    path = generation / "data.mdb"
+    try:
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise StoreFormatError(f"{path} is not a regular file", REBUILD)
+        with path.open("rb") as file:
+            meta = newest_meta(path, file)
+            size = os.fstat(file.fileno()).st_size
+        short = meta.file_bytes - size
+        if short > _GIVEN_UP or (short > 0 and not _holds_all(path, meta, size)):
+            raise DamagedError(f"{path} is truncated: {size} bytes of {meta.file_bytes}", REBUILD)
+    except FileNotFoundError as error:
+        raise DamagedError(f"{path} is missing", REBUILD) from error
+    except OSError as error:
+        raise KvtoolError(f"cannot read {path}: {error.strerror}", "check who owns the folder") from error
+
+
+def _holds_all(path: Path, meta: Meta, size: int) -> bool:
+    """Return True if every page in use is inside a file that is shorter than its last page.
+
+    That happens without damage: LMDB does not write a page that one transaction took at the end and freed again.
+    """
+    with closing(DataFile(path)) as file:
+        tree = Tree(file, meta)
+        try:
+            return all(_fits(tree, node, size) for number in (_FREE, _DATA) for _, _, node in tree.pages(number))
+        except DamagedError:  # a page of the tree lies outside, or cannot be read
+            return False
+
+
+def _fits(tree: Tree, node: Branch | Leaf, size: int) -> bool:
+    """Return True if the large values of a page are inside a file of this size."""
+    return all(
+        tree.page_of(leaf, at) * tree.meta.page_size + BIG_HEADER_BYTES + leaf.values[at][1] <= size
+        for leaf, at in _large_values(node)
+    )
+
+
+def _large_values(node: Branch | Leaf) -> list[Found]:
+    return [(node, at) for at, (_, _, big) in enumerate(node.values) if big] if isinstance(node, Leaf) else []
+
+
+def damaged_pages(tree: Tree) -> Iterator[str]:
+    """Describe the damage in words. Memory: a byte for each page of the file."""
+    try:
+        used = bytearray(tree.meta.last_page + 1)
+        yield from _damaged_tree(tree, _DATA, used)
+        yield from _damaged_tree(tree, _FREE, used)
+        for page in tree.free_pages():
+            if not 2 <= page <= tree.meta.last_page or used[page]:
+                raise DamagedError("the list of free pages names pages that are in use")
+            used[page] = 1
+        if used.count(0) != 2:  # the meta pages
+            yield "there are pages that are neither in use nor free"
+    except DamagedError as error:
+        yield error.message
+
+
+def _damaged_tree(tree: Tree, number: int, used: bytearray) -> Iterator[str]:
+    """Compare one tree with the counts in the meta page."""
+    branches = leaves = keys = beside = deepest = 0
+    for page, depth, node in tree.pages(number):
+        deepest = max(deepest, depth)
+        branches += isinstance(node, Branch)
+        if isinstance(node, Leaf):
+            leaves, keys = leaves + 1, keys + len(node.keys)
+        values = [tree.pages_of(*found) for found in _large_values(node)]  # first page and number of pages of each
+        beside += sum(pages for _, pages in values)
+        for at, pages in [(page, 1), *values]:
+            if any(used[at : at + pages]):
+                raise DamagedError(f"page {at} of the index is used twice")
+            used[at : at + pages] = b"\1" * pages
+    counted = tree.meta.counts[number]
+    seen = Counts(deepest, branches, leaves, beside, keys)
+    if counted != seen:
+        what = "data" if number else "free pages"
+        yield f"the index of {what} has {seen}; counted are {counted}"

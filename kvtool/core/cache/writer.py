@@ -10,18 +10,16 @@ from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache import keys, tables
-from kvtool.core.cache.commit import Commits
-from kvtool.core.cache.damage import BESIDE, Damage
+from kvtool.core.cache import tables
+from kvtool.core.cache.access_log import combine_scores, latest, lrfu_scores, take_log
+from kvtool.core.cache.commit import Commits, compact
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
-from kvtool.core.cache.generations import compact
 from kvtool.core.cache.identity import ID_BYTES, Origin
-from kvtool.core.cache.notes import latest, take_log
-from kvtool.core.cache.repair import drop_files, plan_repair
-from kvtool.core.cache.rows import (
+from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
+from kvtool.core.cache.tables import (
     BY_CHUNK,
-    Doomed,
     Row,
+    RowKey,
     check_layers,
     chunk_keys,
     document_row,
@@ -34,9 +32,7 @@ from kvtool.core.cache.rows import (
     profile_row,
     superseded,
 )
-from kvtool.core.cache.snapshot import Snapshot
-from kvtool.core.cache.stretches import Place, StretchInfo, info_row, left_over, part_row, stretch_keys
-from kvtool.core.cache.warmth import joined, warmths
+from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 
 if TYPE_CHECKING:
@@ -97,7 +93,7 @@ class Writer:
         ------
         NoSpaceError : it is not stored.
         """
-        self._drop_stretches([stretch], left=not self._tidied)
+        self.drop_stretches([stretch], left=not self._tidied)
         self._tidied = True
         rows: list[Row] = []
         for place, payload in parts:
@@ -107,58 +103,45 @@ class Writer:
                 rows = []
         self._commit([*rows, info_row(stretch, info)])
 
-    def drop_stretches(self, stretches: Iterable[bytes]) -> int:
-        """Drop these stretches, and what is left of others. Returns how many rows went."""
-        return self._drop_stretches(stretches, left=True)
-
-    def _drop_stretches(self, stretches: Iterable[bytes], left: bool) -> int:
-        """As `drop_stretches`; what is `left` of others is found by reading all names."""
+    def drop_stretches(self, stretches: Iterable[bytes], left: bool = True) -> int:
+        """Drop these stretches, and what is `left` of others, which takes reading all names. Returns how many rows."""
         with self._store.environment.read() as snapshot:
-            doomed = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)}
-            doomed |= {*left_over(snapshot)} if left else set()
-        if doomed:
-            self._commit([], sorted(doomed), weighed=False)
-        return len(doomed)
+            deletions = {row for stretch in stretches for row in stretch_keys(snapshot, stretch)}
+            deletions |= {*left_over(snapshot)} if left else set()
+        if deletions:
+            self._commit([], sorted(deletions), weighed=False)
+        return len(deletions)
 
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the store's manifest, in one transaction.
 
         The prompt's former beginning, which no document lets go of, is what nobody refers to then.
         """
-        self._commit([meta_row(keys.MANIFEST_KEY, manifest), meta_row(keys.COLLECTED_KEY, {})])
+        self._commit([meta_row(tables.MANIFEST_KEY, manifest), meta_row(tables.COLLECTED_KEY, {})])
         self._begun, self._loosened = True, None
         for path in [*self._unfinished_files()]:  # made with the former one, these are not what their files need
             self._note_unfinished(path)
 
-    def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any]) -> None:
-        """Keep a codec profile and what is known of the codec levels, in one transaction."""
-        self._commit([profile_row(digest, data), meta_row(keys.CODEC_KEY, state)])
-
-    def add_profile(self, digest: bytes, data: bytes) -> None:
-        """Keep a codec profile that records may name, without making it the current one."""
-        self._commit([profile_row(digest, data)])
+    def put_profile(self, digest: bytes, data: bytes, state: dict[str, Any] | None = None) -> None:
+        """Keep a codec profile that records may name, and what is known of the codec levels, in one transaction."""
+        self._commit([profile_row(digest, data), *([] if state is None else [meta_row(tables.CODEC_KEY, state)])])
 
     def set_budget(self, size: int | None) -> None:
         """Keep a size budget in the store; None: lift it."""
-        self._commit([meta_row(keys.BUDGET_KEY, {"bytes": size})])
+        self._commit([meta_row(tables.BUDGET_KEY, {"bytes": size})])
         self._commits.forget_budget()
 
     def require_room(self) -> None:
         """Raise NoSpaceError where the store is at its budget already: before work whose result would not fit."""
-        try:
-            self._commits.require_room()
-        except NoSpaceError:
-            if not self._drop_unfinished():
-                raise
-            self._commits.require_room()
+        self._with_room(self._commits.require_room)
 
     def set_pins(self, sources: Iterable[str], chunks: Iterable[str]) -> None:
         """Replace what eviction never touches."""
-        self._commit([meta_row(keys.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
+        self._commit([meta_row(tables.PINS_KEY, {"sources": sorted(set(sources)), "chunks": sorted(set(chunks))})])
 
     def set_codec_state(self, state: dict[str, Any]) -> None:
         """Replace what is known of the codec levels."""
-        self._commit([meta_row(keys.CODEC_KEY, state)])
+        self._commit([meta_row(tables.CODEC_KEY, state)])
 
     def put_chunk(
         self,
@@ -203,13 +186,13 @@ class Writer:
         """
         self._check_open()
         rows: list[Row] = []
-        doomed: set[Doomed] = set()
+        deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
             for chunk_id, info in sorted(infos.items()):
                 rows += info_rows(snapshot, chunk_id, info, origin)
-                doomed.update(superseded(snapshot, chunk_id, origin))
+                deletions.update(superseded(snapshot, chunk_id, origin))
         if rows:
-            self._commit(rows, sorted(doomed))
+            self._commit(rows, sorted(deletions))
             self._fresh.update(infos)
 
     def begin_file(self, path: str, chunk_ids: Iterable[bytes]) -> None:
@@ -242,11 +225,11 @@ class Writer:
         """Make all buffered chunks durable; where that fails they are forgotten, as if never put."""
         try:
             if self._pending:
-                rows, doomed = self._pending_rows()
-                if any(table == tables.ADDED for table, *_ in rows):  # who is killed now leaves what nobody refers to
+                rows, deletions = self._pending_rows()
+                if any(table == tables.ADDED for table, *_ in rows):  # a kill now leaves chunks that nothing refers to
                     self._begin()
-                    rows.append(meta_row(keys.COLLECTED_KEY, {}))
-                self._commit(rows, doomed)
+                    rows.append(meta_row(tables.COLLECTED_KEY, {}))
+                self._commit(rows, deletions)
         finally:
             self._forget_pending()
 
@@ -276,15 +259,15 @@ class Writer:
         own = {ref.chunk_id for entry, of in files if not entry.origin.is_foreign for one in of for ref in one.chunks}
         hollow = self._check_references(needed, own)
         others = {place: pending for place, pending in self._pending.items() if place[0] not in needed}
-        doomed: list[Doomed] = []
+        deletions: list[RowKey] = []
         for entry, _ in files:
             self._loosen(entry.path)
             self._note_unfinished(entry.path)
-            doomed += self._stale_documents(entry.path, set(entry.documents))
+            deletions += self._stale_documents(entry.path, set(entry.documents))
         try:
             rows, replaced = self._pending_rows(needed)
             rows += [*map(document_row, documents), *(file_row(entry) for entry, _ in files)]
-            self._commit(rows, [*doomed, *replaced], thins=hollow or None)
+            self._commit(rows, [*deletions, *replaced], thins=hollow or None)
         except BaseException:
             others = {}
             raise
@@ -298,7 +281,7 @@ class Writer:
         """Forget a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
         self._check_open()
         self.end_unfinished([path])
-        key = keys.name_key(path)
+        key = tables.name_key(path)
         with self._store.environment.read() as snapshot:
             if not snapshot.has(tables.FILES, key):
                 return False
@@ -308,24 +291,26 @@ class Writer:
 
     def remove_documents(self, sources: Iterable[str]) -> int:
         """Forget documents, and files that have none left, in one transaction; their chunks stay until
-        :meth:`collect`. A file that never had one goes by its path. Returns how many documents were there."""
+        :meth:`collect`. A file that never had one is named by its path. Returns how many documents were there."""
         self._check_open()
         gone = set(sources)
         self.end_unfinished(gone)
         rows: list[Row] = []
-        doomed: list[Doomed] = []
+        deletions: list[RowKey] = []
         for entry in self._store.files_with(gone):
             self._loosen(entry.path)
             kept = tuple(source for source in entry.documents if source not in gone)
             if kept != entry.documents or (entry.path in gone and not entry.documents):
-                doomed += [(tables.DOCUMENTS, keys.name_key(source)) for source in entry.documents if source in gone]
+                deletions += [
+                    (tables.DOCUMENTS, tables.name_key(source)) for source in entry.documents if source in gone
+                ]
                 if kept:
                     rows.append(file_row(replace(entry, documents=kept)))
                 else:
-                    doomed.append((tables.FILES, keys.name_key(entry.path)))
-        if doomed:
-            self._commit(rows, doomed, weighed=False)
-        return sum(table == tables.DOCUMENTS for table, _ in doomed)
+                    deletions.append((tables.FILES, tables.name_key(entry.path)))
+        if deletions:
+            self._commit(rows, deletions, weighed=False)
+        return sum(table == tables.DOCUMENTS for table, _ in deletions)
 
     # ---- dropping ------------------------------------------------------------------------------------------------
 
@@ -338,24 +323,24 @@ class Writer:
         return self._drop(chunk_ids, chunk_keys)
 
     def _drop(
-        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[Doomed]], thins: bool | None = None
+        self, chunk_ids: Iterable[bytes], keys_of: Callable[[Snapshot, bytes], list[RowKey]], thins: bool | None = None
     ) -> int:
         dropped, left = 0, iter(chunk_ids)
         while batch := list(islice(left, _CHUNKS_AT_ONCE)):
             with self._store.environment.read() as snapshot:
-                doomed = [keys_of(snapshot, chunk_id) for chunk_id in batch]
-            dropped += sum(map(bool, doomed))
-            self._commit([], [*chain.from_iterable(doomed)], thins=thins)
+                deletions = [keys_of(snapshot, chunk_id) for chunk_id in batch]
+            dropped += sum(map(bool, deletions))
+            self._commit([], [*chain.from_iterable(deletions)], thins=thins)
         return dropped
 
     def drop_profiles(self, digests: Iterable[bytes], state: dict[str, Any] | None = None) -> int:
         """Drop codec profiles; where a `state` is given, it is what is known of the codec levels from then on, in the
         same transaction. Returns how many were there."""
         with self._store.environment.read() as snapshot:
-            doomed = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
-        if doomed:
-            self._commit([] if state is None else [meta_row(keys.CODEC_KEY, state)], doomed)
-        return len(doomed)
+            deletions = [(tables.PROFILES, digest) for digest in digests if snapshot.has(tables.PROFILES, digest)]
+        if deletions:
+            self._commit([] if state is None else [meta_row(tables.CODEC_KEY, state)], deletions)
+        return len(deletions)
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
         """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns how many
@@ -364,7 +349,7 @@ class Writer:
         Parameters
         ----------
         keep : chunks that are needed although no document has them (the prompt's own beginning).
-        referred : tells of some chunks to which of them documents refer. Where it is known which chunks this writer's
+        referred : returns those of some chunks that documents refer to. Where it is known which chunks this writer's
             documents let go of, and nothing was left before, these alone are looked at. None: all documents are read.
 
         Raises
@@ -383,8 +368,8 @@ class Writer:
             loose -= {*referred(loose)} if loose else set()
             loose |= self._drop_stretches_of(lambda info: info.alone or not loose.isdisjoint(info.chunks))
         dropped = self._drop(sorted(loose), chunk_keys, thins=False)  # no document has any of them
-        if not self._store.is_collected():  # only now: who is killed before leaves it to the next writer
-            self._commit([meta_row(keys.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
+        if not self._store.is_collected():  # only now: after a kill the next writer does it
+            self._commit([meta_row(tables.COLLECTED_KEY, {"documents": self._store.documents_revision()})])
         self._loosened = set()
         return dropped
 
@@ -441,7 +426,7 @@ class Writer:
 
     def _unfinished_rows(self) -> list[Row]:
         packed = {path: b"".join(ids).hex() for path, ids in self._unfinished_files().items()} if self._unsaved else {}
-        return [meta_row(keys.UNFINISHED_KEY, packed)] if self._unsaved else []
+        return [meta_row(tables.UNFINISHED_KEY, packed)] if self._unsaved else []
 
     def _drop_unfinished(self) -> bool:
         """Drop the chunks of unfinished files that this run does not count on; False: there are none."""
@@ -453,19 +438,11 @@ class Writer:
         kept = self.needed() | self._fresh | {chunk for ids in self._unfinished_files().values() for chunk in ids}
         return self._drop(sorted(self._unreferred(kept)), chunk_keys, thins=False) > 0
 
-    def repair(self, damages: Iterable[Damage]) -> int:
-        """Drop what is damaged, so that the next ingest or query makes it anew. Returns how many rows were touched.
-
-        Files of lost parts keep their entry, with an empty digest and settings: ingest sees them as changed.
-        """
+    def mend(self, rows: Sequence[Row], deletions: Sequence[RowKey]) -> None:
+        """Put and drop the rows of a repair, in one transaction, which must work on a full disk."""
         self._check_open()
-        damages = list(damages)
-        files = drop_files(self._store.path, damages)
-        with self._store.environment.read() as snapshot:
-            doomed, marked = plan_repair(snapshot, [damage for damage in damages if damage.table != BESIDE])
-        if doomed or marked:
-            self._commit(list(map(file_row, marked)), sorted(doomed), weighed=False)
-        return len(doomed) + len(marked) + files
+        if rows or deletions:
+            self._commit(rows, deletions, weighed=False)
 
     def compact(self) -> int:
         """Write the live pages into a new generation and switch to it. Returns the bytes given back to the disk."""
@@ -480,26 +457,26 @@ class Writer:
 
     # ---- rows ----------------------------------------------------------------------------------------------------
 
-    def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[Doomed]]:
+    def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[RowKey]]:
         """Rows of the chunks that wait, and the foreign rows that these replace."""
         rows: list[Row] = []
-        doomed: set[Doomed] = set()
+        deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
             for (chunk_id, level), pending in sorted(self._pending.items(), key=itemgetter(0)):
                 if only is not None and chunk_id not in only:
                     continue
                 origin = pending.origin
                 rows += level_rows(snapshot, chunk_id, pending.info, level, pending.layers, pending.replace, origin)
-                doomed.update(superseded(snapshot, chunk_id, origin))
-        return rows, sorted(doomed)
+                deletions.update(superseded(snapshot, chunk_id, origin))
+        return rows, sorted(deletions)
 
-    def _stale_documents(self, path: str, kept: set[str]) -> list[Doomed]:
+    def _stale_documents(self, path: str, kept: set[str]) -> list[RowKey]:
         try:
             old = self._store.file(path)
         except DamagedError:  # replaced now; its documents are found again by verify
             old = None
         stale = [source for source in (old.documents if old else ()) if source not in kept]
-        return [(tables.DOCUMENTS, keys.name_key(s)) for s in stale if self._other_owner(path, s) is None]
+        return [(tables.DOCUMENTS, tables.name_key(s)) for s in stale if self._other_owner(path, s) is None]
 
     def _check_owner(self, entry: FileEntry) -> None:
         """Refuse a foreign file whose documents have the names of another file's."""
@@ -523,7 +500,7 @@ class Writer:
         hollow = False
         waiting = {chunk_id for chunk_id, _ in self._pending}
         with self._store.environment.read() as snapshot:
-            for chunk_id in sorted({*chunk_ids} - waiting):  # neighbours stand on one page
+            for chunk_id in sorted({*chunk_ids} - waiting):  # neighbours are on one page
                 if not snapshot.has(tables.CHUNKS, chunk_id):
                     raise ValueError(f"chunk {chunk_id.hex()} was never put")
                 if chunk_id in own and origin_in(snapshot, chunk_id).is_foreign:
@@ -537,22 +514,24 @@ class Writer:
         uses, aside = take_log(self._store.path)
         before, warm = self._store.folded_uses(), self._store.folded_warmth()
         newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
-        warmer = {chunk_id: round(joined(warm.get(chunk_id, 0), of)) for chunk_id, of in warmths(uses).items()}
+        warmer = {
+            chunk_id: round(combine_scores(warm.get(chunk_id, 0), of)) for chunk_id, of in lrfu_scores(uses).items()
+        }
         self._put_times({tables.USED: newer, tables.WARM: warmer})
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)
 
-    def warm(self, warmths: Mapping[bytes, float]) -> None:
-        """Let chunks be at least as warm as this, whoever asked for them wherever (`cache/warmth.py`)."""
+    def warm(self, scores: Mapping[bytes, float]) -> None:
+        """Raise the LRFU scores of chunks to at least these, such as those of uses elsewhere."""
         self.fold_access()
         before = self._store.folded_warmth()
         self._put_times(
-            {tables.WARM: {chunk: round(warm) for chunk, warm in warmths.items() if warm > before.get(chunk, 0)}}
+            {tables.WARM: {chunk: round(warm) for chunk, warm in scores.items() if warm > before.get(chunk, 0)}}
         )
 
     def _put_times(self, times: Mapping[bytes, Mapping[bytes, int]]) -> None:
         """Seconds by table and chunk, in one transaction."""
-        rows = [(table, key, keys.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
+        rows = [(table, key, tables.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
         if rows:
             self._commit(rows)
 
@@ -568,13 +547,17 @@ class Writer:
         self._flushed_at = time.monotonic()
 
     def _commit(
-        self, rows: Sequence[Row], doomed: Sequence[Doomed] = (), weighed: bool = True, thins: bool | None = None
+        self, rows: Sequence[Row], deletions: Sequence[RowKey] = (), weighed: bool = True, thins: bool | None = None
     ) -> None:
         self._check_open()
+        self._with_room(lambda: self._commits.commit([*rows, *self._unfinished_rows()], deletions, weighed, thins))
+        self._unsaved = False
+
+    def _with_room(self, work: Callable[[], None]) -> None:
+        """Do something, again where it lacks room and the chunks of other unfinished files make some."""
         try:
-            self._commits.commit([*rows, *self._unfinished_rows()], doomed, weighed, thins)
+            work()
         except NoSpaceError:
             if not self._drop_unfinished():
                 raise
-            self._commits.commit([*rows, *self._unfinished_rows()], doomed, weighed, thins)
-        self._unsaved = False
+            work()

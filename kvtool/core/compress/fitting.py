@@ -1,25 +1,54 @@
-"""The codec profile that a compression encodes with: fitted on the store's own chunks, or another store's."""
+"""Fit of the codec's profile on a store's chunks, by the Fisher information of cached keys and values.
+
+A few chunks are laid out as in a prompt, their stored KV as leaves of a graph; a question and an answer, both copied
+from one of the chunks, read them. For tokens drawn from the model's own distribution the mean of g gᵀ, g being the
+gradient of their log-probability with respect to one token's keys (or values), is the Fisher information: half of
+e @ F @ e is the divergence, in nats, that an error e causes to second order. So one unit holds in all layers.
+
+Several prompts are packed into one row, as chunks are in a prefill; each sees its own cached keys and values and its
+own rows. So weights are read once for all of them, and products have rows enough to be fast.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
+from transformers import DynamicCache
 
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec import CODECS
-from kvtool.core.codec.base import wide_sides
+from kvtool.core.codec.base import LayerKV, wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.fisher import fisher, probes
+from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
+from kvtool.core.kernels.attention.eager import attention_weights
+from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
+from kvtool.core.kernels.rope import RopeTables
+from kvtool.core.model.attention import rows_of_pass
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.kinds import LayerKind
+from kvtool.core.model.mla import joined
+from kvtool.core.model.modules import cache_name
+from kvtool.core.model.prefill import ChunkKV
+from kvtool.core.model.prompt import PromptParts, question_tokens
 from kvtool.core.records.encode import encoder_threads
 from kvtool.core.records.read import exact_level, read_chunk, read_records, stored_shape
 from kvtool.core.session.identity import ProfileCache, losses_by_maker, store_identity
 from kvtool.core.session.session import Session
+
+CHUNKS_AT_ONCE = 4
+_TOGETHER = 4  # prompts of a pass: fewer, and reading the weights takes as long as the products
+SPAN, ANSWER = 32, 16  # tokens of a copied question, and of what follows it in the chunk
+_LEAST_TOKENS = 8
 
 
 def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, events: Events) -> Profile:
@@ -88,3 +117,225 @@ def _has(store: Store, profile: Profile) -> bool:
         return store.profile(profile.digest) is not None
     except DamagedError:
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """A prompt of stored chunks, by number, with a question and an answer copied from one of them."""
+
+    chunks: tuple[int, ...]
+    question: Ids
+    answer: Ids
+
+
+def probes(
+    tokens: Sequence[Sequence[int]], parts: PromptParts, tokenizer: object, count: int, seed: int
+) -> list[Probe]:
+    """Make prompts over chunks given by their token ids; they are the same for the same seed."""
+    draw = random.Random(seed)
+    usable = [number for number, ids in enumerate(tokens) if len(ids) >= _LEAST_TOKENS]
+    made = []
+    for _ in range(count if usable else 0):
+        chunks = draw.sample(usable, min(CHUNKS_AT_ONCE, len(usable)))
+        ids = tokens[draw.choice(chunks)]
+        cut = draw.randrange(len(ids) // 4, len(ids) * 3 // 4) or 1
+        span = tokenizer.decode(list(ids[max(0, cut - SPAN) : cut]))  # type: ignore[attr-defined]
+        question = question_tokens(tokenizer, span, parts)
+        made.append(Probe(tuple(chunks), tuple(question), tuple(ids[cut : cut + ANSWER])))
+    return made
+
+
+def fisher(
+    decoder: Decoder,
+    prefix: ChunkKV | None,
+    chunks: Sequence[ChunkKV],
+    prompts: Sequence[Probe],
+    advance: Callable[[int], None] = lambda prompts: None,
+) -> torch.Tensor:
+    """Measure the Fisher information of un-rotated keys and of values.
+
+    Parameters
+    ----------
+    prefix, chunks : stored KV.
+    advance : called after each prompt.
+
+    Returns
+    -------
+    float32 `[2, layers, C, C]`, C = `decoder.channels`: the mean over the chunks' tokens.
+    """
+    size = decoder.channels
+    total = torch.zeros((2 * decoder.stored_layers, size, size), dtype=torch.float32)
+    draw = torch.Generator().manual_seed(0)
+    before = [] if prefix is None else [prefix]
+    lead = sum(part.tokens for part in before)
+    tokens = 0
+    with without_weight_gradients(decoder):
+        for first in range(0, len(prompts), _TOGETHER):
+            some = prompts[first : first + _TOGETHER]
+            asked = [_asked([*before, *(chunks[number] for number in prompt.chunks)], prompt) for prompt in some]
+            for one, found in zip(asked, gradients(decoder, asked, draw), strict=True):
+                _add_information(total, found[:, :, lead:].cpu(), 1 / (one.scored + 1))
+                tokens += one.cached - lead
+                advance(1)
+    return total.view(decoder.stored_layers, 2, size, size).transpose(0, 1) / max(1, tokens)
+
+
+def _asked(cached: Sequence[ChunkKV], prompt: Probe) -> CachedPrompt:
+    layers = [
+        (torch.cat([keys for keys, _ in kvs], 1), torch.cat([values for _, values in kvs], 1))
+        for kvs in zip(*(part.layers for part in cached), strict=True)
+    ]
+    return CachedPrompt(layers, (*prompt.question, *prompt.answer), len(prompt.answer))
+
+
+def _add_information(total: torch.Tensor, gradients: torch.Tensor, weight: float) -> None:
+    """Add g gᵀ over tokens: of `[layers, 2, tokens, C]`, to `[layers * 2, C, C]`.
+
+    A few tokens have gradients a hundred times as large as all others, and are what a loss comes from: where they were
+    shortened to the 98th percentile of their context, SmolLM2 lost more at the same size; on Qwen2.5-0.5B no
+    difference was shown (samples/results/codec.md).
+    """
+    sides = gradients.flatten(0, 1)
+    total.baddbmm_(sides.transpose(1, 2), sides, alpha=weight)
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrompt:
+    """Prompt whose beginning is cached.
+
+    Attributes
+    ----------
+    layers : keys, un-rotated, and values of that beginning, `[kv_heads, tokens, head_dim]` each.
+    ids : the rest.
+    scored : number of last tokens whose predictions, and the one after them, gradients are taken of.
+    """
+
+    layers: Sequence[LayerKV]
+    ids: Ids
+    scored: int
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the cached beginning."""
+        return self.layers[0][0].shape[1]
+
+
+def gradients(decoder: Decoder, prompts: Sequence[CachedPrompt], draw: torch.Generator) -> list[torch.Tensor]:
+    """The gradients, one a prompt, of the log-chances of tokens drawn from the model's own distribution.
+
+    One token is drawn at each row that is heard: the mean of the outer products over draws is the Fisher information.
+
+    Returns
+    -------
+    For each prompt float32 `[layers, 2, tokens, C]`, C = `decoder.channels`: of un-rotated keys and of values.
+    """
+    tables = [decoder.rotary.table(torch.arange(prompt.cached, device=decoder.device)) for prompt in prompts]
+    leaves = [_leaves(decoder, prompt, table) for prompt, table in zip(prompts, tables, strict=True)]
+    rows = _Rows.of(prompts, leaves, decoder.kinds)
+    with torch.enable_grad():
+        logits = _logits(decoder, prompts, rows)
+        wanted = [side for prompt in leaves for layer in prompt for side in layer]
+        found = torch.autograd.grad(logits, wanted, _pull(logits.detach(), draw))
+    layers = decoder.stored_layers
+    parts = [found[first : first + 2 * layers] for first in range(0, len(found), 2 * layers)]
+    return [_unrotated(decoder, part, table) for part, table in zip(parts, tables, strict=True)]
+
+
+@contextmanager
+def without_weight_gradients(decoder: Decoder) -> Iterator[None]:
+    """Let gradients reach keys and values only; afterwards weights ask for theirs as before."""
+    wanted = [(weight, weight.requires_grad) for weight in decoder.model.parameters()]
+    decoder.model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for weight, before in wanted:
+            weight.requires_grad_(before)
+
+
+def _leaves(decoder: Decoder, prompt: CachedPrompt, table: RopeTables) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys, rotated, and values of each layer `[kv_heads, tokens, head_dim]`, in the model's dtype."""
+    made: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer, (keys, values) in enumerate(prompt.layers):
+        placed = decoder.rotary.rotate(keys[None].to(decoder.device), table, layer)[0]
+        placed, values = (side.to(decoder.device, decoder.dtype).detach().clone() for side in (placed, values))
+        made.append((placed.requires_grad_(), values.requires_grad_()))
+    return made
+
+
+def _logits(decoder: Decoder, prompts: Sequence[CachedPrompt], rows: _Rows) -> torch.Tensor:
+    """float32 `[rows, vocabulary]`: at the rows before and on each of the scored tokens."""
+    device = decoder.device
+    positions = [torch.arange(prompt.cached, prompt.cached + len(prompt.ids)) for prompt in prompts]
+    kept = [torch.arange(stop - prompt.scored - 1, stop) for (_, stop), prompt in zip(rows.spans, prompts, strict=True)]
+    with rows_of_pass(lambda: rows):
+        out = decoder.model(
+            torch.tensor([[token for prompt in prompts for token in prompt.ids]], device=device),
+            position_ids=torch.cat(positions)[None].to(device),
+            use_cache=True,
+            logits_to_keep=torch.cat(kept).to(device),
+            rows=rows,
+            **{cache_name(decoder.base): DynamicCache()},
+        )
+    logits: torch.Tensor = out.logits[0].float()
+    return logits
+
+
+def _pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """The gradient, with respect to the logits, of the log-chances of tokens drawn from them."""
+    chances = torch.softmax(logits, -1)
+    lot = torch.rand((len(chances), 1), generator=draw, dtype=torch.float32).to(chances)
+    scored = torch.searchsorted(chances.cumsum(-1), lot).clamp_max_(chances.shape[-1] - 1)
+    return (-chances).scatter_add_(1, scored, torch.ones_like(lot))
+
+
+def _unrotated(decoder: Decoder, found: Sequence[torch.Tensor], table: RopeTables) -> torch.Tensor:
+    """Gradients of keys as they are before rotation: what a rotation's transpose makes of them."""
+    back = table.transposed()
+    sides = []
+    for layer in range(decoder.stored_layers):
+        keys, values = (side.float() for side in found[2 * layer : 2 * layer + 2])
+        keys = decoder.rotary.rotate(keys[None], back, layer)[0]
+        sides.append(wide_sides((keys, values), decoder.channels))
+    return torch.stack(sides)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    """Attends for prompts side by side, each over its own cached keys and values; gradients pass."""
+
+    spans: tuple[tuple[int, int], ...]
+    cached: Sequence[Sequence[LayerKV]]
+    sources: Sequence[int]
+
+    @classmethod
+    def of(
+        cls, prompts: Sequence[CachedPrompt], cached: Sequence[Sequence[LayerKV]], kinds: Sequence[LayerKind]
+    ) -> _Rows:
+        stops = list(accumulate(len(prompt.ids) for prompt in prompts))
+        sources = [layer if kind.source is None else kind.source for layer, kind in enumerate(kinds)]
+        return cls(tuple(zip([0, *stops[:-1]], stops, strict=True)), cached, sources)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: AttentionParams
+    ) -> torch.Tensor:
+        """Fulfil `AttentionRows`, by plain products."""
+        parts = []
+        for (start, stop), cached in zip(self.spans, self.cached, strict=True):
+            before, values = cached[self.sources[layer]]
+            if before.shape[2] != key.shape[3]:
+                before = joined(values, before)
+            keys = torch.cat([before, key[0, :, start:stop]], 1)
+            values = torch.cat([values, value[0, :, start:stop]], 1)
+            parts.append(_attended(query[0, :, start:stop], keys, values, scoring))
+        return torch.cat(parts, 1)[None]
+
+
+def _attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: AttentionParams) -> torch.Tensor:
+    """Attend with the last rows of a causal attention, `[heads, rows, head_dim]`; keys and values of fewer heads."""
+    heads, rows, _ = query.shape
+    kv_heads, seen = keys.shape[:2]
+    weights = attention_weights(
+        query, keys, KeyRanges.run(range(seen - rows, seen), scoring.window, query.device), scoring
+    )
+    return torch.bmm(weights.to(values.dtype).view(kv_heads, -1, seen), values).view(heads, rows, -1)

@@ -24,13 +24,11 @@ from kvtool.core.codec.levels import (
 )
 from kvtool.core.codec.profile import Profile
 from kvtool.core.common.progress import Events
-from kvtool.core.compress.compress_report import CompressReport
-from kvtool.core.compress.encode import Encoder
 from kvtool.core.compress.fitting import fit, keep_profile, profile_of
-from kvtool.core.compress.loss import LevelScheme, mean_loss, measure
+from kvtool.core.compress.level_writer import LevelWriter
+from kvtool.core.compress.loss import HeavyRows, LevelScheme, mean_loss, measure, own_prompts
 from kvtool.core.compress.options import AUTO, CompressOptions
-from kvtool.core.compress.prompts import own_prompts
-from kvtool.core.compress.rows import HeavyRows
+from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import KvtoolError, NoSpaceError, UsageError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.records.read import exact_level
@@ -64,7 +62,8 @@ def compress(
         check_reachable(options.ray)  # before anything is fitted or measured
     started = time.perf_counter()
     with Store.open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        fits = options.fit or (options.profile is None and _needs_profile(levels) and not _has_profile(store))
+        needs_profile = options.profile is None and (AUTO in levels or bool(profiled(levels)))
+        fits = options.fit or (needs_profile and not store.codec_state().get("profile"))
         session = Session(store, options, gradients=fits, decoder=None if fits else decoder)
         report = _Job(session, writer, replace(options, fit=fits), events or Events()).run(levels)
     report.seconds = time.perf_counter() - started
@@ -86,14 +85,6 @@ def check_levels(options: CompressOptions) -> list[str]:
     if AUTO in levels and options.questions == 0:
         raise UsageError("--level auto needs a measured loss", "leave --questions 0 out, or name a level")
     return levels
-
-
-def _needs_profile(levels: Sequence[str]) -> bool:
-    return AUTO in levels or bool(profiled(levels))
-
-
-def _has_profile(store: Store) -> bool:
-    return bool(store.codec_state().get("profile"))
 
 
 class _Job:
@@ -120,7 +111,7 @@ class _Job:
             raise self._refusal(levels)
         if any(level_of(level).share < 100 for level in levels):
             self._load()
-        Encoder(self.store, self.writer, profile, self.options, report, self.events, self.heavy).run(chunks, levels)
+        LevelWriter(self.store, self.writer, profile, self.options, report, self.events, self.heavy).run(chunks, levels)
         for row in report.levels:
             row.loss = losses.get(row.level, {})
         report.bytes_after = self.store.stats()["bytes"]
@@ -151,7 +142,7 @@ class _Job:
         )
 
     def _exact_bytes(self, chunks: Iterable[bytes], levels: Sequence[str]) -> int:
-        """Count what the exact records of some chunks take in the data file, those of these levels left out."""
+        """Count the bytes of some chunks' exact records in the data file, without those of these levels."""
         going = [level for level in exact() if level not in levels]
         with self.store.snapshot() as snapshot:
             return sum(size for chunk in chunks for name, size in level_bytes(snapshot, chunk).items() if name in going)
@@ -193,25 +184,18 @@ class _Job:
     # ---- the profile ----
 
     def _profile(self, chunks: Sequence[bytes]) -> Profile | None:
-        profile = self._asked_profile(chunks)
-        if profile is not None:
-            self.report.profile = {
-                "digest": profile.digest.hex(),
-                "bytes": len(profile.data),
-                "groups": profile.layout.groups,
-                **profile.about,
-            }
-        return profile
-
-    def _asked_profile(self, chunks: Sequence[bytes]) -> Profile | None:
         """Fit a profile here, or take one from another store; else it is the store's own, if there is one."""
+        made = None
         if self.options.fit:
-            profile = self._fitted(chunks)
+            made = self._fitted(chunks)
         elif self.options.profile is not None:
-            profile = profile_of(self.options.profile, self.identity.fingerprint)
-        else:
-            return self.session.profiles.current()
-        keep_profile(self.store, self.writer, profile)
+            made = profile_of(self.options.profile, self.identity.fingerprint)
+        if made is not None:
+            keep_profile(self.store, self.writer, made)
+        profile = made if made is not None else self.session.profiles.current()
+        if profile is not None:
+            size, groups = len(profile.data), profile.layout.groups
+            self.report.profile = {"digest": profile.digest.hex(), "bytes": size, "groups": groups, **profile.about}
         return profile
 
     def _fitted(self, chunks: Sequence[bytes]) -> Profile:
@@ -228,7 +212,7 @@ class _Job:
     def _losses(
         self, levels: Sequence[str], profile: Profile | None, chunks: Sequence[bytes]
     ) -> dict[str, dict[str, float]]:
-        """Tell what is known of the lossy levels; where nothing is, it is measured and kept in the store."""
+        """Return the known losses of the lossy levels; missing ones are measured and kept in the store."""
         maker = profile.digest.hex() if profile is not None else NO_PROFILE.hex()
         rows = losses_by_maker(self.store.codec_state())
         known = dict(rows.get(maker, {}))

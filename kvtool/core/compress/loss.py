@@ -5,33 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+from kvtool.core.cache.identity import ids_digest
 from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, Encoded, LayerKV, Payload, shape_of_layer
 from kvtool.core.codec.encode import encode_levels, encode_rows, some_rows
 from kvtool.core.codec.levels import level_of
-from kvtool.core.codec.profile import Profile
+from kvtool.core.codec.profile import SIDES, Profile
+from kvtool.core.codec.transform_kernels import squares_of
 from kvtool.core.common.types import Ids
-from kvtool.core.compress.by_layer import Toll, tolls
-from kvtool.core.compress.rows import HeavyRows
+from kvtool.core.compress.fitting import probes
 from kvtool.core.errors import DamagedError
 from kvtool.core.evaluate.measures import Row, means
 from kvtool.core.evaluate.reference import Reference
 from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
-from kvtool.core.fusion.plan import Plan, Segment
+from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.source import KVSource, ReadStats, RecordMissing
 from kvtool.core.model.generate import Generated
+from kvtool.core.records.heavy_hitters import heaviest, repeated
+from kvtool.core.records.read import exact_level
+from kvtool.core.session.session import Session
 
 if TYPE_CHECKING:
-    from kvtool.core.session.session import Session
+    import torch
 
 EXACT = "exact"
 _MAX_TOKENS = 32  # of the longest answer that is compared
+_TOGETHER = 4  # chunks whose rows are weighed in one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +94,16 @@ class LevelScheme:
 
 
 @dataclass(slots=True)
-class Held:
+class PromptKV:
     """A prompt's cached KV in memory, by layer and by the position at which a segment starts.
 
-    Filled before the model runs: work beside it, on its own cores, would take several times as long.
+    Filled before the model runs: concurrent work on its cores would take several times as long.
     """
 
     layers: list[dict[int, LayerKV]]
 
     @classmethod
-    def exact(cls, source: KVSource, plan: Plan, layers: int) -> Held:
+    def exact(cls, source: KVSource, plan: Plan, layers: int) -> PromptKV:
         """Read what a source gives. Raises DamagedError: a loss against a chunk computed anew would say nothing."""
         stats, starts = ReadStats(), [segment.position for segment in plan.cached]
         try:
@@ -108,10 +113,10 @@ class Held:
             raise DamagedError(f"the exact record of chunk {chunk} cannot be read: {missing.reason}", REPAIR) from None
         return cls([dict(zip(starts, kv, strict=True)) for kv in read])
 
-    def through(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[Held, Plan, list[Toll]]:
+    def round_trip(self, scheme: Scheme, plan: Plan, prefix_id: bytes) -> tuple[PromptKV, Plan, list[Toll]]:
         """Send it through a scheme: what comes back, the plan of that, and each layer's toll. The prompt's beginning is
         left as it is."""
-        lossy, segments = Held([dict(kv) for kv in self.layers]), list(plan.segments)
+        lossy, segments = PromptKV([dict(kv) for kv in self.layers]), list(plan.segments)
         totals = [Toll() for _ in self.layers]
         for number, segment in enumerate(plan.segments):
             if not segment.cached or segment.source.chunk_id == prefix_id:
@@ -167,11 +172,11 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
     def fused(source: KVSource, plan: Plan) -> Fused:
         return fuse(decoder, plan, Reuse(), source, reserve=_MAX_TOKENS)
 
-    held = Held.exact(session.source, plan, decoder.stored_layers)
-    reference = Reference.answered(decoder, fused(held, plan), _MAX_TOKENS)
+    cached = PromptKV.exact(session.source, plan, decoder.stored_layers)
+    reference = Reference.answered(decoder, fused(cached, plan), _MAX_TOKENS)
     rows = {EXACT: _scored(lambda: reference.answer, question)}
     for name, scheme in schemes.items():
-        lossy, of_rows, tolls = held.through(scheme, plan, prefix_id)
+        lossy, of_rows, tolls = cached.round_trip(scheme, plan, prefix_id)
         forced = reference.force(fused(lossy, of_rows))
         distance = forced.distance
         rows[name] = {
@@ -185,7 +190,7 @@ def measure_one(session: Session, question: Question, schemes: Mapping[str, Sche
 
 
 def mean_loss(rows: Sequence[Row]) -> dict[str, float]:
-    """Average a scheme's rows, and tell over how many questions."""
+    """Average a scheme's rows, and count its questions."""
     return means(rows) | {"questions": len(rows)}
 
 
@@ -198,3 +203,84 @@ def tolls_of(rows: Sequence[Row]) -> list[Toll]:
 def _scored(answer: Callable[[], Generated], question: Question) -> Row:
     """Score an answer, which is only given where right ones are known."""
     return {"f1": score(answer().text.strip(), question.answers).f1} if question.answers else {}
+
+
+@dataclass(slots=True)
+class Toll:
+    """Size and error of a scheme at one layer, summed over chunks.
+
+    Attributes
+    ----------
+    bytes : all included; elements : the numbers of K and V that they encode, dropped rows included.
+    wrong : sum of squared differences of the keys and of the values; size : sum of squares of the exact ones.
+    """
+
+    bytes: int = 0
+    elements: int = 0
+    wrong: tuple[float, float] = (0.0, 0.0)
+    size: tuple[float, float] = (0.0, 0.0)
+
+    def __add__(self, other: Toll) -> Toll:
+        return Toll(
+            self.bytes + other.bytes,
+            self.elements + other.elements,
+            (self.wrong[0] + other.wrong[0], self.wrong[1] + other.wrong[1]),
+            (self.size[0] + other.size[0], self.size[1] + other.size[1]),
+        )
+
+    @property
+    def bits(self) -> float:
+        """Return the bits for each number of K or V."""
+        return 8 * self.bytes / self.elements if self.elements else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the bits, and the norm of the error over that of the exact keys and values."""
+        errors = [(wrong / size) ** 0.5 if size else 0.0 for wrong, size in zip(self.wrong, self.size, strict=True)]
+        return {"bits_per_element": self.bits, "k_relative_error": errors[0], "v_relative_error": errors[1]}
+
+
+def tolls(exact: Sequence[LayerKV], lossy: Sequence[LayerKV], sizes: Sequence[int], tokens: int) -> list[Toll]:
+    """Measure the layers of one chunk of so many tokens, of which these rows are stored in so many bytes."""
+    right, wrong = ([side for kv in kvs for side in kv] for kvs in (exact, lossy))
+    sums = squares_of(wrong, right).reshape(-1, SIDES, 2).tolist()
+    return [
+        Toll(size, sum(tokens * side[:, 0].numel() for side in kv), (keys[0], values[0]), (keys[1], values[1]))
+        for kv, size, (keys, values) in zip(exact, sizes, sums, strict=True)
+    ]
+
+
+class HeavyRows:
+    """Chooses rows, each chunk's worth measured once."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._worth: dict[bytes, torch.Tensor] = {}
+
+    def learn(self, chunks: Sequence[tuple[bytes, Ids]], advance: Callable[[int], None] = lambda chunks: None) -> None:
+        """Measure what the rows of some chunks are worth, as far as it is not known yet."""
+        left = [(chunk, ids) for chunk, ids in dict(chunks).items() if chunk not in self._worth]
+        for first in range(0, len(left), _TOGETHER):
+            some = left[first : first + _TOGETHER]
+            made = repeated(self._session.decoder, self._session.lead_in, [ids for _, ids in some])
+            self._worth.update(zip((chunk for chunk, _ in some), made, strict=True))
+            advance(len(some))
+
+    def of(self, chunk: bytes, ids: Ids, level: str) -> Ids:
+        """The rows of a chunk that stay at a level, ascending."""
+        self.learn([(chunk, ids)])
+        return heaviest(self._worth[chunk], level_of(level).share)
+
+
+def own_prompts(session: Session, chunks: Sequence[tuple[bytes, str]], count: int) -> list[Question]:
+    """Make prompts over chunks that are stored exactly, other ones than those that a profile is fitted with."""
+    store, identity = session.store, session.identity
+    described = [(chunk, level, info) for chunk, level in chunks if (info := store.chunk_info(chunk)) is not None]
+    level = exact_level(store, identity.prefix_id) if identity.prefix else None
+    prefix = Candidate(identity.prefix, identity.prefix_id, ids_digest([]), level)
+    made = probes([info.token_ids for _, _, info in described], session.parts, session.tokenizer, count, seed=1)
+    prompts = []
+    for probe in made:
+        own = [described[number] for number in probe.chunks]
+        candidates = [Candidate(info.token_ids, chunk, info.lead_in, level) for chunk, level, info in own]
+        prompts.append(Question(build_plan(prefix, candidates, probe.question)))
+    return prompts

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.side_log import append_side, read_side_log
+from kvtool.core.cache.side_files import append_side, read_side_log
 from kvtool.core.evaluate.runs import run_name
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
-from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.record import aligned
 from kvtool.core.codec.base import LayerKV
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.kernels import rope_triton

@@ -14,7 +14,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.records.read import Unusable, kept_rows
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.link import RecordReader
+    from kvtool.core.cache.backend import RecordReader
 
 Status = Literal["hit", "exact", "miss", "fresh", "resident"]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from kvtool.core.cache.buffers import Room, aligned
+from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, LayerKV, Profiles, no_profiles
 from kvtool.core.codec.decode import decodes_there
@@ -22,7 +22,7 @@ from kvtool.core.fusion.plan import Segment
 from kvtool.core.records.read import Unusable, read_layer, stored_rows, stored_shape
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.link import RecordReader
+    from kvtool.core.cache.backend import RecordReader
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import ChunkKV
 
@@ -60,7 +60,7 @@ class ReadStats:
     bytes_read: int = 0
     read_s: float = 0.0
     decode_s: float = 0.0
-    room: Room = aligned
+    room: Allocator = aligned
     reading: tuple[Segment, float] | None = None
     layers: Mapping[int, Collection[int]] = field(default_factory=dict)
 
@@ -118,7 +118,7 @@ class StoreSource:
         # Only records that need no decoding are uploaded as their bytes are.
         room = stats.room if level_of(level).verbatim else aligned
         ahead = [stats.layers[segment.start] for segment in segments] if stats.layers else None
-        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, room=room, ahead=ahead)
+        read = read_layer(self.store, chunk_ids, level, layer, shapes=shapes, before=before, allocate=room, ahead=ahead)
         stats.reading = None
         stats.read_s += time.perf_counter() - started
         records = [record for record in read if isinstance(record, Encoded)]

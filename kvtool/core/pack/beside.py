@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import part_name
 from kvtool.core.errors import DamagedError
@@ -56,7 +56,7 @@ class StoreBlobs:
 
     def _record(self, rest: str) -> bytes | None:
         key, level, layer = rest.split("/")
-        place = keys.record_key(bytes.fromhex(key), level.rpartition("-")[0], int(layer))
+        place = tables.record_key(bytes.fromhex(key), level.rpartition("-")[0], int(layer))
         with self._store.snapshot() as snapshot:
             data = snapshot.get(tables.RECORDS, place)
             return None if data is None else bytes(data)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
@@ -24,7 +24,7 @@ from kvtool.core.remote.entries import Chunk, File, Level, chunk_name, digest_of
 from kvtool.core.remote.head import Head, seal_head
 from kvtool.core.remote.signing import SigningKey, seal_of
 from kvtool.core.session.identity import StoreIdentity
-from kvtool.core.upkeep.naming import named_documents
+from kvtool.core.upkeep.selectors import named_documents
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ def export(
 
     Parameters
     ----------
-    only : documents (see `core/upkeep/naming`); a file with several is taken whole. Empty: all.
+    only : documents (see `core/upkeep/selectors`); a file with several is taken whole. Empty: all.
     levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
     force : replace a file that is there.
     key : signs the pack's catalogue, and with it all but states of answered prompts.
@@ -133,7 +133,7 @@ class _Export:
         return files, list(wanted)
 
     def _file(self, entry: FileEntry, files: dict[str, File], wanted: dict[bytes, None]) -> None:
-        key, value = keys.name_key(entry.path), values.file_value(self.store, entry)
+        key, value = tables.name_key(entry.path), values.file_value(self.store, entry)
         _, documents = values.open_file(key, value)
         files[key.hex()] = File(digest_of(value), entry.mtime_ns, foreign=entry.origin.is_foreign)
         self.out.add(file_name(key.hex(), files[key.hex()]), value)

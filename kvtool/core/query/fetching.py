@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvtool.core.cache.link import Link, Stream, Wanted
+from kvtool.core.cache.backend import Link, Stream, Wanted
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Segment
 from kvtool.core.query.ahead import BackgroundDecoder

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.link import Link
+from kvtool.core.cache.backend import Link
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.codec.rans.coder import compile_ahead

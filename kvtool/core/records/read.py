@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvtool.core.cache.buffers import Room, aligned
 from kvtool.core.cache.layout import REPAIR
+from kvtool.core.cache.record import Allocator, aligned
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import Encoded, Profiles, Shape, no_profiles, shape_of
 from kvtool.core.codec.levels import exact, level_of
@@ -18,7 +18,7 @@ from kvtool.core.model.kinds import KVShape
 from kvtool.core.model.prefill import ChunkKV
 
 if TYPE_CHECKING:
-    from kvtool.core.cache.link import Ahead, KVRead, RecordReader
+    from kvtool.core.cache.backend import Ahead, KVRead, RecordReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def read_layer(
     *,
     shapes: Sequence[Shape] | None = None,
     before: Callable[[int], None] = lambda number: None,
-    room: Room = aligned,
+    allocate: Allocator = aligned,
     ahead: Ahead = None,
 ) -> list[Encoded | Unusable]:
     """Read one layer of several chunks, in order; every record is verified against its digest, its chunk and its level.
@@ -73,10 +73,10 @@ def read_layer(
     ----------
     shapes : required shapes of the records; None: any.
     before : called with the number of each chunk before a record of it is read.
-    room : allocates a record's memory, which nothing else may write to while the record is in use.
+    allocate : allocates a record's memory, which nothing else may write to while the record is in use.
     ahead : of each chunk, the layers that are read of it; None: any.
     """
-    read = store.read_layer(chunk_ids, level, layer, before, room, ahead)
+    read = store.read_layer(chunk_ids, level, layer, before, allocate, ahead)
     opened = [_opened(record, level, shapes[number] if shapes else None) for number, record in enumerate(read)]
     items, refined = [item for item, _ in opened], [base for _, base in opened]
     for base in {base for base in refined if base is not None}:
@@ -88,7 +88,7 @@ def read_layer(
             layer,
             shapes=[shapes[number] for number in numbers] if shapes else None,
             before=lambda at, numbers=numbers: before(numbers[at]),  # type: ignore[misc]
-            room=room,
+            allocate=allocate,
             ahead=[ahead[number] for number in numbers] if ahead is not None else None,
         )
         for number, coarse in zip(numbers, coarser, strict=True):

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from kvtool.core.cache.link import Arrival, Wanted
+from kvtool.core.cache.backend import Arrival, Wanted
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote.blobs import Readable, Reader
 

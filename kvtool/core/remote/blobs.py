@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 
 TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
 LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held stands, by what it begins with

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
@@ -41,7 +41,7 @@ class Descriptions:
         """
         files, left = list[Member](), set(self.lacking)
         for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
-            member = (keys.name_key(entry.path).hex(), FILE)
+            member = (tables.name_key(entry.path).hex(), FILE)
             if member in left:
                 left.remove(member)
                 files.append(member)

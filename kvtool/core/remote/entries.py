@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.link import Wanted
 from kvtool.core.remote.head import HEAD
 from kvtool.core.remote.limits import MOST_BYTES
 

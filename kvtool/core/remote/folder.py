@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
-from kvtool.core.cache.link import Wanted
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import ReadInTurn, seconds_held, stands

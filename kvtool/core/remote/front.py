@@ -13,8 +13,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import known
 from kvtool.core.errors import NoSpaceError
-from kvtool.core.upkeep.budget import LOW_WATER
-from kvtool.core.upkeep.inventory import kept_always, pages, pinned_with_documents, turns
+from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pinned_with_documents
+from kvtool.core.upkeep.size_report import LOW_WATER
 
 MOST_BYTES = 20 * 10**9
 _ROW = 256
@@ -68,7 +68,7 @@ def plan_room(
     budget = store.budget()
     if budget is None or sum(coming.values()) <= _room(store, budget):
         return Room({*coming}, {})
-    leaving = _Leaving(store, turns(store) if order is None else order, {*coming}, _room(store, budget))
+    leaving = _Leaving(store, eviction_order(store) if order is None else order, {*coming}, _room(store, budget))
     leaving.until(0)  # a budget that was lowered is met, whatever comes
     kept = set[bytes]()
     for chunk_id in sorted(coming, key=lambda chunk_id: (-leaving.turn(chunk_id), chunk_id)):
@@ -82,7 +82,7 @@ def plan_room(
 
 def give_way(store: Store, writer: Writer) -> bool:
     """Drop the KV of the coldest chunks, a tenth of what may be here. False: there is none."""
-    leaving = _Leaving(store, turns(store), set(), room=0)
+    leaving = _Leaving(store, eviction_order(store), set(), room=0)
     leaving.until(max(1, int((store.budget() or space.folder_bytes(store.path)) * (1 - LOW_WATER))))
     for level in known(leaving.going):
         writer.drop_level(leaving.going[level], level)

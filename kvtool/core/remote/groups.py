@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.remote import values
 from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Readable

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.errors import KvtoolError
 
 GAP = 64 * 2**10  # bytes between two parts that are read with them rather than asked for apart

@@ -278,7 +278,7 @@ class _Pull:
             single(digest, f"profile {digest}", described_by(f"profile/{digest}", None)) for digest in missing
         ):
             with self._noted(group):
-                self.writer.add_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
+                self.writer.put_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
 
     def _describe(self, catalogue: Catalogue) -> None:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
-from kvtool.core.cache.link import Wanted
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError

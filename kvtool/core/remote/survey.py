@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import layers_in
 from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, unseal
@@ -29,7 +29,7 @@ def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[b
     records = []
     with store.snapshot() as snapshot:
         for layer in range(layers):
-            data = snapshot.get(tables.RECORDS, keys.record_key(chunk_id, level, layer))
+            data = snapshot.get(tables.RECORDS, tables.record_key(chunk_id, level, layer))
             if data is None:
                 raise DamagedError(f"layer {layer} is not stored")
             checked = read_record(chunk_id, level, layer, data)
@@ -100,7 +100,7 @@ def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool
 
 def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
     files = dict[str, File]()
-    named = sorted((keys.name_key(entry.path), entry) for entry in store.files())  # documents stand in that order
+    named = sorted((tables.name_key(entry.path), entry) for entry in store.files())  # documents stand in that order
     for name, entry in _in_views(store, named):
         try:
             file = File(digest_of(values.file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)

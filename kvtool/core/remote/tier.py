@@ -7,11 +7,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 
-from kvtool.core.cache.buffers import aligned
+from kvtool.core.cache.backend import Ahead, KVRead, Wanted
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
-from kvtool.core.cache.link import Ahead, KVRead, Wanted
-from kvtool.core.cache.lock import writer_lock
+from kvtool.core.cache.layout import writer_lock
+from kvtool.core.cache.record import aligned
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
 from kvtool.core.common.types import Warn
@@ -29,7 +29,7 @@ from kvtool.core.remote.front import bytes_of, make_room, plan_room
 from kvtool.core.remote.limits import MOST_BYTES
 from kvtool.core.remote.offers import Offers
 from kvtool.core.remote.survey import base_of
-from kvtool.core.upkeep.budget import LOW_WATER
+from kvtool.core.upkeep.size_report import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
@@ -38,7 +38,7 @@ CATALOGUE = "remote/catalogue"  # the one that was taken over last, or its root,
 
 
 class Tier:
-    """A shared tier as the :class:`kvtool.core.cache.link.Link` of a local store.
+    """A shared tier as the :class:`kvtool.core.cache.backend.Link` of a local store.
 
     Documents and chunks are those of the catalogue; KV of a chunk is asked for when its first layer is read,
     taken layer by layer, checked, and written into the local store after the answer. Layers of it that no row sees are

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, stated_size
 from kvtool.core.cache.identity import HERE, ID_BYTES, ORIGIN
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
@@ -67,7 +67,7 @@ def file_value(store: Store, entry: FileEntry) -> bytes:
             raise DamagedError(f"the document {source} is lost")
         parts.append(document)
     payload = b"".join(piece for part in parts for piece in (_LENGTH.pack(len(part)), part))
-    return seal(keys.name_key(entry.path), Kind.FILE, payload)
+    return seal(tables.name_key(entry.path), Kind.FILE, payload)
 
 
 def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]:
@@ -100,7 +100,7 @@ def _checked_file(
 ) -> tuple[FileEntry, list[DocumentEntry]]:
     """The file and its documents, if it is the file that was asked for and its chunks lie within its documents."""
     sources = [document.source for document in documents]
-    if keys.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
+    if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
         raise DamagedError("another file, or other documents than it names, stand in its place")
     if "\0" in entry.path or not {".", ".."}.isdisjoint(_SEPARATOR.split(entry.path)):
         raise DamagedError("its path is none that an ingest gives a file")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtool.core.cache import keys
+from kvtool.core.cache import tables
 from kvtool.core.cache.identity import Origin
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of
@@ -111,7 +111,7 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
     """
     mine, kept = dict[str, File](), dict[str, str]()
     for entry in store.files():
-        key = keys.name_key(entry.path).hex()
+        key = tables.name_key(entry.path).hex()
         if key not in catalogue.files:
             continue
         if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
@@ -133,7 +133,7 @@ def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within
     """List the paths of the files that the tier has no more, of those whose keys the catalogue says everything of; of
     an untrusted one those that came from it."""
     paths = (
-        (entry.path, keys.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
+        (entry.path, tables.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
     )
     return [path for path, key in paths if key not in catalogue.files and within(key)]
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
-from kvtool.core.cache.side import check_table, tail_of
+from kvtool.core.cache.side_files import check_table, tail_of
 from kvtool.core.cache.space import check_file
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.private import new_file

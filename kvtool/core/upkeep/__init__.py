@@ -1,1 +1,1 @@
-"""Keeping a store in shape: what may go, in which order, and how it goes. Plans are pure; `apply` carries them out."""
+"""Upkeep of a store: what may be dropped, in which order, and how. Plans are pure; `apply` carries them out."""

@@ -5,39 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvtool.core.cache import keys, space, tables
+from kvtool.core.cache import space, tables
 from kvtool.core.cache.environment import PAGE_BYTES
 from kvtool.core.cache.identity import ID_BYTES
-from kvtool.core.cache.snapshot import Snapshot
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import in_turn
-from kvtool.core.codec.levels import lossy
+from kvtool.core.cache.transaction import Snapshot
+from kvtool.core.codec.levels import lossy, profiled
 from kvtool.core.common.json_text import level_rows
 from kvtool.core.errors import DamagedError
-from kvtool.core.session.identity import MeasuredLosses, StoreIdentity
+from kvtool.core.session.identity import MeasuredLosses, StoreIdentity, losses_by_maker
 
-if TYPE_CHECKING:
-    from kvtool.core.cache.store import Store
-
-
-_NODE = 64  # bytes of a row beside its value: node, key, offset
+_NODE = 64  # bytes of a row besides its value: node, key, offset
 _PAGE_HEADER = 16
 _OWN_PAGES_FROM = PAGE_BYTES // 2  # longer values have pages of their own, which go with them
+_PROFILE_BYTES = 16  # of a codec profile's digest; those of learned lead-ins of earlier versions are longer
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class ChunkHolding:
     """A chunk.
 
     Attributes
     ----------
-    levels : bytes that give way when a level is dropped.
+    levels : bytes that dropping each level frees.
     used : seconds of its last use; when it came, where it was never used.
     pinned : nothing of it may go.
     measured : its lossy levels of which the loss is known.
-    warmth : how lately and how often it was used (`cache/warmth.py`).
+    warmth : how lately and how often it was used (`cache/access_log.py`).
     """
 
     chunk_id: bytes
@@ -54,15 +51,15 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """A document with the chunks that are its own; a shared one belongs to the warmest document.
+class DocumentHolding:
+    """A document with the chunks that are its own; a shared one belongs to the most used document.
 
     Attributes
     ----------
     used, added : seconds, of the chunk that was used or that came last.
     chunks : its own.
     refs : all that it refers to.
-    size : bytes that go with it beside KV.
+    size : bytes that are dropped with it besides KV.
     """
 
     source: str
@@ -80,9 +77,9 @@ class Inventory:
 
     Attributes
     ----------
-    documents : the coldest first, by the warmest of its chunks.
+    documents : the least used first, by the most used of its chunks.
     loose : chunks that no document refers to, but for the prompt's own beginning.
-    stretches : of answered prompts, each with its seconds of last use and its bytes; the first goes first.
+    stretches : of answered prompts, each with its seconds of last use and its bytes; in the eviction order.
     used : bytes of the folder's files.
     free : bytes of them that a compaction gives back as things are.
     shared : chunks of these documents to which documents that are not in this inventory refer as well.
@@ -92,8 +89,8 @@ class Inventory:
     profile : digest and bytes of the codec's current profile; None: there is none, or it is not looked at.
     """
 
-    documents: tuple[Held, ...]
-    chunks: Mapping[bytes, Holding]
+    documents: tuple[DocumentHolding, ...]
+    chunks: Mapping[bytes, ChunkHolding]
     loose: tuple[bytes, ...]
     used: int
     free: int
@@ -121,7 +118,7 @@ def take_inventory(store: Store) -> Inventory:
     pinned |= {chunk for source in pinned_documents for chunk in refs.get(source, ())}
     losses = MeasuredLosses(store)
     chunks = {
-        chunk: Holding(
+        chunk: ChunkHolding(
             chunk,
             levels,
             max(used.get(chunk, 0), added.get(chunk, 0)),
@@ -169,8 +166,8 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
     held = {chunk for chunk_ids in refs.values() for chunk in chunk_ids}
     holders = index.holders(held)
     with store.snapshot() as snapshot:
-        chunks = {chunk: Holding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
-        names = {source: keys.name_key(source) for source in refs}
+        chunks = {chunk: ChunkHolding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
+        names = {source: tables.name_key(source) for source in refs}
         texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
         free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
     documents = _documents(refs, chunks, {}, {*pins["sources"]} | _holding_pins(refs, pinned), texts)
@@ -199,8 +196,8 @@ def _profile(store: Store) -> tuple[bytes, int] | None:
     return (digest, pages(sizes[0])) if sizes else None
 
 
-def turns(store: Store) -> dict[bytes, float]:
-    """Chunk id → what it goes by, as `Holding.turn`."""
+def eviction_order(store: Store) -> dict[bytes, float]:
+    """Map each chunk id to its place in the eviction order, as `ChunkHolding.turn`."""
     found = store.warmth()
     for chunk, when in store.added().items():
         found[chunk] = max(found.get(chunk, 0.0), when)
@@ -230,24 +227,24 @@ def _holding_pins(refs: Mapping[str, list[bytes]], pinned: set[bytes]) -> set[st
 
 def _documents(
     refs: Mapping[str, list[bytes]],
-    chunks: Mapping[bytes, Holding],
+    chunks: Mapping[bytes, ChunkHolding],
     added: Mapping[bytes, int],
     pinned: set[str],
     texts: Mapping[bytes, int],
-) -> tuple[Held, ...]:
+) -> tuple[DocumentHolding, ...]:
     last = {s: max((chunks[c].used for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
     turns = {s: max((chunks[c].turn for c in chunk_ids if c in chunks), default=0) for s, chunk_ids in refs.items()}
     order = sorted(refs, key=lambda source: (turns[source], source))
     owner = {chunk: source for source in order for chunk in refs[source]}
     return tuple(
-        Held(
+        DocumentHolding(
             source,
             last[source],
             max((added.get(chunk, 0) for chunk in refs[source]), default=0),
             source in pinned,
             tuple(dict.fromkeys(chunk for chunk in refs[source] if owner[chunk] == source)),
             tuple(dict.fromkeys(refs[source])),
-            texts.get(keys.name_key(source), 0),
+            texts.get(tables.name_key(source), 0),
         )
         for source in order
     )
@@ -291,14 +288,14 @@ def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
 def _records(snapshot: Snapshot, chunk_id: bytes = b"") -> Iterator[tuple[bytes, str, int]]:
     for key, size in snapshot.sizes(tables.RECORDS, chunk_id):
         try:
-            chunk, level, _ = keys.split_record_key(key)
+            chunk, level, _ = tables.split_record_key(key)
         except DamagedError:  # found by verify
             continue
         yield chunk, level, pages(size)
 
 
 def pages(size: int) -> int:
-    """Bytes that certainly give way with a value: its own pages; of one that shares its page with others, half."""
+    """Return the bytes that dropping a value frees at least: its own pages; half of a value that shares its page."""
     if size >= _OWN_PAGES_FROM:
         return -(-(size + _PAGE_HEADER) // PAGE_BYTES) * PAGE_BYTES
     return (size + _NODE) // 2
@@ -345,3 +342,26 @@ def _own_beginning(store: Store, identity: StoreIdentity) -> dict[str, Any] | No
     levels = store.sizes_here(identity.prefix_id)
     tokens = len(info.token_ids) if levels else 0
     return {"id": identity.prefix_id.hex(), "tokens": tokens, "levels": level_rows(levels)}
+
+
+def without_profile(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of the codec levels without its current profile; measurements made with the profile are kept."""
+    return {**state, "profile": "", "losses": losses_by_maker(state)}
+
+
+def old_profiles(store: Store) -> list[bytes]:
+    """Return the digests of profiles that no record was made with, and that no new record would be made with.
+
+    Raises
+    ------
+    DamagedError : what is in use cannot be read.
+    """
+    unread = [digest for digest in store.profile_digests() if len(digest) != _PROFILE_BYTES]
+    current = str(store.codec_state().get("profile", ""))
+    candidates = [digest for digest in store.profile_digests() if digest.hex() != current and digest not in unread]
+    if not candidates:
+        return unread
+    named = {store.made_with(chunk, level) for chunk in store.chunk_ids() for level in profiled(store.levels(chunk))}
+    if None in named:  # a record whose profile is unknown: verify reports it
+        return unread
+    return unread + [digest for digest in candidates if digest.hex() not in named]

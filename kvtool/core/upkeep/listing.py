@@ -184,7 +184,7 @@ def parse_sort(text: str) -> Callable[[Iterable[AnyRow]], list[AnyRow]]:
     return lambda rows: sorted(rows, key=_KEYS[field], reverse=text.startswith("-"))
 
 
-# ---- what is told ------------------------------------------------------------------------------------------------
+# ---- documents ---------------------------------------------------------------------------------------------------
 
 
 def documents_of(rows: Iterable[Row]) -> list[DocumentRow]:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache import keys
-from kvtool.core.cache.damage import NO_LAYER, Damage, in_sample
+from kvtool.core.cache import tables
+from kvtool.core.cache.integrity import Damage, in_sample
 from kvtool.core.errors import DamagedError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import chunk_tokens
@@ -39,7 +39,7 @@ def compare_texts(store: Store, tokenizer: Any, sample: Fraction = Fraction(1)) 
     """
     compared, damaged = 0, list[Damage]()
     for source in store.sources():
-        key = keys.name_key(source)
+        key = tables.name_key(source)
         if not in_sample(key, sample):
             continue
         with suppress(DamagedError):  # a damaged document, which other checks report
@@ -49,7 +49,7 @@ def compare_texts(store: Store, tokenizer: Any, sample: Fraction = Fraction(1)) 
             compared += 1
             reason = next(_differences(store, document, tokenizer), None)
             if reason is not None:
-                damaged.append(Damage("", "", NO_LAYER, reason, "documents", key.hex()))
+                damaged.append(Damage(reason, "documents", key.hex()))
     return compared, damaged
 
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from kvtool.core.cache import keys, tables
+from kvtool.core.cache import tables
 from kvtool.core.cache.commit import Commits
-from kvtool.core.cache.gate import Transaction
 from kvtool.core.cache.record import Kind, KVHeader, encode_record, seal
-from kvtool.core.cache.rows import Row, document_row, file_row
 from kvtool.core.cache.store import Store
+from kvtool.core.cache.tables import Row, document_row, file_row
+from kvtool.core.cache.transaction import Transaction
 from kvtool.core.common.arithmetic import Arithmetic
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
@@ -136,11 +136,11 @@ def _rows(file: PreparedFile) -> Iterator[Row]:
         size, at = 2 * _HEAD * tokens, int.from_bytes(key[:2], "little") * 2
         numbers = [_drawn()[at : at + size], _drawn()[at + size : at + 2 * size]]
         record = encode_record(key, KVHeader("bfloat16", 1, tokens, _HEAD, _HEAD, "raw", 0), numbers)
-        level = keys.level_key(key, "raw")
+        level = tables.level_key(key, "raw")
         yield tables.CHUNKS, key, seal(key, Kind.CHUNK, info.to_bytes())
-        yield tables.ADDED, key, keys.seal_number(key, now)
-        yield tables.RECORDS, keys.record_key(key, "raw", 0), record
-        yield tables.LEVELS, level, keys.LevelRow(1, tokens, len(record)).seal(level)
+        yield tables.ADDED, key, tables.seal_number(key, now)
+        yield tables.RECORDS, tables.record_key(key, "raw", 0), record
+        yield tables.LEVELS, level, tables.LevelRow(1, tokens, len(record)).seal(level)
     yield from map(document_row, file.documents)
     yield file_row(file.entry)
 

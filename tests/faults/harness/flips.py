@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.cache.integrity import verify_here
 from kvtool.core.cache.store import Store
-from kvtool.core.cache.verify import verify_here
 from kvtool.core.errors import KvtoolError
 from tests.faults.harness.children import Ended, in_child
 from tests.faults.harness.injury import Fault

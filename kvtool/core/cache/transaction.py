@@ -1,18 +1,110 @@
-"""Snapshot of a store: one consistent state, for a single read or a whole question, whatever is written meanwhile."""
+"""Read transactions: snapshots of a store, and the lock that lets many of them run, or one change of LMDB's map.
+
+LMDB moves the map under running transactions, so no transaction may be open while its size is changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
-from kvtool.core.cache.buffers import Room, aligned
+import lmdb
+
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.cache.nodes import Leaf
-from kvtool.core.cache.pages import META_PAGES
-from kvtool.core.cache.record import Kind, unseal
-from kvtool.core.cache.tree import BIG_HEADER_BYTES, Found, Tree
-from kvtool.core.cache.tree_check import damaged_pages
+from kvtool.core.cache.pages import META_PAGES, Leaf
+from kvtool.core.cache.record import Allocator, Kind, aligned, unseal
+from kvtool.core.cache.tree import BIG_HEADER_BYTES, Found, Tree, damaged_pages
 from kvtool.core.errors import DamagedError
+
+Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
+_LOOK_SECONDS = 0.001
+
+
+class TransactionGuard:
+    """Guard of a transaction in an environment: created first, ended in a `finally`; ending it twice is allowed.
+
+    Its state is one attribute, so that ending is a single assignment, which no signal can interrupt halfway.
+    """
+
+    __slots__ = ("__weakref__", "inside", "lock", "thread", "transaction", "tree")
+
+    def __init__(self) -> None:
+        self.lock: ReadWriteLock | None = None
+        self.inside = False
+        self.thread = 0
+        self.transaction: Transaction | None = None
+        self.tree: Tree | None = None
+
+    def end(self) -> None:
+        """End the transaction, if it was begun, and leave."""
+        try:
+            if self.transaction is not None:
+                self.transaction.abort()
+        finally:
+            self.inside = False
+            self.transaction = None
+            if self.lock is not None:
+                self.lock.left(self)
+
+
+class ReadWriteLock:
+    """A lock that is held by many guards, or by one thread alone.
+
+    A thread that waits to be alone keeps new threads out, else readers in a loop would starve it; a thread that is
+    inside may enter again, else it would wait for itself. The lock knows its guards weakly, and a thread that wants to
+    be alone ends its own: an interrupt between the lines may have left one open, and nobody waits for that one for
+    ever. Waiting is rare and looks now and then: a plain lock, unlike a condition, cannot be left held by an interrupt.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._guards: dict[int, weakref.ref[TransactionGuard]] = {}
+        self._waiting: set[object] = set()
+
+    def enter(self, guard: TransactionGuard) -> None:
+        """Wait until no thread is alone or wants to be, then let the guard in."""
+        guard.lock, guard.thread = self, threading.get_ident()
+        while True:
+            with self._lock:
+                if not self._waiting or any(other.thread == guard.thread for other in self._inside()):
+                    self._guards[id(guard)] = weakref.ref(guard)
+                    guard.inside = True
+                    return
+            time.sleep(_LOOK_SECONDS)
+
+    def left(self, guard: TransactionGuard) -> None:
+        """Forget a guard that has ended."""
+        self._guards.pop(id(guard), None)
+
+    def run_alone(self, work: Callable[[], None]) -> None:
+        """Do something while no guard is inside and none enters."""
+        ticket = object()
+        try:
+            self._waiting.add(ticket)
+            while True:
+                with self._lock:
+                    if not self._others():
+                        work()
+                        return
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            self._waiting.discard(ticket)
+
+    def _inside(self) -> list[TransactionGuard]:
+        known = [reference() for reference in list(self._guards.values())]
+        return [guard for guard in known if guard is not None and guard.inside]
+
+    def _others(self) -> bool:
+        """Return True if other threads are inside; guards that this thread has left open are ended."""
+        this_thread = threading.get_ident()
+        for guard in self._inside():
+            if guard.thread == this_thread:
+                guard.end()
+        return bool(self._inside())
 
 
 class Snapshot:
@@ -21,9 +113,9 @@ class Snapshot:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
 
-    def get(self, table: bytes, key: bytes, room: Room = aligned) -> memoryview | None:
-        """A copy of a value, or None; a large one stands where `room` says."""
-        return self._tree.get(table + key, room=room)
+    def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
+        """A copy of a value, or None; a large one is copied into what `allocate` returns."""
+        return self._tree.get(table + key, allocate=allocate)
 
     def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
         """Return the contents of a value's envelope, or None.
@@ -44,13 +136,13 @@ class Snapshot:
         return self._tree.last(table + key, size)
 
     def copies(
-        self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], room: Room
+        self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], allocate: Allocator
     ) -> list[memoryview | DamagedError | None]:
         """Copies of many values: each looked up once, and what is not in memory asked for while others are copied.
 
         Parameters
         ----------
-        before : told the number of each before it is copied.
+        before : called with the number of each before it is copied.
         """
         found = [self._found(table + key) for key in keys]
         waited: list[int] = []
@@ -66,7 +158,7 @@ class Snapshot:
                 return place
             before(number)
             try:
-                return self._tree.value(place, room, waits)
+                return self._tree.value(place, allocate, waits)
             except DamagedError as error:
                 return error
 

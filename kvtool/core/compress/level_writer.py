@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
+import torch
+
+from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.codec.base import Encoded
+from kvtool.core.codec import CODECS
+from kvtool.core.codec.base import Encoded, LayerKV, Profiles
+from kvtool.core.codec.encode import some_rows
 from kvtool.core.codec.levels import coarser, exact, known, level_of, nested, profiled
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.codec.row_subset import inner_of
+from kvtool.core.codec.transform_kernels import errors_of
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
-from kvtool.core.compress.compress_report import CompressReport, LevelReport
-from kvtool.core.compress.encoding import Task
-from kvtool.core.compress.hands import Hands, OwnHands, Plan
+from kvtool.core.common.types import Ids
+from kvtool.core.compress.encoders import Encoder, LocalEncoder, Plan, RayEncoder, Task
+from kvtool.core.compress.loss import HeavyRows
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.compress.ray_hands import RaysHands
-from kvtool.core.compress.read_back import ReadBack
-from kvtool.core.compress.rows import HeavyRows
+from kvtool.core.compress.report import CompressReport, LevelReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.encode import encoder_threads
-from kvtool.core.records.read import exact_level, read_records
+from kvtool.core.records.read import exact_level, read_records, stored_rows
 from kvtool.core.session.identity import ProfileCache
 
 _AT_ONCE = 16  # chunks that are encoded, made durable, read back
+_SLACK = 1.01  # of a stated error: products of other sizes round otherwise
 
 
-class Encoder:
+class LevelWriter:
     """Brings chunks to some levels, several at a time: as many as torch has threads, or as Ray has workers.
 
     Parameters
@@ -49,9 +57,9 @@ class Encoder:
         heavy: HeavyRows | None = None,
     ) -> None:
         self._store, self._writer, self._profile, self._heavy = store, writer, profile, heavy
-        self._shelf = ProfileCache(store)
+        self._profiles_cache = ProfileCache(store)
         self._options, self._report, self._events = options, report, events
-        self._there: list[bytes] = []  # chunks that have the levels now, and were not read back
+        self._unread: list[bytes] = []  # chunks that have the levels now, and were not read back
         self._bare = 0  # chunks passed over that have no record at all: here an ingest computes them again
 
     def run(self, chunks: Sequence[bytes], levels: Sequence[str]) -> None:
@@ -59,18 +67,18 @@ class Encoder:
         order = known(levels)
         self._report.levels = [LevelReport(level) for level in order]
         self._events.step("compress", len(chunks), "chunks")
-        with encoder_threads() as pool, closing(self._hands(pool)) as hands:
-            back = ReadBack(self._store, self._shelf, self._report, pool)
+        with encoder_threads() as pool, closing(self._encoder(pool)) as encoder:
+            back = ReadBack(self._store, self._profiles_cache, self._report, pool)
             for first in range(0, len(chunks), _AT_ONCE):
                 for plan in self._plans(chunks[first : first + _AT_ONCE], order):
-                    hands.give(plan)
-                    while hands.is_full:
-                        self._take(hands, back)
+                    encoder.submit(plan)
+                    while encoder.is_full:
+                        self._take(encoder, back)
                 self._settle(back)
-            while hands.is_busy:
-                self._take(hands, back)
+            while encoder.is_busy:
+                self._take(encoder, back)
             self._settle(back, last=True)
-            self._report.workers = hands.workers
+            self._report.workers = encoder.workers
         if lossy := self._report.skipped - self._bare:
             stay = counted(lossy, "chunk stays as it is", "chunks stay as they are")
             text = f"{stay}: no exact record is left to encode"
@@ -79,31 +87,31 @@ class Encoder:
             text = f"{counted(self._bare, 'chunk')} passed over: no KV is stored, as after `store prune`"
             self._warn(text, "`kvtool ingest` of their documents computes it again; then compress once more")
 
-    def _hands(self, pool: ThreadPoolExecutor) -> Hands:
+    def _encoder(self, pool: ThreadPoolExecutor) -> Encoder:
         if self._options.ray:
-            return RaysHands(self._task, self._profile, self._options, self._warn)
-        return OwnHands(self._task, self._profile, pool, _AT_ONCE)
+            return RayEncoder(self._task, self._profile, self._options, self._warn)
+        return LocalEncoder(self._task, self._profile, pool, _AT_ONCE)
 
     def _warn(self, text: str, hint: str) -> None:
         self._report.warnings.append(text)
         self._events.warn(text, hint)
 
-    def _take(self, hands: Hands, back: ReadBack) -> None:
+    def _take(self, encoder: Encoder, back: ReadBack) -> None:
         """Write what was encoded."""
-        for plan, made in hands.take():
+        for plan, made in encoder.next():
             self._report.encode_seconds += made.seconds
             self._report.encoded_bytes += made.raw_bytes * len(plan.levels)
             self._report.encoded += 1
             for level in reversed(plan.levels):  # the coarser first: what refines it is never stored without it
                 self._writer.put_chunk(plan.chunk, plan.info, level, made.records[level])
-            self._there.append(plan.chunk)
+            self._unread.append(plan.chunk)
         self._settle(back)
 
     def _settle(self, back: ReadBack, last: bool = False) -> None:
         """Make what is there durable and read it back, many chunks at a time."""
-        if len(self._there) < (1 if last else _AT_ONCE):
+        if len(self._unread) < (1 if last else _AT_ONCE):
             return
-        some, self._there = self._there, []
+        some, self._unread = self._unread, []
         levels = [level.level for level in self._report.levels]
         self._writer.flush()
         sound = back.sound(some, levels)
@@ -134,18 +142,18 @@ class Encoder:
         wanted = [level for level in levels if level not in stored or level in stale]
         if not wanted:
             self._report.kept += 1
-            self._there.append(chunk)
+            self._unread.append(chunk)
             return None
         if source is None:
             self._report.skipped += 1
             self._bare += not stored
             self._events.advance(1)
             return None
-        doomed = [level for level in stale if level in wanted]
+        outdated = [level for level in stale if level in wanted]
         if nested(stale) and nested(wanted):  # one may refine another: they go together
-            doomed = [*nested(), *(level for level in doomed if not level_of(level).nested)]
+            outdated = [*nested(), *(level for level in outdated if not level_of(level).nested)]
             wanted = [level for level in wanted if not level_of(level).nested] + nested([*levels, *stored])
-        for level in doomed:
+        for level in outdated:
             self._writer.drop_level([chunk], level)
         info = self._store.chunk_info(chunk)
         if info is None:
@@ -179,3 +187,94 @@ class Encoder:
 
     def _records(self, plan: Plan, level: str) -> list[Encoded]:
         return [read_records(self._store, [plan.chunk], level, layer)[0] for layer in range(plan.info.layers)]
+
+
+class ReadBack:
+    """Reads what was written, layer by layer, several layers at a time."""
+
+    def __init__(self, store: Store, profiles: Profiles, report: CompressReport, pool: ThreadPoolExecutor) -> None:
+        self._store, self._profiles, self._report, self._pool = store, profiles, report, pool
+
+    def sound(self, chunks: Sequence[bytes], levels: Sequence[str]) -> list[bytes]:
+        """Decode chunks at some levels and count them; returns those that have a description.
+
+        Raises
+        ------
+        DamagedError : a record cannot be read, or is not within the error that it states.
+        """
+        infos = {chunk: self._store.chunk_info(chunk) for chunk in chunks}
+        there = [chunk for chunk, info in infos.items() if info is not None]
+        layers = max((info.layers for info in infos.values() if info is not None), default=0)
+        sources = {chunk: exact_level(self._store, chunk) for chunk in there}
+        for report in (report for report in self._report.levels if report.level in levels):
+            report.chunks += len(there)
+            for count, decoded_bytes, seconds in self._pool.map(
+                partial(self._layer, report.level, sources), range(layers)
+            ):
+                report.bytes += count.bytes
+                report.elements += count.elements
+                report.error += count.error
+                self._report.decoded_bytes += decoded_bytes
+                self._report.decode_seconds += seconds
+        return there
+
+    def _layer(self, level: str, sources: dict[bytes, str | None], layer: int) -> tuple[LevelReport, int, float]:
+        """Compare one layer; return its counts, and the bytes and seconds of its decoding."""
+        items = read_records(self._store, [*sources], level, layer)
+        started = time.thread_time()
+        made = CODECS[level].decode(items, layer, self._profiles)
+        seconds = time.thread_time() - started
+        count = LevelReport(level)
+        stated = [CODECS[level].stated_error(item.payload) for item in items]
+        for item, errors in zip(items, stated, strict=True):
+            elements = 2 * math.prod(item.shape)
+            count.bytes += sum(len(record.payload) + OVERHEAD_BYTES for record in item.chain())
+            count.elements += elements
+            count.error += elements * sum(errors) / 2
+        self._compare(level, layer, sources, made, stated, [stored_rows(item, level) for item in items])
+        return count, sum(side.nbytes for kv in made for side in kv), seconds
+
+    def _compare(
+        self,
+        level: str,
+        layer: int,
+        sources: dict[bytes, str | None],
+        made: Sequence[LayerKV],
+        stated: Sequence[tuple[float, float]],
+        rows: Sequence[Ids | None],
+    ) -> None:
+        """Refuse what is not within the error that its record states; 0: bit for bit. `rows`: those that are stored."""
+        chunks = [*sources]
+        for source in {source for source in sources.values() if source is not None}:
+            numbers = [number for number, chunk in enumerate(chunks) if sources[chunk] == source]
+            items = read_records(self._store, [chunks[number] for number in numbers], source, layer)
+            right = CODECS[source].decode(items, layer)
+            right = [_stored(kv, rows[number]) for number, kv in zip(numbers, right, strict=True)]
+            sound = _within([made[at] for at in numbers], right, [stated[at] for at in numbers])
+            for number, within in zip(numbers, sound, strict=True):
+                if not within:
+                    raise DamagedError(
+                        f"chunk {chunks[number].hex()[:12]} did not come back from level {level} as it was encoded",
+                        "nothing was dropped; please report this",
+                    )
+
+
+def _stored(kv: LayerKV, rows: Ids | None) -> LayerKV:
+    return kv if rows is None else some_rows([kv], rows)[0]
+
+
+def _alike(made: LayerKV, exact: LayerKV) -> bool:
+    return all((one.shape, one.dtype) == (other.shape, other.dtype) for one, other in zip(made, exact, strict=True))
+
+
+def _within(made: Sequence[LayerKV], exact: Sequence[LayerKV], stated: Sequence[tuple[float, float]]) -> list[bool]:
+    """Return True for each chunk that is equal to its input, or as near as its records state."""
+    left, right = ([side for kv in kvs for side in kv] for kvs in (made, exact))
+    if [(side.shape, side.dtype) for side in left] != [(side.shape, side.dtype) for side in right]:
+        return [_alike(*pair) for pair in zip(made, exact, strict=True)]
+    bounds = [bound for pair in stated for bound in pair]
+    sound = [
+        torch.equal(one, other) if bound == 0.0 else error <= bound * _SLACK
+        for one, other, bound, error in zip(left, right, bounds, errors_of(left, right), strict=True)
+    ]
+    return [all(pair) for pair in zip(sound[::2], sound[1::2], strict=True)]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from kvtool.core.cache.buffers import Room
-from kvtool.core.cache.record import KVHeader
+from kvtool.core.cache.record import Allocator, KVHeader
 from kvtool.core.errors import KvtoolError
 
 KVRead = tuple[KVHeader, memoryview]
@@ -30,14 +29,14 @@ class RecordReader(Protocol):
         level: str,
         layer: int,
         before: Callable[[int], None] = ...,
-        room: Room = ...,
+        allocate: Allocator = ...,
         ahead: Ahead = ...,
     ) -> list[KVRead | KvtoolError | None]:
         """Read one layer of many chunks; for each its header and payload, None, or its error.
 
         Payloads are private, writable, 64-byte aligned; `before` is called with each chunk's number before its record
         is
-        read; `room` allocates memory for large records; `ahead` lists the layers that will be read of each.
+        read; `allocate` allocates memory for large records; `ahead` lists the layers that will be read of each.
         """
         ...
 
@@ -106,7 +105,7 @@ class Stream(Protocol):
 
 
 class Link(Protocol):
-    """The place behind a store. A link that fails once offers nothing from then on.
+    """Protocol of a remote backend of a store. After a failure it offers nothing more.
 
     Attributes
     ----------

@@ -10,7 +10,7 @@ from kvtool.core.codec.levels import MAX_LOSS
 
 @dataclass(slots=True)
 class LevelReport:
-    """Tells of one level what came of it, over the chunks that were asked for.
+    """Result of one level, over the chunks that were asked for.
 
     Attributes
     ----------
@@ -43,7 +43,7 @@ class LevelReport:
 
 @dataclass(slots=True)
 class CompressReport:
-    """Tells the result of a compression (kvtool/docs/json.md).
+    """Result of a compression (kvtool/docs/json.md).
 
     Attributes
     ----------
