@@ -284,7 +284,7 @@ def open_any_store(run: Run) -> Store:
     place = run.get(StoreOptions).place
     if isinstance(place, Path):
         return Store.open(place)
-    from kvtool.core.remote.opening import open_shared
+    from kvtool.core.remote.mirror import open_shared
 
     timeout = run.get(RemoteOptions).remote_timeout
     return open_shared(place, timeout=timeout, lock_wait=run.lock_wait, warn=run.out.warning)

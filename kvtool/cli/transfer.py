@@ -13,11 +13,10 @@ from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_DAMAGED
-from kvtool.core.pack.options import ExportOptions, ImportOptions
-from kvtool.core.remote.options import PullOptions, PushOptions
+from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
 
 if TYPE_CHECKING:
-    from kvtool.core.remote.transfer_report import TransferReport
+    from kvtool.core.remote.report import TransferReport
 
 Url = Annotated[
     str,
@@ -36,7 +35,7 @@ _REPLACE = "`kvtool store rm PATH` makes way for one; --mine or --trust FILE say
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
 def push(run: Run, url: Url) -> int | None:
     """Upload what a shared store lacks. Run it again to resume."""
-    from kvtool.core.remote.by_url import push_to
+    from kvtool.core.remote.push import push_to
 
     with JobView(run) as view:
         report = push_to(url, run.folder, run.get(PushOptions), view.events)
@@ -46,7 +45,7 @@ def push(run: Run, url: Url) -> int | None:
 @takes(PullOptions, StoreOptions, examples=(f"store pull {_SHARED}", f"store pull {_SHARED} --level 2,3 --delete"))
 def pull(run: Run, url: Url) -> int | None:
     """Download what this store lacks from a shared store. A missing store is created."""
-    from kvtool.core.remote.by_url import pull_from
+    from kvtool.core.remote.pull import pull_from
 
     options = run.get(PullOptions)
     if not options.dry_run:
@@ -125,7 +124,7 @@ Pack = Annotated[Path, typer.Argument(metavar="FILE.kvpack", help="The pack.")]
 )
 def export(run: Run, pack: Pack) -> int | None:
     """Write documents, chunks and their KV to one file, a pack."""
-    from kvtool.core.pack.give import export as run_export
+    from kvtool.core.pack.export import export as run_export
 
     options = run.get(ExportOptions)
     levels = options.levels or None
@@ -163,7 +162,7 @@ def import_(run: Run, sources: Sources) -> int | None:
     `ingest --shard` with --mine. A missing store is created; the sources do not change.
     """
     from kvtool.core.cache.store import Store
-    from kvtool.core.pack.merge import merge
+    from kvtool.core.pack.import_ import merge
     from kvtool.core.session.identity import store_identity
     from kvtool.reports.glance import computed_by, makers
 

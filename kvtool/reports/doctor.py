@@ -34,8 +34,8 @@ from kvtool.core.common.urls import for_people, scrubbed
 from kvtool.core.errors import KvtoolError, ModelError, StoreNotFoundError
 from kvtool.core.model.options import DEFAULT_MODEL, ModelOptions
 from kvtool.core.native.isa import best_isa
-from kvtool.core.remote.opening import local_place
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.mirror import local_place
 from kvtool.core.session.identity import StoreIdentity, known_result, model_files, store_identity
 from kvtool.core.upkeep.inventory import sizes_of
 
@@ -44,7 +44,7 @@ _NOT_OFFERED = ("dev",)  # extras for work on kvtool itself
 # Each looks for plugins of its kind when it is imported, and leaves out those that would take the place of its own.
 _REGISTRIES = (
     *("kvtool.core.corpus.readers", "kvtool.core.retrieval.embed", "kvtool.core.fusion.selectors"),
-    *("kvtool.core.codec.levels", "kvtool.core.remote.urls"),
+    *("kvtool.core.codec.levels", "kvtool.core.remote.blobs"),
 )
 _TELLING = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amxbf16", "asimd", "bf16", "i8mm", "sve")
 _LITTLE_MEMORY = 2 * 10**9

@@ -69,7 +69,7 @@ class Resident:
 
     def _open(self, decoder: Decoder | None) -> Session:
         """Open the store with its model; `decoder`: a loaded one, which may be the same."""
-        from kvtool.core.remote.opening import open_store
+        from kvtool.core.remote.mirror import open_store
         from kvtool.core.session.identity import store_identity
         from kvtool.core.session.session import Session
 

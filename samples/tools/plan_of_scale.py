@@ -12,8 +12,8 @@ import argparse
 from dataclasses import dataclass
 from math import ceil, floor
 
-from kvtool.core.remote.packing import PACK_BYTES
-from kvtool.core.remote.shards import count_for
+from kvtool.core.remote.catalogue_io import count_for
+from kvtool.core.remote.send import PACK_BYTES
 
 GB, HOURS = 1e9, 3600.0
 DESCRIBED = 2_000  # bytes of a chunk of 256 tokens: ids, sensitivities, its share of a document's packed text

@@ -203,7 +203,7 @@ def test_parts_of_several_machines_are_merged_and_it_is_told(
     assert 1 <= changed["chunks"]["computed"] <= 2
     kvtool("ingest", path, "--store", tmp_path / "32", "--model", model, *CHUNKS, "--store-dtype", "float32").fine()
     refused = kvtool("store", "merge", tmp_path / "32", "--store", elsewhere)
-    refused.failed(12, "made with another dtype", "merge into another --store")
+    refused.failed(12, "made with another dtype", "into a store of its own: --store")
 
 
 def test_what_leaves_the_range_of_the_stores_format_is_refused(model: Path, tmp_path: Path) -> None:

@@ -23,16 +23,15 @@ from kvtool.core.kernels.attention.params import AttentionParams
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import LeadIn
-from kvtool.core.pack.give import export
-from kvtool.core.pack.take import take
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import take
 from kvtool.core.records.heavy_hitters import SINKS, heaviest, repeated
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import is_own
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.catalogue import Catalogue, is_own
+from kvtool.core.remote.catalogue_io import read_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_head
-from kvtool.core.remote.survey import survey
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.values import survey
 from kvtool.core.upkeep.inventory import old_profiles
 from tests.cli.working import QUESTION, SHORT, damages, kvtool
 from tests.compress.making import (

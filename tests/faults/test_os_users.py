@@ -24,7 +24,7 @@ from kvtool.core.cache.layout import TEMPORARY, atomic_write
 from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
-from kvtool.core.remote.shelf import Shelf
+from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.retrieval.index import index_of
 from kvtool.serve import beside
 from tests.cache.making import make_store
@@ -146,7 +146,7 @@ def _fill(folder: Path) -> None:
         store.write_side("gate/verdict.json", {"passed": True})
         append_side(store, "audit/log.jsonl", {"question": "what nobody else shall read"})
         index_of(store)
-    Shelf("file:///nowhere").put("ab" * 16, b"a copy of a catalogue")
+    CatalogueCache("file:///nowhere").put("ab" * 16, b"a copy of a catalogue")
     file_digest(Path(__file__))
 
 

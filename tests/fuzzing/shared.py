@@ -16,21 +16,15 @@ import zstandard
 from kvtool.core.cache import tables
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.pack.container import PackReader
-from kvtool.core.pack.give import export
-from kvtool.core.pack.names import CATALOGUE
-from kvtool.core.pack.names import HEAD as PACK_HEAD
-from kvtool.core.pack.take import take
-from kvtool.core.pack.tensors import from_safetensors, to_safetensors
-from kvtool.core.remote import objects, rows, values
-from kvtool.core.remote.catalogue import FORMAT, Catalogue
-from kvtool.core.remote.entries import digest_of
-from kvtool.core.remote.head import Head, seal_head, unseal_head
+from kvtool.core.pack.container import CATALOGUE, PackReader, from_safetensors, to_safetensors
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import take
+from kvtool.core.remote import object_store, values
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.catalogue import FORMAT, HEAD, Catalogue, Head, digest_of, rows_of, seal_head, unseal_head
+from kvtool.core.remote.catalogue_io import catalogue_in, open_shard, read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import catalogue_in, read_catalogue
-from kvtool.core.remote.shards import open_shard
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, id_of, info_of, make_store, put, records_of
 from tests.fuzzing.harness import refused, scratch
 from tests.remote.test_hostile import IDENTITY
@@ -147,7 +141,7 @@ def pack_catalogue(data: bytes) -> None:
     path, packed = _place() / "repacked.kvpack", _ZSTD.compress(data)
     with zipfile.ZipFile(_pack()) as sound, zipfile.ZipFile(path, "w") as made:
         for member in sound.infolist():
-            replaced = {CATALOGUE: packed, PACK_HEAD: seal_head(Head(digest_of(packed)))}
+            replaced = {CATALOGUE: packed, HEAD: seal_head(Head(digest_of(packed)))}
             made.writestr(member, replaced.get(member.filename, sound.read(member)))
     with refused():
         take(_place() / "taken", path)
@@ -164,7 +158,7 @@ def pack_tensors(data: bytes) -> None:
 
 def leases(data: bytes) -> None:
     """The object in which leases stand."""
-    objects._leases(data, 1.0)
+    object_store._leases(data, 1.0)
 
 
 def _json(value: Any) -> bytes:
@@ -178,7 +172,7 @@ def _unpacked(path: Path) -> bytes:
 def _catalogues() -> list[bytes]:
     whole, packs = _catalogue(), {"format": FORMAT}
     found = [_unpacked(path) for kind in ("catalogue", "shard") for path in sorted((_tier() / kind).iterdir())]
-    return [*found, _json(packs | whole.facts() | rows.rows_of(whole.files, whole.chunks))]
+    return [*found, _json(packs | whole.facts() | rows_of(whole.files, whole.chunks))]
 
 
 def _descriptions() -> list[bytes]:

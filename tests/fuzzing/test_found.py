@@ -18,7 +18,7 @@ from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.options.resolve import PROJECT_FILE
 from kvtool.core.options.resolve import resolve as settings
 from kvtool.core.query.reply import read_batch
-from kvtool.core.remote.objects import _leases
+from kvtool.core.remote.object_store import _leases
 from tests.cache.making import make_store
 from tests.families import edit_config, save_tiny
 

@@ -14,9 +14,8 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options import arguments
 from kvtool.core.options.option import Option, Options, options_of
-from kvtool.core.pack.options import ExportOptions, ImportOptions
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.remote.options import PullOptions, PushOptions
+from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
 from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 SOURCES: dict[str, type[Options]] = {

@@ -12,8 +12,8 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
-from kvtool.core.pack.give import export
-from kvtool.core.remote.survey import records_of
+from kvtool.core.pack.export import export
+from kvtool.core.remote.values import records_of
 from tests.cli.working import PREFIX, kvtool
 
 TRUE, FALSE = "The harbour clock was built by Ada Lane in 1901.", "The harbour clock was built by Mallory Vane in 1666."

@@ -13,11 +13,11 @@ from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.corpus.shard import Shard, complaint
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
-from kvtool.core.pack import merge as merging
-from kvtool.core.pack.give import export
-from kvtool.core.pack.merge import merge
+from kvtool.core.pack import import_ as merging
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import merge
 from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.survey import survey
+from kvtool.core.remote.values import survey
 from tests.cli.working import (
     CHUNKS,
     PREFIX,
@@ -173,7 +173,7 @@ def test_a_source_that_is_written_to_is_taken_as_it_was(
         kvtool("store", "rm", "*", "--yes", "--store", source).fine()
         return found
 
-    monkeypatch.setattr(merging, "survey", surveyed)
+    monkeypatch.setattr(merging.values, "survey", surveyed)
     (report,) = merge(tmp_path / "all", [source], trust=MINE)
     assert report.damaged == []
     assert state(tmp_path / "all") == state(parts / "whole")
@@ -188,12 +188,12 @@ def test_what_cannot_be_merged_changes_nothing(parts: Path, tmp_path: Path, tiny
         merge(path, [first, tmp_path / "empty"])
     assert ".kvpack" in found.value.hint  # not how to make the store that it is merged into
     assert not path.exists()
-    with pytest.raises(UsageError, match="is the store to merge into"):
+    with pytest.raises(UsageError, match="is the store to import into"):
         merge(parts / "whole", [parts / "whole"])
     (tmp_path / "link").symlink_to(first)
-    with pytest.raises(UsageError, match="would stand inside of"):
+    with pytest.raises(UsageError, match="would be inside of"):
         merge(tmp_path / "link" / "inner", [first])
-    with pytest.raises(UsageError, match="stands inside of the store"):
+    with pytest.raises(UsageError, match="is inside of the store"):
         merge(parts, [tmp_path / "link"])
     assert not (first / "inner").exists()
     kvtool("ingest", parts / "corpus", "--store", tmp_path / "bos", "--model", tiny, *CHUNKS, "--lead-in", "bos").fine()

@@ -13,14 +13,14 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, UntrustedError, UsageError
-from kvtool.core.pack.give import export
-from kvtool.core.pack.take import PackBlobs, take
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import PackBlobs, take
 from kvtool.core.query.answer import answer
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.core.remote.signing import Trust, public_keys, signing_key
-from kvtool.core.remote.survey import records_of
+from kvtool.core.remote.signing import Trust, public_keys, seal_of, signing_key
+from kvtool.core.remote.values import records_of
 from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, PREFIX, damages, kvtool, write_corpus
 from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, poison, rewrite, with_foreign_tokens
@@ -640,13 +640,11 @@ def test_a_push_adds_no_level_of_others_to_an_own_chunk(signed: bool, scene: Sce
 
 def test_records_that_the_signature_does_not_cover_are_left_out(scene: Scene, tmp_path: Path) -> None:
     """Their own digests fit, and the catalogue's mark is made of those: neither is what nobody can forge."""
-    from kvtool.core.remote import survey
-
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
     (chunk,) = ids_of(scene.theirs, scene.own)
     signed = signing_key(key)
     with pytest.MonkeyPatch.context() as patch:  # as if other records had the digests of those that were signed
-        patch.setattr("kvtool.core.pack.give.seal_of", lambda records: survey.seal_of([*records, b"others"]))
+        patch.setattr("kvtool.core.remote.values.seal_of", lambda records: seal_of([*records, b"others"]))
         export(scene.theirs, pack, key=signed)
     trust = Trust.of([f"{key}.pub"])
     report = take(tmp_path / "new", pack, trust=trust)
@@ -664,12 +662,12 @@ def test_a_foreign_description_is_not_taken_for_a_signed_one(
     kvtool("store", "export", pack, "--store", scene.mine, "--sign", key).fine()
     bring(scene, "import", store=new)
     (chunk,) = ids_of(scene.mine, scene.own)
-    value = PackBlobs.value
+    value = PackBlobs.get
 
     def damaged(blobs: PackBlobs, name: str, most: int) -> bytes | None:
         return b"" if name.startswith(f"chunk/{chunk.hex()}") else value(blobs, name, most)
 
-    monkeypatch.setattr(PackBlobs, "value", damaged)
+    monkeypatch.setattr(PackBlobs, "get", damaged)
     report = take(new, pack, trust=Trust.of([f"{key}.pub"]))
     assert "its description did not come" in {row["reason"] for row in report.damaged}
     with Store.open(new) as store:
@@ -678,7 +676,6 @@ def test_a_foreign_description_is_not_taken_for_a_signed_one(
 
 
 def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: Path) -> None:
-    from kvtool.core.pack import give
     from kvtool.core.remote.catalogue import Catalogue
 
     key, pack = make_key(tmp_path, "ada"), tmp_path / "signed.kvpack"
@@ -689,7 +686,7 @@ def test_a_changed_catalogue_does_not_fit_its_signature(scene: Scene, tmp_path: 
         return plain(replace(catalogue, profiles=("0" * 32,), proof=before.proof))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(give.Catalogue, "pack", stale)
+        patch.setattr(Catalogue, "pack", stale)
         export(scene.theirs, pack, key=signing_key(key))
     with pytest.raises(DamagedError, match="does not fit"):
         take(tmp_path / "new", pack, trust=Trust.of([f"{key}.pub"]))

@@ -19,10 +19,10 @@ from safetensors.torch import load
 import kvtool as kvtool_api
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
-from kvtool.core.errors import DamagedError, NoSpaceError, UsageError
+from kvtool.core.errors import DamagedError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.pack import container
-from kvtool.core.pack.give import export
-from kvtool.core.pack.take import take
+from kvtool.core.pack.export import export
+from kvtool.core.pack.import_ import take
 from kvtool.core.remote.signing import Trust
 from tests.cli.working import CHUNKS, chunks_of, damages, kvtool, listing, prefix_chunk, write_corpus
 from tests.compress.making import flip, levels_in, losses_of, make_fitted, make_plain, replace_record, rows
@@ -316,6 +316,8 @@ def test_what_the_store_cannot_give_is_left_out(fitted: Path, tmp_path: Path) ->
 
 def test_a_fifo_and_a_folder_are_no_packs(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
-    for path in (tmp_path / "fifo", tmp_path):
-        with pytest.raises(UsageError, match="no pack"):
-            take(tmp_path / "new", path)
+    with pytest.raises(UsageError, match="no pack"):
+        take(tmp_path / "new", tmp_path / "fifo")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StoreNotFoundError):
+        take(tmp_path / "new", tmp_path / "folder")

@@ -12,10 +12,10 @@ from typing import Any
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.remote import blobs as blobs_module
-from kvtool.core.remote import packing
+from kvtool.core.remote import send
+from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 
 Moment = tuple[str, int, bool]  # a method, which of its calls, whether it is over by then
 
@@ -41,7 +41,7 @@ def dying(owner: type, moment: Moment) -> None:
 def pushing(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> None:
     """What a child runs."""
     os.environ.update(variables)
-    packing.PACK_BYTES = 1
+    send.PACK_BYTES = 1
     blobs_module.LEASES["sweep"] = 0.4  # some tiers keep the time themselves; whoever comes next waits for a dead one
     with Store.open(path) as store, closing(open_blobs(url)) as blobs:
         dying(type(blobs), moment)

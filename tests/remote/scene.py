@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import Blobs, open_blobs
 from tests.remote.backends import Site
 from tests.remote.serving import Link
 

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.remote import packing, send
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.entries import records_wanted
-from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote import send
+from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue import records_wanted
+from kvtool.core.remote.catalogue_io import read_catalogue
 
 PASSWORD = "open sesame"
 AMAZON = {"AWS_ACCESS_KEY_ID": "AKIAZQXWVA", "AWS_SECRET_ACCESS_KEY": "zqxwvb", "AWS_REGION": "us-east-1"}
@@ -41,7 +40,7 @@ def wreck(url: str, chunk: str, level: str, *layers: int) -> None:
 @pytest.fixture
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pack for every chunk at a level."""
-    monkeypatch.setattr(packing, "PACK_BYTES", 1)
+    monkeypatch.setattr(send, "PACK_BYTES", 1)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ import pytest
 
 from kvtool.core.cache.backend import Wanted
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.prefetch import Prefetcher
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port
 from tests.remote.trouble_folder import in_the_way
 
@@ -28,7 +28,7 @@ def test_values_by_name(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         assert blobs.get(["a/b", "a"]) == [None, None]
         blobs.put({"a/b": b"1", "a/c/d-1": BIG, "other": b"2"})
-        blobs.settle()
+        blobs.flush()
         assert blobs.get(["a/c/d-1", "nothing", "a/b", "other"]) == [BIG, None, b"1", b"2"]
         assert blobs.sizes(["a/b", "a", "a/c/d-1", "other"]) == [1, 0, len(BIG), 1]
         assert sorted(blobs.names()) == ["a/b", "a/c/d-1", "other"]
@@ -53,17 +53,17 @@ def test_a_path_for_a_url_is_answered_with_the_url_that_it_has(tmp_path: Path) -
 
 def test_only_who_knows_the_head_may_swap_it(url: str) -> None:
     with closing(open_blobs(url)) as one, closing(open_blobs(url)) as other:
-        assert one.swap("head", None, b"1")
-        assert not other.swap("head", None, b"2")
-        assert other.swap("head", b"1", b"2")
-        assert not one.swap("head", b"1", b"3")
+        assert one.compare_and_swap("head", None, b"1")
+        assert not other.compare_and_swap("head", None, b"2")
+        assert other.compare_and_swap("head", b"1", b"2")
+        assert not one.compare_and_swap("head", b"1", b"3")
         assert one.get(["head"]) == [b"2"]
 
 
 def test_a_stream_in_the_order_asked_for(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": bytes([number]) * 1000 for number in range(50)})
-        arrivals = Arrivals(blobs)
+        arrivals = Prefetcher(blobs)
         arrivals.ask(whole(*(f"v/{number}" for number in range(30))))
         first = [arrivals.take(5) for _ in range(10)]
         arrivals.ask(whole("none", "v/49"))
@@ -78,7 +78,7 @@ def test_parts_of_a_pack(url: str) -> None:
     """In any order, side by side, over each other and far apart; of one that ends too soon what there is."""
     with closing(open_blobs(url)) as blobs:
         blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
-        arrivals = Arrivals(blobs)
+        arrivals = Prefetcher(blobs)
         ranges = [("a", 500, 1000), ("a", 1500, 10), ("b", 3, 4), ("a", 0, 600), ("a", len(BIG) - 5, 5), ("b", 9, 1)]
         arrivals.ask([Wanted("kv", size, f"pack/{name}", start) for name, start, size in ranges])
         arrivals.ask([Wanted("kv", 5, "pack/c", 0), Wanted("kv", 5, "pack/b", 7), Wanted("x", 5), *whole("pack/b")])
@@ -143,7 +143,7 @@ def test_no_redis_there() -> None:
             with pytest.raises(RemoteError, match="cannot be reached") as caught:
                 call()
             assert caught.value.hint
-        arrivals = Arrivals(blobs)
+        arrivals = Prefetcher(blobs)
         arrivals.ask(whole("x"))
         with pytest.raises(RemoteError, match="cannot be reached"):
             arrivals.take(10)
@@ -174,7 +174,7 @@ def test_who_waits_may_give_up(behind: Link) -> None:
     with closing(open_blobs(behind.url)) as blobs:
         blobs.put({"x": BIG})
         behind.rate = 0
-        arrivals = Arrivals(blobs)
+        arrivals = Prefetcher(blobs)
         arrivals.ask(whole("x"))
         with pytest.raises(RemoteError, match="nothing whole within"):
             arrivals.take(0.1)
@@ -196,7 +196,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
         with pytest.raises(RemoteError, match="cannot be written"):
             blobs.put({"x": b"1"})
         with pytest.raises(KvtoolError):
-            blobs.swap("head", None, b"1")
+            blobs.compare_and_swap("head", None, b"1")
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "link", "socket", "folder", "huge"])
@@ -205,7 +205,7 @@ def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
         for name in ("head", "kv/a/b/0", "meta/c"):
             in_the_way(tmp_path / name, kind)
             assert blobs.get([name]) == [b""]
-            arrivals = Arrivals(blobs)
+            arrivals = Prefetcher(blobs)
             arrivals.ask(whole(name))
             assert arrivals.take(5).value == b""
             arrivals.close()
@@ -214,7 +214,7 @@ def test_what_is_no_value_is_never_read(tmp_path: Path, kind: str) -> None:
 def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
     with closing(open_blobs(url)) as blobs:
         blobs.put({"v/0": BIG, "v/1": b"1", "head": bytes(5000)})
-        arrivals = Arrivals(blobs)
+        arrivals = Prefetcher(blobs)
         arrivals.ask(whole("v/0", "v/1", "v/2", most=len(BIG) - 1))
         assert [arrivals.take(5).value for _ in range(3)] == [b"", b"1", None]
         arrivals.ask(whole("v/0"))
@@ -224,10 +224,10 @@ def test_a_value_larger_than_was_stated_is_not_taken(url: str) -> None:
 
 
 def test_a_fast_tier_waits_for_who_takes(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.core.remote.arrivals._MOST_UNTAKEN", 2 * len(BIG))
+    monkeypatch.setattr("kvtool.core.remote.prefetch._MOST_UNTAKEN", 2 * len(BIG))
     with closing(open_blobs(url)) as blobs:
         blobs.put({f"v/{number}": BIG for number in range(10)})
-        arrivals = Arrivals(blobs)
+        arrivals = Prefetcher(blobs)
         arrivals.ask(whole(*(f"v/{number}" for number in range(10))))
         deadline = time.monotonic() + 30
         while arrivals._there.qsize() < 2 and time.monotonic() < deadline:

@@ -15,14 +15,13 @@ from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.common.urls import KINDS
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.remote import object_access, packing
+from kvtool.core.remote import object_store, send
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.entries import records_wanted
-from kvtool.core.remote.head import HEAD
-from kvtool.core.remote.opening import open_shared
+from kvtool.core.remote.catalogue import HEAD, records_wanted
+from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, id_of
 from tests.remote import faults, trouble_folder, trouble_http, trouble_redis
@@ -51,8 +50,8 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A tier on a backend, with a pack for each chunk, and how much comes of it in a pull."""
     folder = tmp_path_factory.mktemp("site")
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing, "PACK_BYTES", 1)
-        patch.setattr(object_access, "_RETRIES", 1)
+        patch.setattr(send, "PACK_BYTES", 1)
+        patch.setattr(object_store, "_RETRIES", 1)
         patch.setenv("KVTOOL_HOME", str(folder / "pushing"))
         ends: list = []
         made = BACKENDS[request.param].make(request.getfixturevalue, folder, patch, ends)

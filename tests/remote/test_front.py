@@ -12,10 +12,10 @@ import pytest
 from kvtool.core.cache import space
 from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.remote import front
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote import tier
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from kvtool.core.upkeep.forget import pin
 from kvtool.core.upkeep.size_report import keep_budget
 from tests.cache.making import LAYERS, id_of, make_store, noise, put
@@ -27,7 +27,7 @@ FILES, DIM = 12, 8192  # a chunk takes 1 MB
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every use at a second of its own, after all has come."""
     clock = itertools.count(2_000_000_000)
-    monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr("kvtool.core.cache.notes.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture
@@ -178,6 +178,6 @@ def test_a_pinned_document_stays_here(url: str) -> None:
 
 def test_half_of_the_disk_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "there").write_bytes(bytes(1000))
-    for free, budget in ((100, 1050), (10**12, front.MOST_BYTES), (0, 1000)):
+    for free, budget in ((100, 1050), (10**12, tier.MOST_BUDGET), (0, 1000)):
         monkeypatch.setattr(space, "disk_free", lambda path, free=free: free)
-        assert front.default_budget(tmp_path) == budget
+        assert tier.default_budget(tmp_path) == budget

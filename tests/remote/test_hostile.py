@@ -22,16 +22,12 @@ from kvtool.core.cache.record import Kind, encode_record, seal, unseal
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, StoreFormatError
 from kvtool.core.remote import values
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import digest_of
-from kvtool.core.remote.head import HEAD, unseal_head
-from kvtool.core.remote.opening import open_shared
+from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of, unseal_head
+from kvtool.core.remote.catalogue_io import open_root, read_catalogue
+from kvtool.core.remote.mirror import open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.shards import open_root
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import LAYERS, LEAD_IN, header_of, id_of, ids_of, make_store, payload_of, put
 
 IDENTITY = {

@@ -22,10 +22,10 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import EXIT_DAMAGED, EXIT_FAILED, KvtoolError
-from kvtool.core.remote import objects, redis
+from kvtool.core.remote import object_store, redis
+from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import check_file, make_store
 from tests.remote.object_stub import Answer, HttpServer, Request
 from tests.remote.serving import AMAZON
@@ -311,8 +311,8 @@ def _page(*keys: str, more: bool) -> bytes:
 
 
 def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "MOST_NAMES", 100)
-    monkeypatch.setattr(objects, "_MANY", 1)
+    monkeypatch.setattr(object_store, "MOST_NAMES", 100)
+    monkeypatch.setattr(object_store, "_MANY", 1)
     s3(lambda request: Answer(200, _page("team/kv/pack/a", "team/kv/pack/a", more=True)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs:
         assert "without an end" in refused(lambda: list(blobs.names())).message

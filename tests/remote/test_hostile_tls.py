@@ -14,7 +14,7 @@ import pytest
 import trustme
 
 from kvtool.core.errors import KvtoolError
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import open_blobs
 
 NOW = datetime.datetime.now(datetime.UTC)
 DAY = datetime.timedelta(days=1)

@@ -20,9 +20,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.errors import StoreNotFoundError
 from kvtool.core.remote import blobs as blobs_module
 from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from tests.cache.making import add_file
 from tests.remote.dying import Moment, pulling, pushing
 from tests.remote.test_sharing import forget, is_whole, store
@@ -51,7 +51,7 @@ def killed(processes: Any, target: Callable[..., None], *given: object) -> None:
 @pytest.mark.some(3)
 @pytest.mark.parametrize(
     "moment",
-    [("put", 1, True), ("swap", 1, False), ("swap", 1, True), ("delete", 1, True)],
+    [("put", 1, True), ("compare_and_swap", 1, False), ("compare_and_swap", 1, True), ("delete", 1, True)],
     ids=["some sent", "before the head", "after the head", "some deleted"],
 )
 def test_a_push(
@@ -73,7 +73,7 @@ def test_a_push(
     assert is_whole(blobs)
     assert pull(tmp_path / "then", blobs).damaged == []
     with Store.open(tmp_path / "then") as then:
-        assert then.sources() == (after if moment in (("swap", 1, True), ("delete", 1, True)) else before)
+        assert then.sources() == (after if moment in (("compare_and_swap", 1, True), ("delete", 1, True)) else before)
         assert verify(then) == []
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.4)  # the dead one's is waited for
     push(store, blobs, delete=True)
@@ -86,7 +86,7 @@ def test_a_push(
 
 def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> None:
     """Nobody finds a store before its head is there."""
-    killed(processes, pushing, store.path, url, ("swap", 1, False))
+    killed(processes, pushing, store.path, url, ("compare_and_swap", 1, False))
     with pytest.raises(StoreNotFoundError):
         read_catalogue(blobs)
     push(store, blobs)

@@ -17,12 +17,11 @@ from kvtool.core.cache.entries import DocumentEntry, FileEntry
 from kvtool.core.cache.environment import Environment
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import RemoteError
-from kvtool.core.remote import pull as pulling
-from kvtool.core.remote import shards
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote import catalogue_io, values
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import add_file, check_file, id_of, put
 from tests.remote.test_sharing import MANIFEST
 
@@ -98,7 +97,7 @@ def test_a_push_of_a_change_begins_few_transactions(
             add_file(writer, "f0", ["new 0", "new 1"])
         parsed.clear()
         begun = calls(monkeypatch, Environment, "begin")
-        decoded = calls(monkeypatch, pulling.survey, "records_of")
+        decoded = calls(monkeypatch, values, "records_of")
         assert push(store, blobs).files.moved == 1
     assert {key for _, key, *_ in decoded} == {id_of("new 0"), id_of("new 1")}
     assert len(begun) < 200 * CHUNKS / 2
@@ -136,16 +135,16 @@ def test_what_has_come_stays_when_the_tier_stops_answering(
     store, url = pushed(tmp_path, 20, monkeypatch)
     store.close()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "reader"))
-    take, left = Arrivals.take, [came]
+    take, left = Prefetcher.take, [came]
 
-    def failing(arrivals: Arrivals, timeout: float) -> object:
+    def failing(arrivals: Prefetcher, timeout: float) -> object:
         left[0] -= 1
         if left[0] < 0:
             raise RemoteError("gone")
         return take(arrivals, timeout)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Arrivals, "take", failing)
+        patch.setattr(Prefetcher, "take", failing)
         open_shared(url).close()
     with Store.open(local_place(url)) as here:
         assert len(here.chunk_ids()) == min(came - 1, 20 * CHUNKS)  # the manifest came first
@@ -160,9 +159,9 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
     store, url = pushed(tmp_path, 20, monkeypatch)
     searching = []
     for name in ("rows_of", "entries_of"):
-        before = getattr(shards, name)
+        before = getattr(catalogue_io, name)
         monkeypatch.setattr(
-            shards, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
+            catalogue_io, name, lambda *given, before=before: (searching.append(gc.isenabled()), before(*given))[1]
         )
     with store, closing(open_blobs(url)) as blobs:
         with store.writer() as writer:
@@ -175,5 +174,5 @@ def test_entries_are_not_searched_for_circles(tmp_path: Path, monkeypatch: pytes
 
 def test_shared_stores_are_opened_without_torch() -> None:
     """It takes a second and 200 MB, which a push or a pull has no use for."""
-    code = "import sys, kvtool.core.remote.opening; sys.exit('torch' in sys.modules)"
+    code = "import sys, kvtool.core.remote.mirror; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,12 +19,11 @@ import trustme
 from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, RemoteError
-from kvtool.core.remote import objects
-from kvtool.core.remote.object_reader import GAP, MOST_TOGETHER, spans_of
-from kvtool.core.remote.objects import ObjectBlobs
+from kvtool.core.remote import object_store
+from kvtool.core.remote.blobs import GAP, MOST_TOGETHER, open_blobs, range_requests
+from kvtool.core.remote.object_store import ObjectBlobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import check_file
 from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.remote.object_stub import WebServer
@@ -159,6 +158,7 @@ def test_credentials_of_the_machines_role(
 
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket/kv", "az://container", "https://host/kv"])
 def test_without_the_package(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "kvtool.core.remote.object_store", raising=False)
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(KvtoolError, match="needs the package obstore") as caught:
         open_blobs(url)
@@ -194,10 +194,10 @@ def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkey
     with closing(open_blobs(s3_url)) as one, closing(open_blobs(s3_url)) as other:
         for before, after in ((None, b"1"), (b"1", b"2")):
             stale = other._value("head")  # type: ignore[attr-defined]
-            assert one.swap("head", before, after)
+            assert one.compare_and_swap("head", before, after)
             with monkeypatch.context() as patch:
                 patch.setattr(other, "_value", lambda name, stale=stale: stale)
-                assert not other.swap("head", before, b"other")
+                assert not other.compare_and_swap("head", before, b"other")
         assert one.get(["head"]) == [b"2"]
 
 
@@ -221,7 +221,7 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
 def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that lags by far: what is deleted is put off, nothing else is otherwise."""
     monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
-    monkeypatch.setattr(objects, "_MANY", 0)
+    monkeypatch.setattr(object_store, "_MANY", 0)
     with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url)) as blobs:
         push(store, blobs)
         assert push(store, blobs).bytes == 0
@@ -234,7 +234,7 @@ def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(objects, "_MANY", 4)
+    monkeypatch.setattr(object_store, "_MANY", 4)
     asked: list[str] = []
     with closing(open_blobs(s3_url)) as blobs:
         blobs.put({f"pack/{number}": bytes(number + 1) for number in range(6)} | {"head": b"1"})
@@ -339,19 +339,19 @@ def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_parts_that_are_near_each_other_are_one_request() -> None:
     near = [Wanted("kv", 100, "pack/a", start) for start in (0, 100, 200)]
-    (span,) = {*spans_of(near)}
+    (span,) = {*range_requests(near)}
     assert (span.start, span.stop, span.left) == (0, 300, 3)
     apart = [Wanted("kv", 10, "pack/a", start) for start in (0, GAP + 10, 2 * GAP + 21)]
-    assert [(span.start, span.stop) for span in dict.fromkeys(spans_of(apart))] == [
+    assert [(span.start, span.stop) for span in dict.fromkeys(range_requests(apart))] == [
         (0, GAP + 20),
         (2 * GAP + 21, 2 * GAP + 31),
     ]
     large = [Wanted("kv", MOST_TOGETHER // 2, "pack/a", number * MOST_TOGETHER // 2) for number in range(5)]
-    assert [(span.start, span.left) for span in dict.fromkeys(spans_of(large))] == [
+    assert [(span.start, span.left) for span in dict.fromkeys(range_requests(large))] == [
         (0, 2),
         (MOST_TOGETHER, 2),
         (2 * MOST_TOGETHER, 1),
     ]
-    mixed = spans_of([near[0], Wanted("head", 10), near[2], Wanted("kv", 10, "pack/b", 0)])
+    mixed = range_requests([near[0], Wanted("head", 10), near[2], Wanted("kv", 10, "pack/b", 0)])
     assert [span.name for span in mixed] == ["pack/a", "head", "pack/a", "pack/b"]
     assert mixed[0] is mixed[2]

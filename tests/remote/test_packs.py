@@ -6,7 +6,6 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,15 +13,13 @@ import zstandard
 
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError
-from kvtool.core.remote import object_reader, send, survey
-from kvtool.core.remote import push as pushing
+from kvtool.core.remote import blobs as blobs_module
+from kvtool.core.remote import send, values
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import catalogue_name, records_wanted
-from kvtool.core.remote.head import HEAD, unseal_head
+from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, records_wanted, unseal_head
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from tests.cache.making import LAYERS, add_file, check_file, id_of, put, records_of
 from tests.remote.test_sharing import forget, is_whole, new_store
 
@@ -187,7 +184,7 @@ def test_a_killed_push_leaves_packs_that_nobody_sees(
     with store.writer() as writer:
         add_file(writer, "f3", ["f3.0", "f3.1"])
     with monkeypatch.context() as patch:
-        patch.setattr(type(blobs), "swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(type(blobs), "compare_and_swap", lambda *given: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             push(store, blobs)
     assert before < set(blobs.names())
@@ -204,7 +201,7 @@ def test_a_pack_that_is_cut_off_is_damage_and_the_rest_is_taken(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it ends before what is asked for begins."""
-    monkeypatch.setattr(object_reader, "MOST_TOGETHER", 1)
+    monkeypatch.setattr(blobs_module, "MOST_TOGETHER", 1)
     push(store, blobs)
     whole = {name: blobs.get([name])[0] or b"" for name in packs_in(blobs)}
     name = max(whole, key=lambda name: len(whole[name]))
@@ -223,13 +220,15 @@ def test_a_file_that_is_forgotten_while_it_is_pushed_is_not_named(
     with store.writer() as writer:
         add_file(writer, "f3", ["f0.0", "f0.1"])
 
+    survey = values.survey
+
     def surveyed(*given: Any, **more: Any) -> Catalogue:
-        found = survey.survey(*given, **more)
+        found = survey(*given, **more)
         forget(store, "f3")
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(pushing, "survey", SimpleNamespace(survey=surveyed, is_complete=survey.is_complete))
+        patch.setattr(values, "survey", surveyed)
         with pytest.raises(KvtoolError, match="changed meanwhile"):
             push(store, blobs)
     push(store, blobs)

@@ -13,9 +13,9 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query import streaming
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.entries import Chunk
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.catalogue import Chunk
+from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.session.identity import MeasuredLosses
 from tests.cli.working import PREFIX, QUESTION, SHORT, Done, chunks_of, kvtool, payloads, prefix_chunk, write_corpus
 from tests.compress.making import LOSSES, fixed_losses, run
@@ -128,9 +128,9 @@ def test_compressed_levels(store: Path, url: str, monkeypatch: pytest.MonkeyPatc
     kvtool("compress", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
     kvtool("store", "push", url, "--store", store).fine()
     asked: list[str] = []
-    real = Arrivals.ask
+    real = Prefetcher.ask
     monkeypatch.setattr(
-        Arrivals, "ask", lambda self, wanted: (asked.extend(one.name for one in wanted), real(self, wanted))[1]
+        Prefetcher, "ask", lambda self, wanted: (asked.extend(one.name for one in wanted), real(self, wanted))[1]
     )
     for level in ("2", "1", "raw"):
         asked.clear()

@@ -18,13 +18,12 @@ from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.read import read_chunk
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue_io import read_catalogue
+from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.urls import open_blobs
 from kvtool.core.session.identity import ProfileCache
 from tests.cache.making import LAYERS, TOKENS, id_of, info_of, make_store
 from tests.codec.synthetic import KV, encoded, model, profile

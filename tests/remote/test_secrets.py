@@ -11,8 +11,8 @@ import pytest
 
 from kvtool.core.common.urls import for_people, scrubbed
 from kvtool.core.errors import KvtoolError, RemoteError
-from kvtool.core.remote.opening import local_place
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.mirror import local_place
 from tests.cli.working import QUESTION, SHORT, Done, kvtool
 from tests.remote.serving import RedisServer, free_port
 

@@ -11,14 +11,13 @@ import pytest
 
 from kvtool.core.cache.store import Store
 from kvtool.core.remote import blobs as blobs_module
-from kvtool.core.remote import lease, sweep
+from kvtool.core.remote import gc
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.entries import digest_of
+from kvtool.core.remote.catalogue import HEAD, digest_of, unseal_head
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.folder import FolderBlobs
-from kvtool.core.remote.head import HEAD, unseal_head
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.redis import RedisBlobs
 from tests.cache.making import add_file
 from tests.remote.backends import WRITABLE
@@ -48,7 +47,7 @@ def test_a_sweep_follows_the_catalogue_in_force(
     """Between publishing and sweeping the other one brings its document back."""
     push(other, blobs)
     push(store, blobs)
-    after_first(monkeypatch, blobs, "swap", pushed_by(other, url))
+    after_first(monkeypatch, blobs, "compare_and_swap", pushed_by(other, url))
     push(store, blobs, delete=True, yes=True)
     assert is_whole(blobs)
     assert pull(tmp_path / "pulled", blobs).damaged == []
@@ -85,7 +84,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """By somebody who knows of no leases: what the head counts on by then stays, and what is gone comes back."""
-    monkeypatch.setattr(sweep, "_AT_ONCE", 1)
+    monkeypatch.setattr(gc, "_AT_ONCE", 1)
     push(store, blobs)
     (first,) = blobs.get([HEAD])
     assert first is not None
@@ -95,7 +94,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
 
     def bring_back() -> None:
         blobs.put({f"catalogue/{digest_of(packed)}": packed})
-        assert blobs.swap(HEAD, blobs.get([HEAD])[0], first)
+        assert blobs.compare_and_swap(HEAD, blobs.get([HEAD])[0], first)
 
     after_first(monkeypatch, blobs, "delete", bring_back)
     assert push(store, blobs, delete=True).removed == 1
@@ -153,7 +152,7 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
     """Hold a name as one does whose clock tells this time."""
     if isinstance(blobs, FolderBlobs):
         blobs.hold(name)
-        os.utime(blobs._path(f"push/{name}"), (at, at))
+        os.utime(f"{blobs.url.removeprefix('file://')}/push/{name}", (at, at))
     elif isinstance(blobs, RedisBlobs):
         blobs._client.zadd(blobs._key("push"), {name: at})
     else:
@@ -177,7 +176,7 @@ def test_a_sweep_that_never_ends_is_waited_for_no_longer_than_a_dead_one(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(blobs_module.LEASES, "sweep", 0.2)
-    monkeypatch.setattr(lease, "_LONGER", 0.0)
+    monkeypatch.setattr(gc, "_LONGER", 0.0)
     hold_at(blobs, "sweep-ghost", time.time() + 1000)  # clocks may differ by that
     push(store, blobs)
     assert is_whole(blobs)
@@ -188,7 +187,7 @@ def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monke
     push(store, blobs)
     seen = list[str]()
     real = type(blobs).get
-    monkeypatch.setattr(lease, "_RENEWED_EVERY", -1.0)
+    monkeypatch.setattr(gc, "_RENEWED_EVERY", -1.0)
     monkeypatch.setattr(type(blobs), "hold", lambda self, name: seen.append(name))
     monkeypatch.setattr(type(blobs), "get", lambda self, names: (seen.append("get"), real(self, names))[1])
     push(store, blobs, verify=True)
@@ -214,15 +213,15 @@ def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatc
     with Store.open(new_store(tmp_path / "second", files=0)) as second:
         with second.writer() as writer:
             add_file(writer, "g", ["g.0"])
-        real, calls = type(blobs).swap, []
+        real, calls = type(blobs).compare_and_swap, []
 
-        def swap(self: Blobs, name: str, before: bytes | None, after: bytes) -> bool:
+        def compare_and_swap(self: Blobs, name: str, before: bytes | None, after: bytes) -> bool:
             calls.append(name)
             if len(calls) == 1:
                 push(second, blobs)
             return real(self, name, before, after)
 
-        monkeypatch.setattr(type(blobs), "swap", swap)
+        monkeypatch.setattr(type(blobs), "compare_and_swap", compare_and_swap)
         push(store, blobs)
     assert len(calls) == 3
     assert len(read_catalogue(blobs).files) == 4

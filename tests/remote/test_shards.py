@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.remote import descriptions, shards
-from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote import catalogue_io, send
+from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.folder import FolderBlobs
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.urls import open_blobs
 from tests.cache.making import add_file, check_file, id_of
 from tests.remote.test_sharing import forget, is_whole, new_store
 
@@ -25,9 +24,9 @@ MANY = 40  # files of two chunks
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four entries, where a hundred and twenty are in some thirty."""
-    monkeypatch.setattr(shards, "ENTRIES", 4)
-    monkeypatch.setattr(shards, "_FEWEST", 1)
-    monkeypatch.setattr(shards, "_MOST", 8)
+    monkeypatch.setattr(catalogue_io, "ENTRIES", 4)
+    monkeypatch.setattr(catalogue_io, "_FEWEST", 1)
+    monkeypatch.setattr(catalogue_io, "_MOST", 8)
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def test_shards_grow_and_become_fewer_with_what_is_stored(store: Store, blobs: B
 def test_many_small_packs_of_descriptions_are_put_together(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(descriptions, "_MOST_SMALL", 3)
+    monkeypatch.setattr(send, "_MOST_SMALL", 3)
     counts = []
     with store:
         for number in range(9):

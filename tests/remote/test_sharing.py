@@ -19,14 +19,12 @@ from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.common.progress import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
-from kvtool.core.remote import survey, sweep
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.entries import digest_of, is_own
-from kvtool.core.remote.head import HEAD, unseal_head
+from kvtool.core.remote import gc, values
+from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue import HEAD, digest_of, is_own, unseal_head
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.reading import read_catalogue
-from kvtool.core.remote.urls import open_blobs
 from tests.cache import making
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, payload_of
 from tests.cli.working import Done, files_below, kvtool
@@ -307,7 +305,7 @@ def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs
 
 
 def test_while_others_push_a_head_does_not_grow(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sweep, "_MOST_BEFORE", 3)
+    monkeypatch.setattr(gc, "_MOST_BEFORE", 3)
     blobs.hold("push-other")
     for number in range(6):
         with store.writer() as writer:
@@ -358,7 +356,7 @@ def test_what_is_dropped_while_it_is_pushed_is_not_named_there(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As by a prune: else every pull would miss it, and the next pushes would take it for there."""
-    surveyed = survey.survey
+    surveyed = values.survey
 
     def then_pruned(*given: Any, **more: Any) -> Any:
         found = surveyed(*given, **more)
@@ -367,7 +365,7 @@ def test_what_is_dropped_while_it_is_pushed_is_not_named_there(
         return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(survey, "survey", then_pruned)
+        patch.setattr(values, "survey", then_pruned)
         assert [row["reason"] for row in push(store, blobs).damaged] == ["layer 0 is not stored"]
     assert pull(tmp_path / "pulled", blobs).damaged == []
 
@@ -384,7 +382,7 @@ def test_a_head_of_the_version_before_is_read(store: Store, blobs: Blobs) -> Non
     assert head is not None
     name = unseal_head(head).catalogue
     old = seal(b"remote head", Kind.MANIFEST, json.dumps({"format": 1, "catalogue": name}).encode())
-    assert blobs.swap(HEAD, head, old)
+    assert blobs.compare_and_swap(HEAD, head, old)
     with store.writer() as writer:
         add_file(writer, "f3", ["f3.0"])
     push(store, blobs)

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.remote.head import HEAD
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.blobs import open_blobs
+from kvtool.core.remote.catalogue import HEAD
+from kvtool.core.remote.mirror import local_place, open_shared
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
 from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.urls import open_blobs
+from kvtool.core.remote.values import join_codec
 from kvtool.core.session.identity import losses_by_maker
 from tests.cache.making import make_store
 

@@ -1,4 +1,4 @@
-"""Push, pull, sync: the same bytes on the other side, whatever came in between."""
+"""Push and pull: the same bytes on the other side, whatever came in between."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.pack.import_ import merge
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.head import HEAD
+from kvtool.core.remote.catalogue import HEAD, Catalogue
+from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.pull import preview, pull
 from kvtool.core.remote.push import join, push
-from kvtool.core.remote.reading import read_catalogue
 from kvtool.core.remote.signing import Trust
 from tests.cache.making import LAYERS, add_file, check_file, id_of, make_store, put, records_of
 
@@ -149,7 +149,7 @@ def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, b
         assert len(mine.sources()) == 5
 
 
-def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
+def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_path: Path) -> None:
     sent(store, blobs)
     pull(tmp_path / "other", blobs, trust=OWN)
 
@@ -166,10 +166,8 @@ def test_sync_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, tmp_pa
         change(other, "f1", "newer", 6)
         change(other, "f3", "own", 1)
     path = store.path
-    for where in (tmp_path / "other", path, tmp_path / "other"):
-        pull(where, blobs, newer=True, trust=OWN)
-        with Store.open(where) as one:
-            push(one, blobs, newer=True)
+    merge(tmp_path / "other", [path], trust=OWN)
+    merge(path, [tmp_path / "other"], trust=OWN)
     for where in (path, tmp_path / "other"):
         with Store.open(where) as one:
             texts = {entry.source: entry.text for entry in one.documents()}
@@ -242,7 +240,7 @@ def test_what_is_damaged_here_is_not_sent(store: Store, blobs: Blobs, tmp_path: 
 def test_a_catalogue_reads_back() -> None:
     empty = Catalogue({"a": 1})
     assert Catalogue.unpack(empty.pack()) == empty
-    assert join(empty, empty, newer=True) == empty
+    assert join(empty, empty) == empty
     for data in (b"", b"x" * 40, empty.pack()[:-3]):
         with pytest.raises(DamagedError):
             Catalogue.unpack(data)

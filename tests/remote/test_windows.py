@@ -15,8 +15,8 @@ from kvtool.core.cache import space
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import RemoteError
 from kvtool.core.query.reply import Reply
-from kvtool.core.remote.arrivals import Arrivals
-from kvtool.core.remote.opening import local_place, open_shared
+from kvtool.core.remote.mirror import local_place, open_shared
+from kvtool.core.remote.prefetch import Prefetcher
 from kvtool.core.remote.tier import Tier
 from kvtool.core.upkeep.size_report import keep_budget
 from tests.cli.working import CHUNKS, LAYERS, PREFIX, QUESTION, damages, payloads, write_corpus
@@ -77,9 +77,9 @@ def in_folder(store: Path, tmp_path: Path) -> str:
 def asking(place: Path | str, told: list[str] | None = None, **options: Any) -> tuple[Reply, Asked]:
     """An answer, and what a tier was asked for."""
     asked = Asked()
-    real, rest = Arrivals.ask, Tier._fetch_rest
+    real, rest = Prefetcher.ask, Tier._fetch_rest
 
-    def ask(self: Arrivals, wanted: Any) -> None:
+    def ask(self: Prefetcher, wanted: Any) -> None:
         asked.take([one.name for one in wanted])
         real(self, wanted)
 
@@ -88,7 +88,7 @@ def asking(place: Path | str, told: list[str] | None = None, **options: Any) -> 
         rest(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Arrivals, "ask", ask)
+        patch.setattr(Prefetcher, "ask", ask)
         patch.setattr(Tier, "_fetch_rest", fetch_rest)
         with kvtool.open(place, warn=lambda text, hint: None if told is None else told.append(text)) as cache:
             return cache.query(QUESTION, max_tokens=4, top_k=8, **options), asked
@@ -169,10 +169,10 @@ def test_records_that_refine_others(store: Path, tmp_path: Path) -> None:
 
 def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
     """So many records come of those that no row saw, then this happens, once."""
-    real, rest = Arrivals.take, Tier._fetch_rest
+    real, rest = Prefetcher.take, Tier._fetch_rest
     errors, left = [error], list[int]()
 
-    def take(self: Arrivals, timeout: float) -> Any:
+    def take(self: Prefetcher, timeout: float) -> Any:
         if left and errors:
             left[0] -= 1
             if left[0] < 0:
@@ -183,7 +183,7 @@ def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> 
         left[:] = [after]
         rest(self)
 
-    patch.setattr(Arrivals, "take", take)
+    patch.setattr(Prefetcher, "take", take)
     patch.setattr(Tier, "_fetch_rest", fetch_rest)
 
 

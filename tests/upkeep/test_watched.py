@@ -15,9 +15,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import NoSpaceError
+from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.pull import pull
 from kvtool.core.remote.push import push
-from kvtool.core.remote.urls import open_blobs
 from tests.cli.working import QUESTION, SHORT, damages, kvtool, listing, write_corpus
 from tests.compress.making import run
 from tests.upkeep.watching import Watcher, bytes_in

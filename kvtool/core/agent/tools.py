@@ -22,7 +22,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.since import changes
-from kvtool.core.remote.opening import open_store
+from kvtool.core.remote.mirror import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
 from kvtool.core.session.identity import known_result, store_identity

@@ -176,7 +176,7 @@ class Held:
             yield self._opened()
 
     def _opened(self) -> Session:
-        from kvtool.core.remote.opening import open_store
+        from kvtool.core.remote.mirror import open_store
         from kvtool.core.session.session import Session
 
         if self._session is None:

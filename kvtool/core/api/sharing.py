@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Unpack
 
 from kvtool.core.api.held import Held, alone
 from kvtool.core.common.progress import Events
-from kvtool.core.pack.options import ExportOptions, ImportOptions
-from kvtool.core.remote.options import PullOptions, PushOptions
+from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
 
 if TYPE_CHECKING:
     from kvtool.core.options import arguments
-    from kvtool.core.pack.give import ExportReport
-    from kvtool.core.remote.transfer_report import TransferReport
+    from kvtool.core.pack.export import ExportReport
+    from kvtool.core.remote.report import TransferReport
 
 
 class Sharing(Held):
@@ -25,7 +24,7 @@ class Sharing(Held):
         self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PushArguments]
     ) -> TransferReport:
         """Bring a shared store up to date with this one; `options` are the fields of `PushOptions`."""
-        from kvtool.core.remote.by_url import push_to
+        from kvtool.core.remote.push import push_to
 
         wanted = self._wanted(PushOptions, options)
         with self._beside() as folder:
@@ -36,7 +35,7 @@ class Sharing(Held):
         self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PullArguments]
     ) -> TransferReport:
         """Bring this store up to date with a shared one; `options` are the fields of `PullOptions`."""
-        from kvtool.core.remote.by_url import pull_from
+        from kvtool.core.remote.pull import pull_from
 
         wanted = self._wanted(PullOptions, options)
         with self._beside() as folder:
@@ -47,7 +46,7 @@ class Sharing(Held):
         self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ExportArguments]
     ) -> ExportReport:
         """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
-        from kvtool.core.pack.give import export
+        from kvtool.core.pack.export import export
 
         wanted = self._wanted(ExportOptions, options)
         levels, told = wanted.levels or None, self._events(events)
@@ -60,7 +59,7 @@ class Sharing(Held):
         self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ImportArguments]
     ) -> TransferReport:
         """Take a pack into the store, as `store import` does; `options` are the fields of `ImportOptions`."""
-        from kvtool.core.pack.take import take
+        from kvtool.core.pack.import_ import take
 
         wanted = self._wanted(ImportOptions, options)
         told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
@@ -76,7 +75,7 @@ class Sharing(Held):
         **options: Unpack[arguments.ImportArguments],
     ) -> list[TransferReport]:
         """Take other stores and packs into the store, as `store import` does; `options` are of `ImportOptions`."""
-        from kvtool.core.pack.merge import merge
+        from kvtool.core.pack.import_ import merge
 
         wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]
         told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait

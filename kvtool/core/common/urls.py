@@ -18,20 +18,23 @@ class Kind(NamedTuple):
     Attributes
     ----------
     module : of its backend.
+    needs : the packages that the module imports, for an error, and kvtool's extra that installs them.
     is_path : its URLs name a path of this machine, which has no user and no password.
     has_folder : behind the host stands a folder, which is no secret.
     """
 
     module: str
+    needs: tuple[str, str] = ("", "")
     is_path: bool = False
     has_folder: bool = False
 
 
-_OBJECTS = Kind("objects", has_folder=True)
+_OBJECTS = Kind("object_store", ("package obstore", "objects"), has_folder=True)
+_REDIS = Kind("redis", ("packages redis and hiredis", "redis"))
 _WEB = ("https", "http")
 KINDS: Mapping[str, Kind] = {
-    "redis": Kind("redis"),
-    "rediss": Kind("redis"),
+    "redis": _REDIS,
+    "rediss": _REDIS,
     "file": Kind("folder", is_path=True),
     **dict.fromkeys(("s3", "gs", "az", *_WEB), _OBJECTS),
 }

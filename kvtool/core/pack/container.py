@@ -1,41 +1,46 @@
-"""The file itself: a zip whose members are stored as they are, written beside its place and put there whole."""
+"""Container format of a pack: a zip whose members are stored uncompressed, KV as safetensors.
+
+Raw KV is stored as tensors that every reader of safetensors can open; other levels as the bytes of their records.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import secrets
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from kvtool.core.cache.layout import TEMPORARY, sync_folder
+from kvtool.core.cache.record import Bytes, KVHeader, decode_record, encode_record
+from kvtool.core.codec.levels import RAW, level_of
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, UsageError
+from kvtool.core.remote import validation
 
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # of every member: the same content is the same file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _BROKEN = (zipfile.BadZipFile, struct.error, NotImplementedError, RuntimeError, ValueError, LookupError, EOFError)
 
 
-class PackWriter:
-    """Adds members to a pack that is not there yet."""
+CATALOGUE = "catalogue"  # the member's name; other members have the names of a shared store's values, except KV
 
-    def __init__(self, file: zipfile.ZipFile) -> None:
-        self._file = file
 
-    def add(self, name: str, data: bytes) -> None:
-        """A member with these bytes."""
-        member = zipfile.ZipInfo(name, _EPOCH)
-        member.external_attr = 0o600 << 16
-        self._file.writestr(member, data)
+def kv_member(key: str, level: str, mark: str) -> str:
+    """Return the name of the member with all layers of a chunk at a level."""
+    return f"kv/{key}/{level}-{mark}.safetensors"
 
 
 @contextmanager
-def writing(path: Path, force: bool) -> Iterator[PackWriter]:
-    """Write a pack; it stands at `path` when all of it is durable, or never.
+def writing(path: Path, force: bool) -> Iterator[Callable[[str, bytes], None]]:
+    """Write a pack. The file appears at `path` when all of it is durable, or never.
+
+    Yields a function that adds a member with a name and bytes.
 
     Raises
     ------
@@ -51,7 +56,7 @@ def writing(path: Path, force: bool) -> Iterator[PackWriter]:
         handle = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0), 0o600)
         with open(handle, "w+b") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED, allowZip64=True) as pack:
-                yield PackWriter(pack)
+                yield lambda name, data: _add(pack, name, data)
             file.flush()
             os.fsync(file.fileno())
         _put(temporary, path, force)
@@ -64,6 +69,12 @@ def writing(path: Path, force: bool) -> Iterator[PackWriter]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def _add(pack: zipfile.ZipFile, name: str, data: bytes) -> None:
+    member = zipfile.ZipInfo(name, _EPOCH)
+    member.external_attr = 0o600 << 16
+    pack.writestr(member, data)
 
 
 def _put(temporary: Path, path: Path, force: bool) -> None:
@@ -138,3 +149,91 @@ def _opened(path: Path) -> IO[bytes]:
         return path.open("rb")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}", "check who owns it") from error
+
+
+# ---- a chunk's records at one level, as a safetensors file -------------------------------------------------------
+
+Part = tuple[str, list[int], Bytes]  # dtype as safetensors names it, shape, bytes
+
+MOST_HEADER = 2**24
+_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_SIZES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
+
+
+def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> bytes:
+    """Records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded.
+
+    Raises
+    ------
+    DamagedError : one is no record of this chunk.
+    """
+    parts: dict[str, Part] = {}
+    for layer, record in enumerate(records):
+        header, payload = decode_record(chunk_id, record)
+        if level_of(level).verbatim:
+            shape, name = [header.kv_heads, header.tokens], _NAMES[header.dtype]
+            parts[f"layers.{layer}.k"] = (name, [*shape, header.head_dim_k], payload[: header.k_bytes])
+            parts[f"layers.{layer}.v"] = (name, [*shape, header.head_dim_v], payload[header.k_bytes :])
+        else:
+            parts[f"layers.{layer}"] = ("U8", [len(record)], record)
+    return _written(parts, {"chunk": chunk_id.hex(), "level": level})
+
+
+def from_safetensors(chunk_id: bytes, level: str, layers: int, data: Bytes) -> list[bytes]:
+    """Inverse of :func:`to_safetensors`; what the records are worth their own digests say.
+
+    Raises
+    ------
+    DamagedError : it is no such file.
+    """
+    try:
+        parts = _read(memoryview(data))
+        if not level_of(level).verbatim:
+            return [bytes(parts[f"layers.{layer}"][2]) for layer in range(layers)]
+        return [
+            _raw(chunk_id, layer, parts[f"layers.{layer}.k"], parts[f"layers.{layer}.v"]) for layer in range(layers)
+        ]
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"KV that cannot be read: {error!r}") from error
+
+
+def _raw(chunk_id: bytes, layer: int, keys: Part, values: Part) -> bytes:
+    (dtype, (heads, tokens, dim_k), k_bytes), (other, (heads_v, tokens_v, dim_v), v_bytes) = keys, values
+    if (dtype, heads, tokens) != (other, heads_v, tokens_v):
+        raise ValueError("keys and values do not fit each other")
+    header = KVHeader(_DTYPES[dtype], heads, tokens, dim_k, dim_v, RAW, layer)
+    return encode_record(chunk_id, header, [k_bytes, v_bytes])
+
+
+# ---- the format (https://github.com/huggingface/safetensors) -----------------------------------------------------
+
+
+def _written(parts: dict[str, Part], about: dict[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": about}
+    at = 0
+    for name, (dtype, shape, data) in parts.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return b"".join([len(text).to_bytes(8, "little"), text, *(data for _, _, data in parts.values())])
+
+
+def _read(data: memoryview) -> dict[str, Part]:
+    size = int.from_bytes(data[:8], "little")
+    if not 0 < size <= min(MOST_HEADER, len(data) - 8):
+        raise ValueError("its header is cut off")
+    header, body = validation.object_of(validation.strict_json(data[8 : 8 + size])), data[8 + size :]
+    header.pop("__metadata__", None)
+    parts: dict[str, Part] = {}
+    for name, row in header.items():
+        facts = validation.object_of(row)
+        start, stop = (
+            validation.count_of(number, 0, len(body)) for number in validation.list_of(facts["data_offsets"], 2)
+        )
+        shape = [validation.count_of(number, 0, 2**32 - 1) for number in validation.list_of(facts["shape"])]
+        if stop - start != math.prod(shape) * _SIZES[facts["dtype"]]:
+            raise ValueError(f"{name} has not the bytes of its shape")
+        parts[name] = (facts["dtype"], shape, body[start:stop])
+    return parts

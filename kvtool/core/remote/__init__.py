@@ -1,1 +1,1 @@
-"""A store shared by several machines: its values as blobs in Redis or in a folder, and a local store in front."""
+"""A store shared by several machines: its values as blobs in Redis, a bucket or a folder, and a local cache."""

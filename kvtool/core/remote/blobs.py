@@ -1,56 +1,64 @@
-"""Protocol of a shared store's backend: named values. A backend is one file with one class and one line in `urls`."""
+"""Protocol of a shared store's backend, named values; and all that a backend needs: readers, leases, its registry.
+
+A backend is one file with one class, and one line in `common/urls.py`.
+"""
 
 from __future__ import annotations
 
+import importlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol, cast
 
 from kvtool.core.cache.backend import Wanted
+from kvtool.core.common.installing import extra_line
+from kvtool.core.common.plugins import found
+from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
+from kvtool.core.errors import KvtoolError, UsageError
 
-TIMEOUT = 5.0  # seconds for a value, after which a tier counts as gone
-LEASES = {"push": 600.0, "sweep": 60.0}  # seconds for which a name that is held stands, by what it begins with
+TIMEOUT = 5.0  # seconds for a value, after which a shared store counts as gone
+LEASES = {"push": 600.0, "sweep": 60.0}  # seconds that a lease lasts, by what its name begins with
 AHEAD = 3600.0  # seconds: two clocks may differ by less
 
 
 class Reader(Protocol):
-    """Asks for blobs ahead and takes them as they come, in the order asked: the link is never idle in between."""
+    """Protocol of a stream of values: requests are sent ahead, so that the connection is never idle in between."""
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
-        """Ask for some more; returns before they are there. Raises RemoteError."""
+        """Request more values; return before they arrive. Raises RemoteError."""
         ...
 
     def take(self) -> bytes | None:
-        """The next one asked for, None where there is none of its name, empty where it is too large or no value at all,
-        and as much as there is of a part. Raises RemoteError; the reader is of no more use then."""
+        """Return the next value in the order of the requests: None if it is missing, empty if it is too large or no
+        value at all, shorter if a part is cut off. Raises RemoteError; the reader is of no more use then."""
         ...
 
     def close(self) -> None:
-        """Stop; what was asked for and not taken is given up."""
+        """Stop; requests that were not taken are given up."""
         ...
 
 
-class ReadInTurn:
-    """A reader for a place that cannot be asked ahead: a value is read when it is taken.
+class SequentialReader:
+    """A reader without requests ahead: a value is read when it is taken.
 
     Parameters
     ----------
-    read : gives what is wanted, as `Reader.take` does.
+    read : returns a value, as `Reader.take` does.
     """
 
     def __init__(self, read: Callable[[Wanted], bytes | None]) -> None:
         self._read, self._asked = read, deque[Wanted]()
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
-        """See Reader."""
         self._asked.extend(wanted)
 
     def take(self) -> bytes | None:
-        """See Reader."""
         return self._read(self._asked.popleft())
 
     def close(self) -> None:
-        """See Reader."""
         self._asked.clear()
 
 
@@ -65,15 +73,16 @@ class Readable(Protocol):
     url: str
 
     def reader(self) -> Reader:
-        """A stream of values of its own. Raises RemoteError."""
+        """Open a stream of values. Raises RemoteError."""
         ...
 
 
 class Blobs(Protocol):
-    """Named values of a shared tier. Names are ASCII, with `/` between their parts. Methods raise RemoteError.
+    """Protocol of a shared store's named values. Names are ASCII, with `/` between their parts. Methods raise
+    RemoteError.
 
-    A value once put is never changed, only put again with the same bytes or deleted; `head` alone is swapped. So a
-    reader sees either all of a push or nothing of it. What a value is worth its digest says, not the tier.
+    A value is never changed, only put again with the same bytes or deleted; `head` alone is replaced. So a reader sees
+    either all of a push or nothing of it. Digests protect the values, not the shared store.
 
     Attributes
     ----------
@@ -83,7 +92,7 @@ class Blobs(Protocol):
     url: str
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """Values, None where there is none; empty where one is larger than its name allows, or no value at all."""
+        """Read values: None if one is missing, empty if one is larger than its name allows, or no value at all."""
         ...
 
     def sizes(self, names: Sequence[str]) -> list[int]:
@@ -91,15 +100,15 @@ class Blobs(Protocol):
         ...
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """Keep values, each whole or not at all."""
+        """Store values, each whole or not at all."""
         ...
 
-    def settle(self) -> None:
-        """Make what was put durable, as far as the tier can."""
+    def flush(self) -> None:
+        """Make what was put durable, as far as the backend can."""
         ...
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """Replace a value if it is still `before` (None: there is none). False: it is another by now."""
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        """Replace a value if it is still `before` (None: missing). False: another value is there by now."""
         ...
 
     def names(self, below: str = "") -> Iterator[str]:
@@ -107,12 +116,12 @@ class Blobs(Protocol):
         ...
 
     def delete(self, names: Sequence[str]) -> None:
-        """Forget values; those that are not there are no error."""
+        """Delete values; missing ones are no error."""
         ...
 
     def hold(self, name: str) -> None:
-        """Let everybody see that `name` (a key of `LEASES`, `-`, an id) is at work, until its time is over; again to
-        renew it. It is no value: `names` does not list it."""
+        """Take or renew a lease, which everybody sees until its time is over. Its name is a key of `LEASES`, `-` and
+        an id. A lease is no value: `names` does not list it."""
         ...
 
     def held(self) -> set[str]:
@@ -120,15 +129,15 @@ class Blobs(Protocol):
         ...
 
     def release(self, name: str) -> None:
-        """Hold it no longer."""
+        """Give a lease back."""
         ...
 
     def reader(self) -> Reader:
-        """A stream of values of its own."""
+        """Open a stream of values."""
         ...
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the connection."""
         ...
 
 
@@ -137,7 +146,198 @@ def seconds_held(name: str) -> float:
     return LEASES[name.partition("-")[0]]
 
 
-def stands(name: str, renewed: float, now: float) -> bool:
+def lease_is_valid(name: str, renewed: float, now: float) -> bool:
     """Return True if a lease is valid that was last renewed at a time. A time far in the future does not count: the
     clock was wrong then, and the lease would not end before that time. Raises KeyError for another name."""
     return -AHEAD < now - renewed < seconds_held(name)
+
+
+# ---- several range requests at once, for a place that takes a while to answer --------------------------------------
+
+GAP = 64 * 2**10  # bytes between two parts that one request covers, rather than two
+MOST_TOGETHER = 4 * 2**20  # bytes of one request for several parts
+AT_ONCE = 8  # requests
+_MOST_HELD = 64 * 2**20  # bytes that have arrived and are not taken; more are read only for a caller that waits
+
+
+@dataclass(eq=False)
+class RangeRequest:
+    """A request for a whole value of at most `stop` bytes, or for the bytes of a value from `start` to `stop`.
+
+    Attributes
+    ----------
+    left : number of values that are still to be read from it.
+    data : the bytes that have arrived.
+    missing : no value has this name. `too_large` : the value is too large, and nothing of it is read.
+    """
+
+    name: str
+    start: int
+    stop: int
+    is_part: bool
+    left: int = 0
+    data: bytearray = field(default_factory=bytearray)
+    missing: bool = False
+    too_large: bool = False
+    begun: bool = False
+    done: bool = False
+    error: KvtoolError | None = None
+
+    def holds(self, wanted: Wanted) -> bool:
+        """Return True if all bytes of a part have arrived."""
+        return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
+
+
+Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing` and `too_large`
+
+
+def range_requests(wanted: Sequence[Wanted]) -> list[RangeRequest]:
+    """Return the request of each wanted value, in that order; parts that are near each other share one."""
+    spans: dict[int, RangeRequest] = {}
+    parts = [number for number, one in enumerate(wanted) if one.pack]
+    last: RangeRequest | None = None
+    for number in sorted(parts, key=lambda number: (wanted[number].pack, wanted[number].start)):
+        one = wanted[number]
+        end = one.start + one.most
+        if last is None or not _is_near(last, one):
+            last = RangeRequest(one.pack, one.start, end, True)
+        last.stop, last.left = max(last.stop, end), last.left + 1
+        spans[number] = last
+    return [spans.get(number) or RangeRequest(one.name, 0, one.most, False, 1) for number, one in enumerate(wanted)]
+
+
+def _is_near(span: RangeRequest, one: Wanted) -> bool:
+    end = max(span.stop, one.start + one.most)
+    return one.pack == span.name and one.start <= span.stop + GAP and end - span.start <= MOST_TOGETHER
+
+
+class RangeReader:
+    """See Reader.
+
+    Parameters
+    ----------
+    fetch : the bytes of a request; run in a thread of its own.
+    """
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+        self._asked = deque[tuple[Wanted, RangeRequest]]()
+        self._waiting = deque[RangeRequest]()
+        self._flying = self._held = 0  # requests, bytes
+        self._news = threading.Condition()
+        self._closed = False
+
+    def ask(self, wanted: Sequence[Wanted]) -> None:
+        spans = range_requests(wanted)
+        with self._news:
+            self._asked.extend(zip(wanted, spans, strict=True))
+            self._waiting.extend(dict.fromkeys(spans))
+            self._go_on()
+
+    def take(self) -> bytes | None:
+        with self._news:
+            wanted, span = self._asked.popleft()
+            if not span.begun:
+                self._begin(span)
+            self._news.wait_for(lambda: span.done or span.holds(wanted))
+            if span.error is not None and not span.holds(wanted):
+                raise span.error
+            value = self._cut(wanted, span)
+            span.left -= 1
+            if not span.left:
+                self._held -= len(span.data)
+                span.data = bytearray()
+                self._go_on()
+            return value
+
+    def close(self) -> None:
+        """See Reader. Requests under way run to their end."""
+        with self._news:
+            self._closed = True
+            self._waiting.clear()
+
+    def _cut(self, wanted: Wanted, span: RangeRequest) -> bytes | None:
+        if span.missing or span.too_large:
+            return None if span.missing else b""
+        at = wanted.start - span.start if span.is_part else 0
+        return bytes(span.data[at : at + wanted.most] if span.is_part else span.data)
+
+    def _go_on(self) -> None:
+        while self._waiting and self._flying < AT_ONCE and self._held < _MOST_HELD:
+            span = self._waiting.popleft()
+            if not span.begun:
+                self._begin(span)
+
+    def _begin(self, span: RangeRequest) -> None:
+        span.begun = True
+        self._flying += 1
+        threading.Thread(target=self._run, args=(span,), name="kvtool-range", daemon=True).start()
+
+    def _run(self, span: RangeRequest) -> None:
+        error: KvtoolError | None = None
+        try:
+            for piece in self._fetch(span):
+                with self._news:
+                    if self._closed:
+                        break
+                    span.data += piece
+                    self._held += len(piece)
+                    self._news.notify_all()
+        except KvtoolError as failed:
+            error = failed
+        except Exception as failed:  # raised in the caller that waits
+            error = KvtoolError(f"a request failed: {type(failed).__name__}")
+        with self._news:
+            span.error, span.done = error, True
+            self._flying -= 1
+            self._go_on()
+            self._news.notify_all()
+
+
+# ---- the backend of a URL ------------------------------------------------------------------------------------------
+
+# The sign @ is before the URLs: after a URL it would look like the end of a password, which `scrubbed` hides
+_SUCH_AS = "in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///mnt/shared/kv"
+
+_PLUGINS = found("blobs", own=KINDS)
+
+
+def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
+    """The tier of a URL; nothing is asked of it yet.
+
+    Raises
+    ------
+    UsageError : no such kind of URL, or a broken one.
+    KvtoolError : a package is missing. PluginError : the plugin for such URLs cannot be used.
+    """
+    kind, mark, _ = url.partition("://")
+    if not mark or not SCHEME.fullmatch(kind):
+        raise UsageError(f"'{for_people(url)}' is no URL of a shared store", _way_to_a_url(url))
+    try:
+        return _opener(kind.lower())(url, timeout)
+    except ValueError:  # what it says of the URL repeats parts of it, which may be those of a password
+        raise UsageError(f"the URL {for_people(url)} cannot be read", _SUCH_AS) from None
+
+
+def _way_to_a_url(place: str) -> str:
+    """Return a hint for a place that is no URL: usually it is the path of a folder."""
+    if is_url(place) or "@" in place or "\0" in place:  # something meant as a URL, with a password perhaps
+        return _SUCH_AS
+    return f"a folder is named by {Path(place).absolute().as_uri()}; others are such as redis://host:6379/0"
+
+
+def _opener(kind: str) -> Callable[[str, float], Blobs]:
+    """Return the function that opens URLs of a kind, given the URL and the seconds to wait for a value."""
+    if kind in KINDS:
+        try:
+            backend = importlib.import_module(f"kvtool.core.remote.{KINDS[kind].module}")
+        except ImportError as error:
+            packages, extra = KINDS[kind].needs
+            raise KvtoolError(f"{kind}:// needs the {packages}", extra_line(extra)) from error
+        return cast(Callable[[str, float], Blobs], backend.from_url)
+    if kind not in _PLUGINS:
+        raise UsageError(f"there is no shared store of the kind {kind}://", f"known: {', '.join([*KINDS, *_PLUGINS])}")
+    opener = _PLUGINS[kind].load()
+    if not callable(opener):
+        raise _PLUGINS[kind].broken("it is no function")
+    return cast(Callable[[str, float], Blobs], opener)

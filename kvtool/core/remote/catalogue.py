@@ -14,28 +14,223 @@ blob                                    holds
 ``kv/ID/LEVEL-MARK/LAYER``              such a record alone: as older versions pushed it, or too large for a pack
 ======================================  ================================================================
 
-A mark is a digest of the value, so no name ever means two values: readers of the catalogue before keep theirs.
-A name of any other shape is not ours, nor is what stands below another `head`: nothing of it is ever deleted.
+A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
+A name of any other shape is not kvtool's, and neither is a name below another `head`: such values are never deleted.
 
-A catalogue in one value has formats 1 to 3 (:meth:`Catalogue.pack`): so it stands in the file of `kvtool store export`,
-and so older versions pushed it. In shards it has format 4 (`shards.py`).
+A catalogue in one value has formats 1 to 3 (:meth:`Catalogue.pack`): the file of `kvtool store export` has one, and
+older versions pushed it so. A sharded one has format 4 (`catalogue_io.py`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import zstandard
 
-from kvtool.core.codec.levels import whole
+from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.identity import ID_BYTES
+from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
+from kvtool.core.codec.levels import LEVELS, coarser, nested, whole
 from kvtool.core.errors import DamagedError, StoreFormatError
-from kvtool.core.remote import checks
-from kvtool.core.remote.entries import Chunk, File, Pack, Shard, chunk_name, file_name, kv_names
-from kvtool.core.remote.rows import MARK_BYTES, entries_of, packed, packs_of, rows_of, unpacked
+from kvtool.core.remote import validation
 from kvtool.core.remote.signing import Proof, SigningKey, catalogue_digest, proof_of, proof_row
+from kvtool.core.remote.validation import MOST_BYTES, MOST_LAYERS, MOST_LEVEL_BYTES
+
+HEAD = "head"
+_FORMAT = 1
+_DIGEST = "[0-9a-f]{32}"
+_HEAD_KEY = b"remote head"
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The value of `head`: digests of the catalogue in force and of earlier ones still valid, latest first."""
+
+    catalogue: str
+    before: tuple[str, ...] = ()
+
+
+def seal_head(head: Head) -> bytes:
+    """The value of `head`."""
+    value = {"format": _FORMAT, "catalogue": head.catalogue, "before": head.before}
+    return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps(value).encode())
+
+
+def unseal_head(data: bytes) -> Head:
+    """Inverse of :func:`seal_head`; one that knows of none before is of an older kvtool.
+
+    Raises
+    ------
+    DamagedError : it cannot be read.
+    StoreFormatError : a newer kvtool wrote it.
+    """
+    try:
+        value = validation.strict_json(unseal(_HEAD_KEY, Kind.MANIFEST, data))
+        if value["format"] > _FORMAT:
+            raise StoreFormatError(f"the shared store has format {value['format']}", "update kvtool")
+        digests = [value["catalogue"], *value.get("before", ())]
+        if not all(isinstance(digest, str) and re.fullmatch(_DIGEST, digest) for digest in digests):
+            raise ValueError("it names no catalogue")
+        return Head(digests[0], tuple(digests[1:]))
+    except (DamagedError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError("the shared store's head cannot be read", "push again from a store that is whole") from error
+
+
+# ---- entries, and the names of their values ----------------------------------------------------------------------
+
+
+class Pack(NamedTuple):
+    """A value that holds records of several chunks: the digest that names it, and its bytes."""
+
+    digest: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the pack's value."""
+        return f"pack/{self.digest}"
+
+
+class Place(NamedTuple):
+    """A place of a chunk's records in a pack, layer after layer: the first byte, and the length of each."""
+
+    pack: Pack
+    start: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """A chunk at a level.
+
+    Attributes
+    ----------
+    size : bytes of its records.
+    mark : digest of all of them.
+    base : the coarser level that it refines.
+    maker : digest, in hex, of the profile that lossy records name; None: they are not, or an older kvtool pushed them.
+    place : of its records; None: each is a value of its own.
+    seal : of a signed catalogue: BLAKE2b-256 of all records, in hex, which nobody can forge.
+    """
+
+    size: int
+    mark: str
+    base: str | None = None
+    maker: str | None = None
+    place: Place | None = None
+    seal: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A chunk's description and its levels.
+
+    Attributes
+    ----------
+    mark : of the description.
+    place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
+    foreign : the owner of the catalogue did not make it, but has it from somebody else; also of a file.
+    """
+
+    mark: str
+    layers: int
+    levels: dict[str, Level]
+    place: Place | None = None
+    foreign: bool = False
+
+    @property
+    def makers(self) -> dict[str, str]:
+        """The profile that each level's records name, of those levels that say it."""
+        return {level: stored.maker for level, stored in self.levels.items() if stored.maker is not None}
+
+    @property
+    def seals(self) -> dict[str, str]:
+        """The digest of each level's records, of those levels that have one."""
+        return {level: stored.seal for level, stored in self.levels.items() if stored.seal is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file's entry with its documents: digest of both, when the file was last changed (ns), and their place, as of
+    a chunk's description."""
+
+    mark: str
+    mtime_ns: int
+    place: Place | None = None
+    foreign: bool = False
+
+
+class Shard(NamedTuple):
+    """A part of a catalogue, as its root has it: digest and bytes of the value, and how many it describes."""
+
+    digest: str
+    size: int
+    files: int
+    chunks: int
+
+    @property
+    def name(self) -> str:
+        """Return the name of the shard's value."""
+        return f"shard/{self.digest}"
+
+
+def digest_of(data: bytes | memoryview) -> str:
+    """Return the digest that names a value by its content: 16 bytes in hex."""
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def file_name(key: str, file: File) -> str:
+    """The name of a file's blob."""
+    return f"file/{key}-{file.mark}"
+
+
+def chunk_name(key: str, chunk: Chunk) -> str:
+    """The name of the blob of a chunk's description."""
+    return f"chunk/{key}-{chunk.mark}"
+
+
+def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
+    """The names of the blobs of a chunk's records at a level, by layer."""
+    return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
+
+
+def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
+    """Return the requests for a chunk's records at a level, layer by layer; none reads more bytes than are stated."""
+    stored, names = chunk.levels[level], kv_names(key, chunk, level)
+    if stored.place is None:
+        return [Wanted(name, stored.size) for name in names]
+    pack, start, lengths = stored.place
+    starts = accumulate(lengths, initial=start)
+    return [Wanted(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
+
+
+_MARK = "[0-9a-f]{32}"
+_ID = f"[0-9a-f]{{{2 * ID_BYTES}}}"
+_LEFT = r"\.tmp-[0-9]+-[0-9A-Za-z-]+"  # by a push that was killed
+_FOLDERS = f"catalogue|shard|meta|profile|file|chunk|pack|kv/{_ID}/[a-z0-9-]+-{_MARK}"
+_OWN = re.compile(
+    f"{HEAD}|(?:catalogue|shard|pack)/{_MARK}|meta/[a-z][a-z-]*-{_MARK}|profile/(?:{_MARK}|{_ID})|(?:file|chunk)/{_ID}-{_MARK}"
+    f"|kv/{_ID}/[a-z0-9-]+-{_MARK}/[0-9]+|(?:(?:{_FOLDERS})/)?{_LEFT}"
+)
+
+
+def is_own(name: str) -> bool:
+    """Return True if a name has one of the shapes above, or is a temporary file's next to such a value."""
+    return bool(_OWN.fullmatch(name))
+
+
+def catalogue_name(digest: str) -> str:
+    """The name of a catalogue's blob."""
+    return f"catalogue/{digest}"
+
+
+# ---- the catalogue in one value ----------------------------------------------------------------------------------
 
 FORMAT = 3  # of one in one value
 _PLAIN_FORMAT = 1  # of one without packs and without levels that leave rows out, which every kvtool reads
@@ -79,7 +274,7 @@ class Catalogue:
         DamagedError : it cannot be read.
         StoreFormatError : a newer kvtool wrote it.
         """
-        return cls.of(value_of(data, FORMAT))
+        return cls.of(catalogue_json(data, FORMAT))
 
     @classmethod
     def of(cls, value: dict[str, Any]) -> Catalogue:
@@ -102,8 +297,8 @@ class Catalogue:
         return _PLAIN_FORMAT if len(whole(levels)) == len(levels) else _PARTIAL_FORMAT
 
     def packs(self) -> set[Pack]:
-        """The packs that what it describes stands in."""
-        return packs_of(self.files.values(), self.chunks.values())
+        """Return the packs that hold what it describes."""
+        return {place.pack for place in places_of(self.files, self.chunks)}
 
     def with_entries(self, files: dict[str, File], chunks: dict[str, Chunk]) -> Catalogue:
         """This catalogue with other files and chunks."""
@@ -114,7 +309,15 @@ class Catalogue:
         names = {f"meta/{name}-{mark}" for name, mark in self.meta.items()}
         names |= {f"profile/{digest}" for digest in self.profiles}
         names |= {shard.name for shard in self.shards if shard is not None}
-        return names | blobs_of(self.files, self.chunks)
+        names |= {pack.name for pack in self.packs()}
+        names |= {file_name(key, file) for key, file in self.files.items() if file.place is None}
+        for key, chunk in self.chunks.items():
+            if chunk.place is None:
+                names.add(chunk_name(key, chunk))
+            for level, stored in chunk.levels.items():
+                if stored.place is None:
+                    names.update(kv_names(key, chunk, level))
+        return names
 
 
 def canonical(value: dict[str, Any], proof: Proof | None = None, key: SigningKey | None = None) -> bytes:
@@ -130,31 +333,18 @@ def proof_in(value: dict[str, Any]) -> Proof | None:
     if row is None:
         return None
     rest = {name: part for name, part in value.items() if name != "signature"}
-    return proof_of(checks.object_of(row), catalogue_digest(_json(rest)))
+    return proof_of(validation.object_of(row), catalogue_digest(_json(rest)))
 
 
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
 
-def blobs_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> set[str]:
-    """The names of all blobs that these count on."""
-    names = {pack.name for pack in packs_of(files.values(), chunks.values())}
-    names |= {file_name(key, file) for key, file in files.items() if file.place is None}
-    for key, chunk in chunks.items():
-        if chunk.place is None:
-            names.add(chunk_name(key, chunk))
-        for level, stored in chunk.levels.items():
-            if stored.place is None:
-                names.update(kv_names(key, chunk, level))
-    return names
-
-
-def value_of(data: bytes, newest: int) -> dict[str, Any]:
+def catalogue_json(data: bytes, newest: int) -> dict[str, Any]:
     """The JSON of a catalogue, of the formats up to `newest`. Raises DamagedError, StoreFormatError."""
     try:
         value = unpacked(data)
-        number = checks.count_of(value["format"], 0, checks.INT64)
+        number = validation.count_of(value["format"], 0, validation.INT64)
     except (ValueError, KeyError, zstandard.ZstdError) as error:
         raise unreadable(error) from error
     if number > newest:
@@ -165,12 +355,197 @@ def value_of(data: bytes, newest: int) -> dict[str, Any]:
 def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
     """Identity, meta and profiles: inverse of :meth:`Catalogue.facts`. Raises ValueError, KeyError."""
     meta = {
-        checks.name_of(name): checks.hex_of(mark, MARK_BYTES) for name, mark in checks.object_of(value["meta"]).items()
+        validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
+        for name, mark in validation.object_of(value["meta"]).items()
     }
-    profiles = tuple(checks.hex_of(row, *_PROFILE_BYTES) for row in checks.list_of(value["profiles"]))
-    return checks.identity_of(value["identity"]), meta, profiles
+    profiles = tuple(validation.hex_of(row, *_PROFILE_BYTES) for row in validation.list_of(value["profiles"]))
+    return validation.identity_of(value["identity"]), meta, profiles
 
 
 def unreadable(error: Exception) -> DamagedError:
     """Return the error for a catalogue that cannot be read."""
     return DamagedError(f"the shared store's catalogue cannot be read: {error}", _PUSH_AGAIN)
+
+
+# ---- entries as JSON rows ------------------------------------------------------------------------------------------
+
+MARK_BYTES = 16
+SEAL_BYTES = 32
+_MOST_UNPACKED = 2**29
+_MOST_RATIO = 32  # to one
+
+Entries = tuple[dict[str, File], dict[str, Chunk]]
+
+
+def packed(text: bytes) -> bytes:
+    """Compress JSON for storage."""
+    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(text)
+
+
+def unpacked(data: bytes) -> dict[str, Any]:
+    """Inverse of :func:`packed`. Such JSON is mostly digests, so a much better ratio is refused.
+
+    Raises
+    ------
+    ValueError, zstandard.ZstdError : it cannot be read.
+    """
+    size = zstandard.frame_content_size(data)
+    if not 0 <= size <= min(_MOST_UNPACKED, _MOST_RATIO * len(data) + 2**16):
+        raise ValueError("its size is out of bounds")
+    return validation.object_of(validation.strict_json(zstandard.ZstdDecompressor().decompress(data)))
+
+
+# ---- entries -> JSON ---------------------------------------------------------------------------------------------
+
+
+def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterator[Place]:
+    """Yield the places in packs of all descriptions and records."""
+    for file in files.values():
+        if file.place is not None:
+            yield file.place
+    for chunk in chunks.values():
+        if chunk.place is not None:
+            yield chunk.place
+        yield from (level.place for level in chunk.levels.values() if level.place is not None)
+
+
+def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
+    """A JSON object of them; the same for the same entries."""
+    numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
+    value: dict[str, Any] = {
+        "files": {key: [row.mark, row.mtime_ns, *_placed(row.place, numbers)] for key, row in files.items()},
+        "chunks": {
+            key: [
+                row.mark,
+                row.layers,
+                {name: _level_row(level, numbers) for name, level in row.levels.items()},
+                *_placed(row.place, numbers),
+            ]
+            for key, row in chunks.items()
+        },
+    }
+    makers = {key: row.makers for key, row in chunks.items() if row.makers}
+    if makers:
+        value["makers"] = makers  # next to the chunks: an older kvtool reads the rest
+    seals = {key: row.seals for key, row in chunks.items() if row.seals}
+    if seals:
+        value["seals"] = seals
+    foreign = sorted(key for rows in (files, chunks) for key, row in rows.items() if row.foreign)
+    if foreign:
+        value["foreign"] = foreign
+    if numbers:
+        value["packs"] = list(numbers)
+    return value
+
+
+def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
+    return [] if place is None else [numbers[place.pack], place.start, place.lengths[0]]
+
+
+def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
+    """Records of one length need no more than their sum."""
+    row: list[Any] = [level.size, level.mark, level.base]
+    if level.place is not None:
+        lengths = level.place.lengths
+        row += [numbers[level.place.pack], level.place.start, [] if len({*lengths}) == 1 else [*lengths]]
+    return row
+
+
+# ---- JSON -> entries, each checked for what it can be ------------------------------------------------------------
+
+
+def entries_of(value: dict[str, Any], left_out: list[tuple[str, str]]) -> Entries:
+    """Inverse of :func:`rows_of`.
+
+    Parameters
+    ----------
+    left_out : receives what cannot be used, and why.
+
+    Raises
+    ------
+    ValueError, KeyError : something of it cannot be.
+    """
+    makers, seals = (validation.object_of(value.get(name, {})) for name in ("makers", "seals"))
+    packs = [_pack(row) for row in validation.list_of(value.get("packs", []))]
+    files = {
+        validation.hex_of(key, ID_BYTES): _file(row, packs) for key, row in validation.object_of(value["files"]).items()
+    }
+    chunks = {
+        validation.hex_of(key, ID_BYTES): _chunk(key, row, makers.get(key, {}), seals.get(key, {}), packs, left_out)
+        for key, row in validation.object_of(value["chunks"]).items()
+    }
+    for key in map(validation.text_of, validation.list_of(value.get("foreign", []))):
+        if key in files:
+            files[key] = replace(files[key], foreign=True)
+        if key in chunks:
+            chunks[key] = replace(chunks[key], foreign=True)
+    return files, chunks
+
+
+def _file(value: Any, packs: list[Pack]) -> File:
+    mark, mtime_ns = validation.list_of(validation.list_of(value)[:2], 2)
+    mtime_ns = validation.count_of(mtime_ns, -validation.INT64, validation.INT64)
+    return File(validation.hex_of(mark, MARK_BYTES), mtime_ns, _description(value[2:], packs))
+
+
+def _chunk(key: str, value: Any, makers: Any, seals: Any, packs: list[Pack], left_out: list[tuple[str, str]]) -> Chunk:
+    mark, layers, levels = validation.list_of(validation.list_of(value)[:3], 3)
+    layers = validation.count_of(layers, 0, MOST_LAYERS)  # 0: of a model that keeps states, no KV of chunks is stored
+    validation.object_of(makers)
+    validation.object_of(seals)
+    by_name = {
+        name: _level(name, row, layers, makers.get(name), seals.get(name), packs)
+        for name, row in validation.object_of(levels).items()
+    }
+    for name in reversed(nested(by_name)):  # coarsest first: what refines nothing is of no use to what refines it
+        base = by_name[name].base
+        if base is not None and base not in by_name:
+            del by_name[name]
+            left_out.append((f"chunk {key} at level {name}", f"level {base}, which it refines, is not there"))
+    return Chunk(validation.hex_of(mark, MARK_BYTES), layers, by_name, _description(value[3:], packs))
+
+
+def _level(name: str, value: Any, layers: int, maker: Any, seal: Any, packs: list[Pack]) -> Level:
+    placed = validation.list_of(value)[3:]
+    size, mark, base = validation.list_of(value[:3], 3)
+    if name not in LEVELS:
+        raise ValueError(f"there is no level {name[:20]!r} here: a plugin made it, or a newer kvtool")
+    if base is not None and base != coarser(name):
+        raise ValueError(f"nothing at level {name} refines level {str(base)[:20]!r}")
+    return Level(
+        validation.count_of(size, layers * OVERHEAD_BYTES, MOST_LEVEL_BYTES),
+        validation.hex_of(mark, MARK_BYTES),
+        base,
+        None if maker is None else validation.hex_of(maker, MARK_BYTES),
+        _place(placed, size, layers, packs) if placed else None,
+        None if seal is None else validation.hex_of(seal, SEAL_BYTES),
+    )
+
+
+def _pack(value: Any) -> Pack:
+    digest, size = validation.list_of(value, 2)
+    return Pack(validation.hex_of(digest, MARK_BYTES), validation.count_of(size, 1, MOST_BYTES))
+
+
+def _place(value: list[Any], size: int, layers: int, packs: list[Pack]) -> Place:
+    """Read the place of a level's records, all of them within their pack."""
+    number, start, lengths = validation.list_of(value, 3)
+    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
+    validation.count_of(start, 0, pack.size - size)
+    if layers and not validation.list_of(lengths):
+        lengths = [size // layers] * layers
+    for length in validation.list_of(lengths, layers):
+        validation.count_of(length, OVERHEAD_BYTES, size)
+    if sum(lengths) != size:
+        raise ValueError("records of another size than their level")
+    return Place(pack, start, tuple(lengths))
+
+
+def _description(value: list[Any], packs: list[Pack]) -> Place | None:
+    """Read the place of the description of a file or a chunk; None if it is a value of its own."""
+    if not value:
+        return None
+    number, start, length = validation.list_of(value, 3)
+    pack = packs[validation.count_of(number, 0, len(packs) - 1)]
+    length = validation.count_of(length, 1, pack.size)
+    return Place(pack, validation.count_of(start, 0, pack.size - length), (length,))

@@ -99,3 +99,19 @@ class PullOptions(RemoteOptions, LockOptions, TrustOptions, settings=False, grou
     dry_run: bool = option(False, "Show what would be copied and removed, and do nothing.")
     yes: bool = option(False, "Let --delete remove more than half of the files.")
     max_size: int | None = max_size_option()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions(SignOptions, settings=False, group=MOVED):
+    """Options of what a pack holds."""
+
+    only: tuple[str, ...] = option((), "Export only these documents.", metavar="PATH|GLOB|ID", instead="all")
+    levels: tuple[str, ...] = levels_option()
+    force: bool = option(False, "Replace an existing file.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportOptions(LockOptions, TrustOptions):
+    """Options of an import."""
+
+    max_size: int | None = max_size_option()

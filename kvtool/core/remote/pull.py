@@ -1,47 +1,50 @@
-"""Shared tier → local store: what is missing here, each value checked before it is taken in."""
+"""Pull from a shared store into a local one: what is missing here, each value checked before it is stored."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from kvtool.core.cache import tables
+from kvtool.core.cache.backend import Wanted
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
+from kvtool.core.cache.options import StoreOptions
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import level_of
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreNotFoundError
-from kvtool.core.remote import survey, values
-from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, chunk_name, described_by, digest_of, file_name, records_wanted
-from kvtool.core.remote.groups import Group, Groups, single
-from kvtool.core.remote.limits import MOST_BYTES
-from kvtool.core.remote.reading import check_same_identity, read_catalogue
-from kvtool.core.remote.signing import Trust
-from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.transfer_report import TransferReport
-from kvtool.core.remote.wanted import (
-    Bundle,
-    Origins,
-    Within,
-    check_share,
-    only_here,
-    takeable,
-    wanted_files,
-    wanted_records,
-    with_bases,
+from kvtool.core.errors import DamagedError, NoSpaceError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import TIMEOUT, Blobs, Readable, open_blobs
+from kvtool.core.remote.catalogue import (
+    Catalogue,
+    Chunk,
+    File,
+    Place,
+    chunk_name,
+    digest_of,
+    file_name,
+    records_wanted,
 )
+from kvtool.core.remote.catalogue_io import check_same_identity, read_catalogue
+from kvtool.core.remote.options import PullOptions
+from kvtool.core.remote.prefetch import Group, fetch_groups
+from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.signing import Trust
+from kvtool.core.remote.validation import MOST_BYTES
+from kvtool.core.remote.values import join_codec
+from kvtool.core.session.identity import StoreIdentity
 
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
-_HELD_OF_EACH = (
-    2**9
-)  # so much for each, a quarter of what the catalogue takes in memory: pages are met a few times then
+# Bytes for each, a quarter of what the catalogue takes in memory: pages are met a few times then.
+_HELD_OF_EACH = 2**9
 _UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
 _MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
 _MOST_UNPACKED, _MOST_RATIO = 2**28, 64  # of all of them: so many bytes, and so many for each that came
@@ -55,7 +58,6 @@ def pull(
     *,
     levels: Sequence[str] | None = None,
     delete: bool = False,
-    newer: bool = False,
     trust: Trust | None = None,
     lock_wait: float = 0.0,
     max_size: int | None = None,
@@ -63,13 +65,12 @@ def pull(
     yes: bool = False,
     events: Events | None = None,
 ) -> TransferReport:
-    """Bring a store up to date with a tier; it is made where there is none. Run again to resume.
+    """Bring a store up to date with a shared store; a missing store is created. Run again to resume.
 
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
     delete : forget the files that the tier does not have.
-    newer : of a file that both have in two versions take the one changed last; else the tier's.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
@@ -92,7 +93,7 @@ def pull(
                 "a shared store holds no states, so none of this model come: questions compute and keep them here",
                 "a pack of `kvtool store export` has them, for `kvtool store import`",
             )
-        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
+        report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
         for _ in range(_TRIES):
             if not report.damaged or (latest := read_catalogue(blobs)) == catalogue:
                 break
@@ -100,7 +101,7 @@ def pull(
             if delete and not yes:
                 check_share(store, latest, blobs.url, origin)
             before, catalogue = report, latest  # what did not come may have been deleted with the one before
-            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, newer, timeout, events)
+            report = adopt(store, writer, blobs, catalogue, origin, levels, delete, timeout=timeout, events=events)
             report.goes_on_from(before)
         report.signer = trust.signer(catalogue.proof)
         return report
@@ -123,18 +124,19 @@ def adopt(
 
     Parameters
     ----------
+    newer : of a file that both have in two versions take the one changed last; else the catalogue's.
     origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
         KV to chunks that other documents use, and no measured losses.
     mirror : the store has nothing of its own: what the tier knows of codec levels replaces what is here.
-        It tells whether the catalogue says everything of a key; else what is here of it stays. None: it is no mirror.
+        Returns True for a key that the catalogue covers; what is here of others stays. None: it is no mirror.
     """
     started = time.perf_counter()
     report = TransferReport("pull", blobs.url, origin=origin.name, trusted=not origin.is_foreign)
     origins = Origins(origin, blobs.url, mirror=mirror is not None)
     job = _Pull(store, writer, blobs, origins, report, timeout, events or Events())
     job.run(catalogue, levels, delete, newer, mirror)
-    job.report.seconds = time.perf_counter() - started
-    return job.report
+    report.seconds = time.perf_counter() - started
+    return report
 
 
 def preview(
@@ -143,7 +145,6 @@ def preview(
     *,
     levels: Sequence[str] | None = None,
     delete: bool = False,
-    newer: bool = False,
     trust: Trust | None = None,
 ) -> TransferReport:
     """Report what a pull would do; only the catalogue is fetched, and nothing is written. Raises as `pull` does."""
@@ -158,7 +159,7 @@ def preview(
             if mine := store.manifest():
                 check_same_identity(catalogue.identity, mine.get("identity", {}), str(path))
             origins = Origins(origin, blobs.url)
-            files, report.kept = wanted_files(store, catalogue, newer, origins)
+            files, report.kept = wanted_files(store, catalogue, False, origins)
             records, report.chunks.unchanged = wanted_records(store, takeable(store, catalogue, origins), levels)
             report.removed = len(only_here(store, catalogue, origin)) if delete else 0
     except StoreNotFoundError:
@@ -174,20 +175,38 @@ def preview(
     return report
 
 
+def pull_from(
+    url: str, folder: Path, options: PullOptions, events: Events, store: StoreOptions | None = None
+) -> TransferReport:
+    """Pull from a URL into the store in a folder, as options say. Raises as :func:`pull` does."""
+    levels, trust = options.levels or None, options.trusted(store)
+    with closing(open_blobs(url, options.remote_timeout)) as blobs:
+        if options.dry_run:
+            return preview(folder, blobs, levels=levels, delete=options.delete, trust=trust)
+        return pull(
+            folder,
+            blobs,
+            levels=levels,
+            delete=options.delete,
+            trust=trust,
+            lock_wait=options.lock_wait,
+            max_size=options.max_size,
+            timeout=options.remote_timeout,
+            yes=options.yes,
+            events=events,
+        )
+
+
+@dataclass
 class _Pull:
-    def __init__(
-        self,
-        store: Store,
-        writer: Writer,
-        blobs: Readable,
-        origins: Origins,
-        report: TransferReport,
-        timeout: float,
-        events: Events,
-    ) -> None:
-        self.store, self.writer, self.blobs, self.origins = store, writer, blobs, origins
-        self.report, self.timeout, self.events = report, timeout, events
-        self.unpacked = 0  # bytes of documents that came
+    store: Store
+    writer: Writer
+    blobs: Readable
+    origins: Origins
+    report: TransferReport
+    timeout: float
+    events: Events
+    unpacked: int = 0  # bytes of documents that came
 
     def run(
         self, catalogue: Catalogue, levels: Sequence[str] | None, delete: bool, newer: bool, mirror: Within | None
@@ -210,31 +229,36 @@ class _Pull:
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
         """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
-        for group, whole in Groups(self.blobs, self.timeout, self.report.note_damage).fetch(groups, at_once):
+        for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
 
     def _single(self, groups: Iterable[Group]) -> Iterator[tuple[Group, bytes]]:
-        """Small values, in the order in which they stand in packs: neighbours come together."""
+        """Fetch small values in the order of their packs, so that neighbours come together."""
         ordered = sorted(groups, key=lambda group: (group.wanted[0].pack, group.wanted[0].start))
         for group, (value,) in self._fetched(ordered, _SMALL_AT_ONCE):
             yield group, value
 
     def _in_order(self, groups: Sequence[Group]) -> Iterator[list[tuple[Group, bytes]]]:
-        """Small values, some for a transaction, by their keys as far as they can be held. Keys are digests: those of a
-        document stand on as many pages of the store, each of which is read, checked and written for it alone. Where the
-        tier stops answering, what has come is given first."""
+        """Yield small values, some for a transaction, sorted by key as far as memory allows.
+
+        Keys are digests: those of a document are on as many pages of the store, each of which is read, checked and
+        written for it alone. If the shared store stops answering, what has come is yielded first.
+        """
         most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
-        held, size, failure = list[tuple[Group, bytes]](), 0, list[RemoteError]()
-        for group, value in _until(self._single(groups), failure):
-            held.append((group, value))
-            size += len(value)
-            if size > most:
-                yield from _parts(held)
-                held, size = [], 0
+        held, size, failure = list[tuple[Group, bytes]](), 0, None
+        try:
+            for group, value in self._single(groups):
+                held.append((group, value))
+                size += len(value)
+                if size > most:
+                    yield from _parts(held)
+                    held, size = [], 0
+        except RemoteError as error:
+            failure = error
         yield from _parts(held)
-        for error in failure:
-            raise error
+        if failure is not None:
+            raise failure
 
     # ---- the parts ----
 
@@ -264,7 +288,7 @@ class _Pull:
 
     def _metas(self, catalogue: Catalogue, names: Sequence[str]) -> dict[str, dict[str, Any]]:
         known = [(name, f"meta/{name}-{catalogue.meta[name]}") for name in names if name in catalogue.meta]
-        groups = [single(name, name, described_by(blob, None)) for name, blob in known]
+        groups = [_one_value(name, name, blob) for name, blob in known]
         metas = {}
         for group, value in self._single(groups):
             with self._noted(group):
@@ -275,7 +299,7 @@ class _Pull:
         known = {digest.hex() for digest in self.store.profile_digests()}
         missing = [digest for digest in catalogue.profiles if digest not in known]
         for group, value in self._single(
-            single(digest, f"profile {digest}", described_by(f"profile/{digest}", None)) for digest in missing
+            _one_value(digest, f"profile {digest}", f"profile/{digest}") for digest in missing
         ):
             with self._noted(group):
                 self.writer.put_profile(bytes.fromhex(group.key), values.open_profile(group.key, value))
@@ -284,7 +308,7 @@ class _Pull:
         known = {chunk.hex() for chunk in self.store.chunk_ids()}
         replaced = {chunk.hex() for chunk in self.store.foreign_chunks()}
         groups = [
-            single(key, f"chunk {key}", described_by(chunk_name(key, chunk), chunk.place))
+            _one_value(key, f"chunk {key}", chunk_name(key, chunk), chunk.place)
             for key, chunk in catalogue.chunks.items()
             if key not in known or (key in replaced and not self.origins.of(chunk).is_foreign)
         ]
@@ -319,7 +343,7 @@ class _Pull:
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, of_level in by_level.items():
-            survey.check_level(chunk_id, chunk, level, of_level, sealed=origin.trusted and origin != HERE)
+            values.check_level(chunk_id, chunk, level, of_level, sealed=origin.trusted and origin != HERE)
             base = chunk.levels[level].base
             if base is not None and base not in by_level and not self.writer.has_level(chunk_id, base):
                 raise DamagedError(f"level {base}, which it refines, did not come")
@@ -333,7 +357,7 @@ class _Pull:
         wanted, self.report.kept = wanted_files(self.store, catalogue, newer, self.origins)
         self.report.files.unchanged = len(catalogue.files) - len(wanted)
         files = [(key, catalogue.files[key]) for key in wanted]
-        groups = [single(key, f"file {key}", described_by(file_name(key, file), file.place)) for key, file in files]
+        groups = [_one_value(key, f"file {key}", file_name(key, file), file.place) for key, file in files]
         for some in self._in_order(groups):
             opened, size = list[tuple[Group, FileEntry, list[DocumentEntry]]](), 0
             for group, value in some:
@@ -348,8 +372,8 @@ class _Pull:
             self._commit(opened)
 
     def _unpacked_size(self, group: Group, value: bytes, origin: Origin) -> int:
-        """Bytes of a file's documents once they are unpacked. Raises DamagedError where a few bytes of somebody who is
-        not trusted would take up much of the memory or the time of this machine."""
+        """Return the unpacked bytes of a file's documents. Raises DamagedError if a few untrusted bytes would take up
+        much of the memory or the time of this machine."""
         size = values.unpacked_size(bytes.fromhex(group.key), value)
         self.unpacked += size
         if origin.is_foreign and (
@@ -389,14 +413,6 @@ class _Pull:
         self.writer.collect(keep=[*map(bytes.fromhex, catalogue.chunks), *outside])
 
 
-def _until(fetched: Iterator[tuple[Group, bytes]], failure: list[RemoteError]) -> Iterator[tuple[Group, bytes]]:
-    """Yield what is fetched until the connection fails; the failure is appended to `failure`."""
-    try:
-        yield from fetched
-    except RemoteError as error:
-        failure.append(error)
-
-
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
     """By key, as many as go into one transaction."""
     some, size = list[tuple[Group, bytes]](), 0
@@ -410,8 +426,175 @@ def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]
         yield some
 
 
+def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
+    """Return the group of one value: of a name, or at a place in a pack."""
+    wanted = Wanted(name, MOST_BYTES) if place is None else Wanted(name, place.lengths[0], place.pack.name, place.start)
+    return Group(key, what, [wanted], wanted.most)
+
+
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
     wanted = [one for level in bundle.levels for one in records_wanted(key, chunk, level)]
     what = f"chunk {key} at level {', '.join(bundle.levels)}"
     most = sum(chunk.levels[level].size for level in bundle.levels)
     return Group(key, what, wanted, most, bundle.levels, bundle.replaces)
+
+
+# ---- selection of what to fetch ----
+
+Within = Callable[[str], bool]  # whether a key is among those that are looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """Levels to fetch, the coarser first. `replaces`: in the place of what is stored, so all of them or none."""
+
+    levels: tuple[str, ...]
+    replaces: bool = False
+
+
+def bundles(
+    chunk: Chunk, asked: Iterable[str], stored: Collection[str], is_theirs: Callable[[str], bool]
+) -> list[Bundle]:
+    """Return the levels of a chunk that are to be fetched, grouped.
+
+    A level refines the records of one coarser level. If the store holds other records of that coarser level (the same
+    chunk, computed or compressed elsewhere, rounds differently), the coarser level is fetched, too.
+
+    Parameters
+    ----------
+    asked : levels, each after those that it refines (:func:`with_bases`).
+    is_theirs : returns True if the stored records of a level are those of the catalogue.
+    """
+    asked = list(asked)
+    missing = [level for level in asked if level not in stored]
+    refined = {base for level in missing for base in with_bases(chunk, [level]) if base in stored}
+    foreign = {level for level in refined if not is_theirs(level)}
+    together = tuple(level for level in asked if level_of(level).nested and (level in foreign or level in missing))
+    if not foreign:
+        return [Bundle((level,)) for level in missing]
+    return [*(Bundle((level,)) for level in missing if not level_of(level).nested), Bundle(together, replaces=True)]
+
+
+def with_bases(chunk: Chunk, levels: Iterable[str]) -> list[str]:
+    """Return the levels of these that a chunk has, each after the coarser one that it refines."""
+    ordered: list[str] = []
+    for level in levels:
+        chain: list[str] = []
+        at: str | None = level
+        while at is not None and at in chunk.levels and at not in ordered and at not in chain:
+            chain.append(at)
+            at = chunk.levels[at].base
+        ordered += reversed(chain)
+    return ordered
+
+
+def wanted_records(
+    store: Store, catalogue: Catalogue, levels: Sequence[str] | None
+) -> tuple[list[tuple[str, Bundle]], int]:
+    """Return the KV that a store lacks of a shared store, by chunk, and how many chunks at a level it has already."""
+    if levels is not None and not levels:  # descriptions only: what is stored of a million chunks is not looked up
+        return [], 0
+    wanted: list[tuple[str, Bundle]] = []
+    known = 0
+    for key, chunk in catalogue.chunks.items():
+        chunk_id = bytes.fromhex(key)
+        asked = with_bases(chunk, chunk.levels if levels is None else levels)
+        is_theirs = functools.partial(values.holds_level, store, chunk_id, chunk)
+        missing = bundles(chunk, asked, store.levels(chunk_id), is_theirs)
+        known += len(asked) - sum(len(bundle.levels) for bundle in missing)
+        wanted += [(key, bundle) for bundle in missing]
+    return wanted, known
+
+
+class Origins:
+    """The origin that each entry of a catalogue counts as.
+
+    Parameters
+    ----------
+    own : of what the catalogue's owner made. What he has from somebody else is nobody's whom the user trusts.
+    place : where the catalogue is from, as people call it.
+    """
+
+    def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:
+        self.own, self._other = own, own if mirror else Origin.untrusted(place)
+
+    def of(self, entry: File | Chunk) -> Origin:
+        """Return the origin of a file, or of a chunk."""
+        return self._other if entry.foreign else self.own
+
+
+def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origins) -> tuple[list[str], list[str]]:
+    """Find the files that a store lacks, or has in another version.
+
+    Returns
+    -------
+    Keys of those to fetch; and paths of those that stay as they are, since they are of another origin.
+    """
+    mine, kept = dict[str, File](), dict[str, str]()
+    for entry in store.files():
+        key = tables.name_key(entry.path).hex()
+        if key not in catalogue.files:
+            continue
+        if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
+            continue  # the same file from a trusted source counts as made here
+        with suppress(DamagedError):  # replaced by the tier's
+            mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
+        if not _may_replace(origins.of(catalogue.files[key]), entry.origin):
+            kept[key] = entry.path
+    wanted = [key for key, file in catalogue.files.items() if _is_wanted(file, mine.get(key), newer)]
+    return [key for key in wanted if key not in kept], [kept[key] for key in wanted if key in kept]
+
+
+def _may_replace(theirs: Origin, mine: Origin) -> bool:
+    """Return True if a source may replace or remove what another put: a trusted one all, others only their own."""
+    return not theirs.is_foreign or theirs == mine
+
+
+def only_here(store: Store, catalogue: Catalogue, origin: Origin, within: Within = lambda key: True) -> list[str]:
+    """List the paths of a store's files that the catalogue lacks, of those whose keys it covers; for an untrusted
+    origin only the files that came from it."""
+    paths = (
+        (entry.path, tables.name_key(entry.path).hex()) for entry in store.files() if _may_replace(origin, entry.origin)
+    )
+    return [path for path, key in paths if key not in catalogue.files and within(key)]
+
+
+def takeable(store: Store, catalogue: Catalogue, origins: Origins) -> Catalogue:
+    """Return a catalogue with the chunks that a store may take: of foreign ones, those that are foreign here, too, or
+    unknown and used by no document that is not foreign."""
+    foreign = {key for key, chunk in catalogue.chunks.items() if origins.of(chunk).is_foreign}
+    if not foreign:
+        return catalogue
+    own = ({*store.chunk_ids()} - store.foreign_chunks()) | own_references(store)
+    taboo = foreign.intersection(chunk_id.hex() for chunk_id in own)
+    chunks = {key: chunk for key, chunk in catalogue.chunks.items() if key not in taboo}
+    return catalogue.with_entries(catalogue.files, chunks)
+
+
+def own_references(store: Store) -> set[bytes]:
+    """Return the ids of the chunks that documents use which are not foreign, and of the beginning of their prompts.
+    Raises DamagedError."""
+    sources = [source for entry in store.files() if not entry.origin.is_foreign for source in entry.documents]
+    documents = (store.document(source) for source in sources)
+    used = {ref.chunk_id for document in documents if document is not None for ref in document.chunks}
+    with suppress(StoreFormatError):  # of another version: nothing is asked of it here
+        identity = StoreIdentity.from_manifest(store.manifest())
+        if identity is not None and not store.made_by().is_foreign:
+            used.add(identity.prefix_id)
+    return used
+
+
+def check_share(store: Store, catalogue: Catalogue, url: str, origin: Origin) -> None:
+    """Raises UsageError where more than half of a store's files would be forgotten."""
+    gone, count = len(only_here(store, catalogue, origin)), sum(1 for _ in store.files())
+    if gone > max(1, count // 2):
+        raise UsageError(
+            f"--delete would forget {gone:,} of {count:,} files, which {url} does not have",
+            "look at it with --dry-run; if that is what you want, add --yes; without --delete they stay",
+        )
+
+
+def _is_wanted(theirs: File, mine: File | None, newer: bool) -> bool:
+    if mine is None or mine.mark == theirs.mark:
+        return mine is None
+    return not newer or (theirs.mtime_ns, theirs.mark) > (mine.mtime_ns, mine.mark)

@@ -1,29 +1,38 @@
-"""Local store → shared tier: what is missing there, then the catalogue, then the head in one step."""
+"""Push of a local store: the values that a shared store lacks, then the catalogue, then the head in one step."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
 from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
-from kvtool.core.remote import survey, values
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, File, Level, catalogue_name, digest_of
-from kvtool.core.remote.head import HEAD, Head, seal_head, unseal_head
-from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.reading import check_same_identity, put_copies, read_head
-from kvtool.core.remote.rehearsal import Rehearsal
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import Blobs, open_blobs
+from kvtool.core.remote.catalogue import (
+    HEAD,
+    Catalogue,
+    Chunk,
+    Head,
+    Level,
+    catalogue_name,
+    digest_of,
+    seal_head,
+    unseal_head,
+)
+from kvtool.core.remote.catalogue_io import check_same_identity, pack_root, put_copies, read_head, sharded
+from kvtool.core.remote.gc import GarbageCollector, Lease, check_ours, check_share, own_names
+from kvtool.core.remote.options import PushOptions
+from kvtool.core.remote.report import TransferReport
 from kvtool.core.remote.send import Sender
-from kvtool.core.remote.shards import pack_root, sharded
 from kvtool.core.remote.signing import SigningKey
-from kvtool.core.remote.state import join_codec
-from kvtool.core.remote.sweep import Sweep, check_ours, check_share, own_names
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.values import join_codec
 
 _TRIES = 8  # pushes of others that come in between
 
@@ -33,19 +42,17 @@ def push(
     blobs: Blobs,
     *,
     delete: bool = False,
-    newer: bool = False,
     verify: bool = False,
     dry_run: bool = False,
     yes: bool = False,
     key: SigningKey | None = None,
     events: Events | None = None,
 ) -> TransferReport:
-    """Bring a tier up to date with a store. Run again to resume; what is there already is not sent again.
+    """Bring a shared store up to date with a store. Run again to resume; what is there already is not sent again.
 
     Parameters
     ----------
     delete : forget what the store does not have, if nothing of the store is damaged; else the tier keeps it.
-    newer : of a file that both have in two versions take the one changed last; else the store's.
     verify : read back what is there already, and send again what is damaged.
     dry_run : change nothing; the report counts what would be done.
     yes : `delete` may take more than half of the tier.
@@ -60,10 +67,25 @@ def push(
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
-    job = _Push(store, Rehearsal(blobs) if dry_run else blobs, report, events or Events(), newer, verify, key)
+    job = _Push(store, DryRunBlobs(blobs) if dry_run else blobs, report, events or Events(), verify, key)
     job.run(delete, yes or dry_run)
     report.seconds = time.perf_counter() - started
     return report
+
+
+def push_to(url: str, folder: Path, options: PushOptions, events: Events) -> TransferReport:
+    """Push the store in a folder to a URL, as options say. Raises as :func:`push` does."""
+    with closing(open_blobs(url, options.remote_timeout)) as blobs, Store.open(folder) as store:
+        return push(
+            store,
+            blobs,
+            delete=options.delete,
+            verify=options.verify,
+            dry_run=options.dry_run,
+            yes=options.yes,
+            key=options.key,
+            events=events,
+        )
 
 
 class _Push:
@@ -73,15 +95,14 @@ class _Push:
         blobs: Blobs,
         report: TransferReport,
         events: Events,
-        newer: bool,
         verify: bool,
         key: SigningKey | None,
     ) -> None:
-        self.store, self.blobs, self.report = store, blobs, report
-        self.events, self.newer, self.verify, self.key = events, newer, verify, key
+        self.store, self.blobs, self.report, self.events = store, blobs, report, events
+        self.verify, self.key = verify, key
         self.lease = Lease(blobs)
         self.sender = Sender(store, blobs, self.lease, report, events, verify)
-        self.sweep = Sweep(blobs, self.lease, report, events)
+        self.garbage = GarbageCollector(blobs, self.lease, report, events)
 
     def run(self, delete: bool, yes: bool) -> None:
         if not self.store.manifest():
@@ -92,7 +113,7 @@ class _Push:
             self._check_signer(theirs, delete)
         listed = own_names(self.blobs) if delete else set()
         known = theirs if self.key is None or self._has_signed(theirs) else None  # what others say is not signed
-        mine = survey.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
+        mine = values.survey(self.store, known, self.report.note_damage, sealed=self.key is not None)
         if delete and not self._is_whole(mine):
             self.events.warn(
                 f"nothing of {self.blobs.url} was deleted: what is damaged or lost here may be whole there",
@@ -106,8 +127,8 @@ class _Push:
                 self.sender.mend(unseal_head(head).catalogue, theirs)
             mine = self.sender.send(mine, theirs)
             self._publish(head, theirs, mine, delete)
-            if delete and not self.sweep.run(listed):
-                head, theirs = self._there()  # what somebody who knows of no leases counts on was deleted
+            if delete and not self.garbage.run(listed):
+                head, theirs = self._there()  # a value was deleted that an older kvtool, without leases, counts on
                 self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
@@ -166,7 +187,7 @@ class _Push:
         raise RemoteError(f"{self.blobs.url} changes all the time", "try again when no other push runs")
 
     def _joined(self, mine: Catalogue, theirs: Catalogue) -> Catalogue:
-        joined = join(mine, theirs, self.newer)
+        joined = join(mine, theirs)
         less = without_superseded(joined, mine)
         return self._with_codec(less if less != joined and self._is_whole(mine) else joined, theirs)
 
@@ -190,36 +211,32 @@ class _Push:
 
     def _is_whole(self, mine: Catalogue) -> bool:
         """Return True if nothing is damaged or lost here; otherwise the shared store may hold the sound copy."""
-        return not self.report.damaged and survey.is_complete(self.store, mine)
+        return not self.report.damaged and values.is_complete(self.store, mine)
 
     def _swap(self, head: bytes | None, theirs: Catalogue | None, joined: Catalogue) -> bool:
         joined, shards = sharded(joined, theirs)
         root = pack_root(joined, self.key)
         digest = digest_of(root)
         self.blobs.put({**shards, catalogue_name(digest): root})
-        self.blobs.settle()
+        self.blobs.flush()
         put_copies(self.blobs, [root, *shards.values()])
         before: tuple[str, ...] = ()
         if head is not None and theirs is not None:
-            before = self.sweep.reclaim(head, joined, theirs, digest)
-        return self.blobs.swap(HEAD, head, seal_head(Head(digest, before)))
+            before = self.garbage.reclaim(head, joined, theirs, digest)
+        return self.blobs.compare_and_swap(HEAD, head, seal_head(Head(digest, before)))
 
 
 # ---- two catalogues ----
 
 
-def join(mine: Catalogue, theirs: Catalogue, newer: bool) -> Catalogue:
-    """Return the union of both catalogues. Of two versions keep `mine`, or with `newer` the file changed last."""
-    files: dict[str, File] = theirs.files | mine.files
-    if newer:
-        for key in mine.files.keys() & theirs.files.keys():
-            files[key] = max(mine.files[key], theirs.files[key], key=lambda version: (version.mtime_ns, version.mark))
+def join(mine: Catalogue, theirs: Catalogue) -> Catalogue:
+    """Return the union of both catalogues. Of two versions of a file keep `mine`."""
     chunks = theirs.chunks | {
         key: join_chunks(version, theirs.chunks[key]) if key in theirs.chunks else version
         for key, version in mine.chunks.items()
     }
     profiles = tuple(sorted({*mine.profiles, *theirs.profiles}))
-    return replace(mine, profiles=profiles, files=files, chunks=chunks)
+    return replace(mine, profiles=profiles, files=theirs.files | mine.files, chunks=chunks)
 
 
 def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
@@ -235,8 +252,9 @@ def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
 
 
 def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
-    """Levels of both. Nested ones may refine each other, so they are all of one side where they differ. What somebody
-    else made never joins what was made by who pushes, and gives way to it."""
+    """Join the levels of both. Nested ones may refine each other, so where they differ they are all of one side.
+
+    A chunk that somebody else made is never joined with the pusher's own, but replaced by it."""
     if mine.foreign != theirs.foreign:
         return theirs if mine.foreign else mine
     levels: dict[str, Level] = theirs.levels | mine.levels
@@ -244,3 +262,46 @@ def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
     if any(mine.levels[level].mark != theirs.levels[level].mark for level in common):
         levels = {name: level for name, level in levels.items() if not level_of(name).nested or name in mine.levels}
     return replace(mine, levels=levels)
+
+
+# ---- dry runs ----
+
+
+class DryRunBlobs:
+    """A shared store that is only read; see Blobs. What a push writes is dropped, except the head and the catalogues,
+    which decide on what follows."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self.url, self.sizes, self.names, self.reader = blobs.url, blobs.sizes, blobs.names, blobs.reader
+        self._blobs = blobs
+        self._written: dict[str, bytes] = {}
+
+    def get(self, names: Sequence[str]) -> list[bytes | None]:
+        values = self._blobs.get(names)
+        return [self._written.get(name, value) for name, value in zip(names, values, strict=True)]
+
+    def put(self, values: Mapping[str, bytes]) -> None:
+        self._written |= {name: value for name, value in values.items() if name.startswith(("catalogue/", "shard/"))}
+
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+        self._written[name] = after
+        return True
+
+    def held(self) -> set[str]:
+        """Return no leases: a dry run is in nobody's way."""
+        return set()
+
+    def hold(self, name: str) -> None:
+        """Do nothing."""
+
+    def release(self, name: str) -> None:
+        """Do nothing."""
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing: the caller opened the shared store."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -10,12 +12,19 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, unquote, urlencode, urlsplit, urlunsplit
 
+import redis
+from redis import exceptions as errors
+from redis._parsers.hiredis import _HiredisParser
+from redis.utils import HIREDIS_AVAILABLE
+
 from kvtool.core.cache.backend import Wanted
-from kvtool.core.common.installing import extra_line
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
-from kvtool.core.remote.limits import MOST_NAMES, most_bytes
+from kvtool.core.remote.validation import LEAST_RATE, MOST_NAMES, most_bytes
+
+if not HIREDIS_AVAILABLE:  # its parser is the one that is bounded
+    raise ImportError("hiredis")
 
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
@@ -25,7 +34,7 @@ _STRANGE = (
     *(TypeError, ValueError, LookupError, AttributeError),
     *(RecursionError, MemoryError, OverflowError, AssertionError),
 )
-_SCANNED = 1000  # keys that a scan goes over in a round
+_SCANNED = 1000  # keys of one round of a scan
 _AT_ONCE = {"getrange": 128}  # commands in one round trip
 _SMALL_AT_ONCE = 1024  # of those that carry no values
 _BYTES_AT_ONCE = 16 * 2**20
@@ -49,18 +58,10 @@ class RedisBlobs:
 
     Raises
     ------
-    KvtoolError : redis-py is not installed.
     UsageError : the URL is none.
     """
 
     def __init__(self, url: str, timeout: float = TIMEOUT) -> None:
-        try:
-            import hiredis  # noqa: F401 (the parser that is bounded)
-            import redis
-
-            from kvtool.core.remote.redis_bounds import BoundedParser, Bounds
-        except ImportError as error:
-            raise KvtoolError("redis:// needs the packages redis and hiredis", extra_line("redis")) from error
         server_url, self._prefix = _split_prefix(url)
         self.url = for_people(url)
         self._secrets = _secrets_of(url)
@@ -81,18 +82,15 @@ class RedisBlobs:
             raise UsageError(f"{self.url} is no Redis URL", _OPTIONS) from None
 
     def get(self, names: Sequence[str]) -> list[bytes | None]:
-        """See Blobs."""
         limits = [most_bytes(name) for name in names]
         with self._bounds.of(max(limits, default=0)):
             values = self._all("getrange", names, [(0, most) for most in limits])
         return [_bounded(value, most) for value, most in zip(values, limits, strict=True)]
 
     def sizes(self, names: Sequence[str]) -> list[int]:
-        """See Blobs."""
         return self._all("strlen", names)
 
     def put(self, values: Mapping[str, bytes]) -> None:
-        """See Blobs."""
         with self._explained():
             waiting = self._client.pipeline(transaction=False)
             size = 0
@@ -104,13 +102,10 @@ class RedisBlobs:
                     size = 0
             waiting.execute()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Redis persists as it is configured to."""
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
-        """See Blobs."""
-        from redis.exceptions import WatchError
-
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         with self._explained(), self._client.pipeline() as watching:
             watching.watch(self._key(name))
             if watching.get(self._key(name)) != before:
@@ -119,12 +114,11 @@ class RedisBlobs:
             watching.set(self._key(name), after)
             try:
                 watching.execute()
-            except WatchError:
+            except errors.WatchError:
                 return False
             return True
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs."""
         pattern = "".join(f"\\{c}" if c in "*?[]\\" else c for c in self._key(below)) + "*"
         cursor, rounds = 0, 0
         while rounds == 0 or cursor:
@@ -137,36 +131,32 @@ class RedisBlobs:
                 raise RemoteError(f"{self.url} lists names without an end", _CHECK)
 
     def delete(self, names: Sequence[str]) -> None:
-        """See Blobs."""
         self._all("unlink", names)
 
     def hold(self, name: str) -> None:
-        """See Blobs."""
         with self._explained():
             now, waiting = self._now(), self._client.pipeline()
             waiting.zremrangebyscore(self._key(_LEASES), "-inf", now)
-            waiting.zremrangebyscore(self._key(_LEASES), now + max(LEASES.values()) + AHEAD, "+inf")  # see `stands`
+            waiting.zremrangebyscore(
+                self._key(_LEASES), now + max(LEASES.values()) + AHEAD, "+inf"
+            )  # see `lease_is_valid`
             waiting.zadd(self._key(_LEASES), {name: now + seconds_held(name)})
             waiting.execute()
 
     def held(self) -> set[str]:
-        """See Blobs."""
         with self._explained():
             names = self._client.zrangebyscore(self._key(_LEASES), self._now(), "+inf")
             return {name.decode(errors="backslashreplace") for name in names}
 
     def release(self, name: str) -> None:
-        """See Blobs."""
         with self._explained():
             self._client.zrem(self._key(_LEASES), name)
 
     def reader(self) -> RedisReader:
-        """See Blobs."""
         with self._explained():
             return RedisReader(self, self._client.connection_pool)
 
     def close(self) -> None:
-        """See Blobs."""
         with suppress(Exception):  # it may be gone already
             self._client.close()
 
@@ -194,22 +184,18 @@ class RedisBlobs:
     @contextmanager
     def _explained(self) -> Iterator[None]:
         """Errors of redis-py in words; none that repeats a secret is passed on."""
-        from redis import exceptions as errors
-
         try:
             yield
         except _STRANGE as error:
             raise RemoteError(f"{self.url} answers as no Redis does: {type(error).__name__}", _CHECK) from error
         except errors.RedisError as error:
-            text = str(error).rstrip(".")  # a sentence, which goes on behind it
+            text = str(error).rstrip(".")  # a sentence, which is continued
             for secret in self._secrets:
                 text = text.replace(secret, HIDDEN)
             text = text[-_MOST_SAID:]
             raise self._in_words(error, text) from (error if text == str(error).rstrip(".") else None)
 
     def _in_words(self, error: Exception, text: str) -> KvtoolError:
-        from redis import exceptions as errors
-
         refused = RemoteError(f"{self.url} refuses: {text}", "check user and password in the URL")
         if isinstance(error, errors.AuthenticationError | errors.NoPermissionError):
             return refused
@@ -241,7 +227,6 @@ class RedisReader:
         self._asked = deque[int]()
 
     def ask(self, wanted: Sequence[Wanted]) -> None:
-        """See Reader."""
         limits = [one.most if one.pack else min(most_bytes(one.name), one.most) for one in wanted]
         with self._blobs._explained():
             commands = [
@@ -252,7 +237,6 @@ class RedisReader:
             self._asked.extend(limits)
 
     def take(self) -> bytes | None:
-        """See Reader."""
         most = self._asked.popleft()
         with self._blobs._explained(), self._blobs._bounds.of(most):
             value = self._connection.read_response()
@@ -261,7 +245,6 @@ class RedisReader:
         return _bounded(value, most)
 
     def close(self) -> None:
-        """See Reader."""
         if self._connection is not None:
             if self._asked:  # answers are on their way that nobody will read
                 self._connection.disconnect()
@@ -290,3 +273,61 @@ def _secrets_of(url: str) -> list[str]:
         value for name, value in parse_qsl(parts.query) if name not in SHOWN
     }
     return sorted({*secrets, *map(unquote, secrets)} - {""}, key=len, reverse=True)
+
+
+# ---- bounds on a reply: no more bytes than were asked for, and no slower than a usable line ----------------------
+
+_PLAIN = 2**24  # bytes of an answer without a value of ours: 1000 names of a scan, a number, an error
+_READ_AHEAD = 2**17  # bytes of later answers, which come with its end
+
+
+class Bounds(threading.local):
+    """The bounds of the next reply that a thread reads: its bytes, and the seconds without data.
+
+    Parameters
+    ----------
+    timeout : seconds, of each thread.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.most = _PLAIN
+
+    @contextmanager
+    def of(self, most: int) -> Iterator[None]:
+        """Let answers have so many bytes inside."""
+        before, self.most = self.most, max(most, _PLAIN)
+        try:
+            yield
+        finally:
+            self.most = before
+
+
+class BoundedParser(_HiredisParser):
+    """hiredis' parser, which gives up an answer that is longer or slower than may be."""
+
+    def __init__(self, socket_read_size: int, bounds: Bounds) -> None:
+        super().__init__(socket_read_size)  # type: ignore[no-untyped-call]
+        self._bounds = bounds
+        self._begun, self._came = 0.0, 0
+
+    def read_response(self, *given: Any, **more: Any) -> Any:
+        """Read one answer. Raises InvalidResponse, TimeoutError."""
+        self._begun, self._came = time.monotonic(), 0
+        return super().read_response(*given, **more)
+
+    def read_from_socket(self, *given: Any, **more: Any) -> Any:
+        """Read what has come of it. Raises as `read_response` does."""
+        before = self._reader.len()
+        done = super().read_from_socket(*given, **more)  # type: ignore[no-untyped-call]
+        self._came += self._reader.len() - before
+        seconds = time.monotonic() - self._begun
+        if self._came > self._bounds.most + _READ_AHEAD:
+            raise errors.InvalidResponse("an answer is longer than what was asked for")
+        if seconds > self._bounds.timeout and self._came < seconds * LEAST_RATE:
+            raise errors.TimeoutError("an answer comes too slowly")
+        return done
+
+    def handle_push_response(self, response: Any, **more: Any) -> Any:
+        """Refuse what nobody has asked for: nothing is subscribed to."""
+        raise errors.InvalidResponse("it sends what nobody has asked for")

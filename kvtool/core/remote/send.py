@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
+from typing import NamedTuple
 
+from kvtool.core.cache import tables
+from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError
-from kvtool.core.remote import survey, values
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.descriptions import Descriptions, changed, scattered
-from kvtool.core.remote.entries import Chunk, Level, Pack, Place, catalogue_name, kv_names
-from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.packing import FILE, MOST_BYTES, PACK_BYTES, Member, Packed, by_document, packs_of, thin_packs
-from kvtool.core.remote.shelf import Shelf
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.remote.catalogue import (
+    Catalogue,
+    Chunk,
+    File,
+    Level,
+    Pack,
+    Place,
+    catalogue_name,
+    digest_of,
+    kv_names,
+    places_of,
+)
+from kvtool.core.remote.catalogue_io import CatalogueCache
+from kvtool.core.remote.gc import Lease
+from kvtool.core.remote.report import TransferReport
 
 _AT_ONCE = 4  # values of some megabytes each: a place far away takes as long for all of them as for one
 
@@ -57,8 +70,8 @@ class Sender:
         return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
-        """Send again what is lost of the catalogue in force; this machine has just read it, perhaps off its shelf."""
-        shelf = Shelf(self.blobs.url)
+        """Send again what is lost of the catalogue in force; this machine has just read it, or has a copy."""
+        shelf = CatalogueCache(self.blobs.url)
         root = shelf.get(digest)
         stated = {shard.name: shard.size for shard in theirs.shards if shard is not None}
         if root is not None:
@@ -87,7 +100,7 @@ class Sender:
                 elif (
                     stored.place is None
                     or stored.place.pack in broken
-                    or (stored.place.pack in thin and survey.holds_level(self.store, bytes.fromhex(key), chunk, level))
+                    or (stored.place.pack in thin and values.holds_level(self.store, bytes.fromhex(key), chunk, level))
                 ):
                     gaps.add((key, level))
         sizes = self._sound_sizes([name for _, names in alone for name in names])
@@ -109,7 +122,7 @@ class Sender:
             if not all(self._holds(key, chunk, level) for level in trusted):
                 chunk_id, sealed = bytes.fromhex(key), bool(chunk.seals)
                 foreign, told = self.store.origin(chunk_id).is_foreign, self.report.note_damage
-                surveyed = survey.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
+                surveyed = values.survey_chunk(self.store, chunk_id, None, told, sealed, foreign)
                 if surveyed is None or surveyed.mark != chunk.mark:
                     raise changed()
                 found[key] = replace(surveyed, place=chunk.place)
@@ -118,7 +131,7 @@ class Sender:
         return found
 
     def _holds(self, key: str, chunk: Chunk, level: str) -> bool:
-        return survey.holds_level(self.store, bytes.fromhex(key), chunk, level)
+        return values.holds_level(self.store, bytes.fromhex(key), chunk, level)
 
     def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
         """Send gaps, the coarser levels first; the chunks as they are there then."""
@@ -128,12 +141,12 @@ class Sender:
         def records_of(member: Member) -> list[bytes] | None:
             key, level = member
             try:
-                records = survey.records_of(self.store, bytes.fromhex(key), level, chunks[key].layers)
+                records = values.records_of(self.store, bytes.fromhex(key), level, chunks[key].layers)
             except DamagedError as error:
                 self.report.note_damage(f"chunk {key} at level {level}", error.message)
                 lost.add(member)
                 return None
-            if survey.mark_of_records(records) != chunks[key].levels[level].mark:
+            if values.mark_of_records(records) != chunks[key].levels[level].mark:
                 raise changed()
             return records
 
@@ -183,8 +196,9 @@ class Sender:
 
     def _send_facts(self, mine: Catalogue) -> None:
         """Send the store's manifest, the state of its codec levels, and its profiles."""
-        facts = {f"meta/{name}-{mark}": values.meta_value(self.store, name) for name, mark in mine.meta.items()}
-        facts |= {f"profile/{digest}": values.profile_value(self.store, digest) for digest in mine.profiles}
+        names = [f"meta/{name}-{mark}" for name, mark in mine.meta.items()]
+        names += [f"profile/{digest}" for digest in mine.profiles]
+        facts = {name: values.value_of(self.store, name) or b"" for name in names}
         sizes = self._sound_sizes(list(facts))
         missing = {name: value for name, value in facts.items() if sizes[name] != len(value)}
         if not all(values.is_sound(name, value) for name, value in missing.items()):
@@ -240,3 +254,166 @@ def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost:
         if level not in gone
     }
     return replace(chunk, levels=levels)
+
+
+# ---- packs: some megabytes of records of one level in one value, a document's next to each other -------------------
+
+PACK_BYTES = 8 * 2**20  # of a pack; one chunk that is larger has a pack of its own
+MOST_BYTES = 2**28  # of a level in a pack: Redis keeps no value of more than 512 MB. What is larger is sent by layer
+_LEAST_USED = 0.5  # of a pack: below that, what is still used of it is packed anew
+
+Member = tuple[str, str]  # key of a chunk or a file in hex, level or FILE or CHUNK
+FILE, CHUNK = "/file", "/chunk"  # in a level's place: the description of one
+
+
+class Packed(NamedTuple):
+    """A pack that is made, with the place of each member in it."""
+
+    value: bytes
+    pack: Pack
+    places: dict[Member, Place]
+
+
+def packs_of(members: Iterable[Member], records_of: Callable[[Member], list[bytes] | None]) -> Iterator[Packed]:
+    """Pack the records of some members, in their order. The same members and records make the same packs.
+
+    Parameters
+    ----------
+    members : all of one level.
+    records_of : returns a member's records, layer by layer; None: it is left out.
+    """
+    filling, size = dict[Member, list[bytes]](), 0
+    for member in members:
+        records = records_of(member)
+        if records is None:
+            continue
+        of_member = sum(map(len, records))
+        if size and size + of_member > PACK_BYTES:
+            yield _pack(filling)
+            filling, size = {}, 0
+        filling[member] = records
+        size += of_member
+    if size:
+        yield _pack(filling)
+
+
+def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
+    value = b"".join(record for records in members.values() for record in records)
+    pack, places, start = Pack(digest_of(value), len(value)), dict[Member, Place](), 0
+    for member, records in members.items():
+        places[member] = Place(pack, start, tuple(map(len, records)))
+        start += sum(places[member].lengths)
+    return Packed(value, pack, places)
+
+
+def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
+    """Chunks in the order in which documents have them, each where it comes first; then those that none has."""
+    order: dict[str, None] = {}
+    wanted = dict.fromkeys(chunks)
+    for source in store.sources():
+        if len(order) == len(wanted):  # of a change: the others are not read
+            break
+        with suppress(DamagedError):  # reported elsewhere
+            document = store.document(source)
+            ids = (ref.chunk_id.hex() for ref in (document.chunks if document is not None else ()))
+            order |= {key: None for key in ids if key in wanted}
+    return [*{**order, **wanted}]
+
+
+def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
+    """Packs of which not even half is used any more, by either catalogue."""
+    used: Counter[Pack] = Counter()
+    for place in places_of(theirs.files, theirs.chunks):
+        used[place.pack] += sum(place.lengths)
+    files = {key: file for key, file in mine.files.items() if theirs.files.get(key) is not file}
+    chunks = {key: chunk for key, chunk in mine.chunks.items() if theirs.chunks.get(key) is not chunk}
+    known = {key: theirs.files[key] for key in files.keys() & theirs.files.keys()}
+    there = {*places_of(known, {key: theirs.chunks[key] for key in chunks.keys() & theirs.chunks.keys()})}
+    for place in {*places_of(files, chunks)} - there:
+        used[place.pack] += sum(place.lengths)
+    return {pack for pack, size in used.items() if size < _LEAST_USED * pack.size}
+
+
+# ---- descriptions of files and chunks, which are stored in packs, too ---------------------------------------------
+
+_SMALL = 8  # is a pack of less than an eighth of what one may have
+_MOST_SMALL = 16  # of a store
+
+
+class Descriptions:
+    """The descriptions of a store that its catalogue has no place for yet.
+
+    Parameters
+    ----------
+    unsound : packs that are to be replaced.
+    """
+
+    def __init__(self, store: Store, mine: Catalogue, unsound: set[Pack]) -> None:
+        self._store, self._mine = store, mine
+        self.lacking = {(key, FILE) for key, file in mine.files.items() if _lacks(file, unsound)}
+        self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
+
+    def in_order(self) -> Iterator[Member]:
+        """All that lack a place: chunks in the order in which documents have them, then files. Who lacks all of either
+        asks once for them, and reads nothing of the other.
+
+        Raises
+        ------
+        KvtoolError : one is in the store no more.
+        """
+        files, left = list[Member](), set(self.lacking)
+        for entry in self._store.files() if any(kind == FILE for _, kind in left) else ():
+            member = (tables.name_key(entry.path).hex(), FILE)
+            if member in left:
+                left.remove(member)
+                files.append(member)
+                for chunk in self._chunks_of(entry):
+                    if chunk in left:
+                        left.remove(chunk)
+                        yield chunk
+        if any(kind == FILE for _, kind in left):  # forgotten since; its chunks may be another file's, too
+            raise changed()
+        yield from sorted(left)
+        yield from files
+
+    def _chunks_of(self, entry: FileEntry) -> Iterator[Member]:
+        for source in entry.documents:
+            document = self._store.document(source)
+            yield from ((ref.chunk_id.hex(), CHUNK) for ref in (document.chunks if document is not None else ()))
+
+    def records_of(self, member: Member) -> list[bytes]:
+        """The value of one. Raises KvtoolError where the store was changed since it was surveyed."""
+        key, kind = member
+        entry = self._mine.files[key] if kind == FILE else self._mine.chunks[key]
+        value = values.value_of(self._store, f"{kind[1:]}/{key}-{entry.mark}")
+        if value is None or digest_of(value) != entry.mark:
+            raise changed()
+        return [value]
+
+    def placed(self, places: Mapping[Member, Place]) -> Catalogue:
+        """The catalogue with the places of what was sent."""
+        files, chunks = dict(self._mine.files), dict(self._mine.chunks)
+        for (key, kind), place in places.items():
+            if kind == FILE:
+                files[key] = replace(files[key], place=place)
+            else:
+                chunks[key] = replace(chunks[key], place=place)
+        return self._mine.with_entries(files, chunks)
+
+
+def scattered(mine: Catalogue) -> set[Pack]:
+    """Small packs of descriptions, where many pushes of a little have left many: they are put together, so that who
+    comes new asks for few. Each push of a little more costs no more than its share of that."""
+    entries: tuple[File | Chunk, ...] = (*mine.files.values(), *mine.chunks.values())
+    packs = {entry.place.pack for entry in entries if entry.place is not None}
+    small = {pack for pack in packs if pack.size < PACK_BYTES // _SMALL}
+    return small if len(small) > _MOST_SMALL else set()
+
+
+def _lacks(entry: File | Chunk, unsound: set[Pack]) -> bool:
+    return entry.place is None or entry.place.pack in unsound
+
+
+def changed() -> KvtoolError:
+    """Return the error for a store that no longer holds what was found in it."""
+    return KvtoolError("the store was changed meanwhile", "push again")

@@ -1,4 +1,4 @@
-"""Ed25519 signatures of catalogues: who vouches for a pack or a shared store, and whom the user trusts.
+"""Ed25519 signatures of catalogues of packs and shared stores, and the keys that the user trusts.
 
 A signature covers the catalogue, and the catalogue names a digest of every value: of descriptions and profiles by their
 names, of KV by `Level.seal`. Keys are files as `ssh-keygen -t ed25519` or OpenSSL write them.
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.identity import HERE, Origin
 from kvtool.core.errors import DamagedError, KvtoolError, UntrustedError, UsageError
-from kvtool.core.remote import checks
+from kvtool.core.remote import validation
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
@@ -168,10 +168,12 @@ def proof_row(proof: Proof) -> dict[str, str]:
 
 def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
     """Read a signature, inverse of :func:`proof_row`. Raises ValueError, KeyError."""
-    name = checks.text_of(row["name"])
+    name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
         raise ValueError("a signer's name that nobody can print")
-    key, signature = (bytes.fromhex(checks.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64)))
+    key, signature = (
+        bytes.fromhex(validation.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64))
+    )
     return Proof(name, key, signature, digest)
 
 
@@ -194,7 +196,7 @@ def signing_key(path: Path) -> SigningKey:
 
 
 def _comment(path: Path) -> str:
-    """Return the comment of the public key beside a private one, or else the file's name."""
+    """Return the comment of the public key next to a private one, or else the file's name."""
     try:
         words = path.with_name(path.name + ".pub").read_text("utf-8").split(maxsplit=2)
         name = words[2].strip() if len(words) == 3 else path.name

@@ -1,64 +1,65 @@
-"""A shared tier behind a local store: what it describes is here, its KV comes when it is asked for, and stays."""
+"""Remote backend of a local cache: KV is fetched from a shared store when it is read, and kept within a budget."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
+from pathlib import Path
 
+from kvtool.core.cache import space
 from kvtool.core.cache.backend import Ahead, KVRead, Wanted
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.layout import writer_lock
 from kvtool.core.cache.record import aligned
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import level_of
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import known, level_of
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import (
-    DamagedError,
-    KvtoolError,
-    RemoteError,
-    StoreLockedError,
-)
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, RemoteError, StoreLockedError
 from kvtool.core.model.preemption import run_pending
-from kvtool.core.remote.arrivals import Arrivals
 from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.entries import Chunk, Level, digest_of, records_wanted
-from kvtool.core.remote.front import bytes_of, make_room, plan_room
-from kvtool.core.remote.limits import MOST_BYTES
-from kvtool.core.remote.offers import Offers
-from kvtool.core.remote.survey import base_of
+from kvtool.core.remote.catalogue import Chunk, Level, digest_of, records_wanted
+from kvtool.core.remote.catalogue_io import LazyCatalogue
+from kvtool.core.remote.prefetch import Prefetcher
+from kvtool.core.remote.validation import MOST_BYTES
+from kvtool.core.remote.values import base_of
+from kvtool.core.upkeep.inventory import eviction_order, kept_always, pages, pinned_with_documents
 from kvtool.core.upkeep.size_report import LOW_WATER
 
 Place = tuple[bytes, str]  # chunk id, level
 _Record = tuple[Place, int]  # of a layer
 _Fetched = tuple[bytes, ChunkInfo, str, list[bytes]]  # whole: chunk id, description, level, records
-CATALOGUE = "remote/catalogue"  # the one that was taken over last, or its root, beside the local store
+CATALOGUE = "remote/catalogue"  # side file of the local cache: the catalogue that was imported last, or its root
 
 
 class Tier:
-    """A shared tier as the :class:`kvtool.core.cache.backend.Link` of a local store.
+    """A shared store as the :class:`kvtool.core.cache.backend.Link` of its local cache.
 
-    Documents and chunks are those of the catalogue; KV of a chunk is asked for when its first layer is read,
-    taken layer by layer, checked, and written into the local store after the answer. Layers of it that no row sees are
-    asked for after the answer, too: it is kept whole or not at all. When the tier stops answering it is not asked
-    again: what is missing is a miss like any other, with a notice.
+    Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
+    layer by layer, is checked, and is written into the local cache after the answer. Layers that no row sees are
+    fetched after the answer, too: a chunk is kept whole or not at all. When the shared store stops answering, it is not
+    asked again: missing KV is a miss like any other, with a notice.
 
     Attributes
     ----------
     timeout : seconds to wait for a value.
     """
 
-    def __init__(self, store: Store, blobs: Blobs, offers: Offers, digest: str, timeout: float, warn: Warn) -> None:
+    def __init__(
+        self, store: Store, blobs: Blobs, offers: LazyCatalogue, digest: str, timeout: float, warn: Warn
+    ) -> None:
         self._store, self._blobs, self._warn, self.timeout = store, blobs, warn, timeout
-        self._there: Offers | None = offers  # None: the tier is gone
+        self._there: LazyCatalogue | None = offers  # None: the shared store is gone
         self._digest = digest  # of the catalogue that they are of
         self._fetched: dict[Place, dict[int, bytes]] = {}
         self._read: dict[Place, set[int]] = {}  # layers, of what is read by passes that said which
         self._lost: set[Place] = set()  # of which something came damaged, or not at all
         self._fetching = threading.Lock()
-        self._arrivals: Arrivals | None = None
+        self._arrivals: Prefetcher | None = None
         self._coming = deque[_Record]()  # what was asked for and has not come
 
     @property
@@ -69,7 +70,7 @@ class Tier:
     # ---- what there is ----
 
     def offers(self, chunk_id: bytes) -> Mapping[str, Level]:
-        """The levels that the tier has of a chunk; none of them when it is gone."""
+        """Return the levels that the shared store has of a chunk; none if it is gone."""
         chunk = self._chunk(chunk_id)
         return chunk.levels if chunk is not None else {}
 
@@ -102,7 +103,7 @@ class Tier:
         before: Callable[[int], None],
         ahead: Ahead = None,
     ) -> None:
-        """Fetch what a read of the local store did not find or found damaged, and put it into its place."""
+        """Fetch what a read of the local cache did not find or found damaged, and put it into `reads`."""
         missing = [number for number, read in enumerate(reads) if read is None or isinstance(read, KvtoolError)]
         missing = [number for number in missing if self._has(chunk_ids[number], level, layer)]
         if not missing:
@@ -122,10 +123,9 @@ class Tier:
         return layer < len(self.wanted(chunk_id, level)) or (chunk_id, level) in self._fetched
 
     def _fetch(self, chunks: Mapping[bytes, Collection[int] | None], level: str, layer: int) -> None:
-        """Take a layer of some chunks. Who reads one reads the next ones, too, or those that are said: they are asked
-        for with it.
+        """Fetch a layer of some chunks, and request the layers after it that will be read, too.
 
-        A stream that has failed is not waited for once more, by whoever reads beside the one that it failed."""
+        A stream that has failed is not waited for again by another reader."""
         with self._fetching:
             for chunk_id, layers in chunks.items():
                 if layers is not None:
@@ -144,12 +144,12 @@ class Tier:
                 raise
 
     def _from(self, place: Place, layer: int) -> set[int]:
-        """A layer of a chunk, and those behind it that are read."""
-        behind = range(layer, len(self.wanted(*place)))
-        return {layer, *(self._read[place].intersection(behind) if place in self._read else behind)}
+        """Return a layer of a chunk, and those after it that are read."""
+        after = range(layer, len(self.wanted(*place)))
+        return {layer, *(self._read[place].intersection(after) if place in self._read else after)}
 
     def _take(self, asked: Mapping[Place, Collection[int]], lacking: set[_Record]) -> None:
-        """Ask for layers of some chunks, and take what comes until nothing is lacking."""
+        """Request layers of some chunks, and keep what arrives until nothing is lacking."""
         arrivals = self._arrivals = self._arrivals or self.arrivals()
         try:
             self._ask(arrivals, asked)
@@ -164,8 +164,8 @@ class Tier:
             self._coming.clear()
             raise
 
-    def _ask(self, arrivals: Arrivals, layers: Mapping[Place, Collection[int]]) -> None:
-        """Ask for what is not here of some layers of some chunks, layer by layer of all of them."""
+    def _ask(self, arrivals: Prefetcher, layers: Mapping[Place, Collection[int]]) -> None:
+        """Request what is not here of some layers of some chunks, layer by layer of all of them."""
         asked, coming = list[tuple[int, Place, Wanted]](), {*self._coming}
         for place, numbers in layers.items():
             wanted = self.wanted(*place)
@@ -187,12 +187,13 @@ class Tier:
 
     # ---- streaming (core/streaming) ----
 
-    def arrivals(self) -> Arrivals:
-        """A stream of values of the tier."""
-        return Arrivals(self._blobs)
+    def arrivals(self) -> Prefetcher:
+        """Open a stream of values of the shared store."""
+        return Prefetcher(self._blobs)
 
     def keep(self, place: Place, layer: int, value: bytes | None) -> bool:
-        """Hold a record that came, to be read now and written afterwards. False: it is missing, damaged, too large."""
+        """Hold a record that arrived, to be read now and written afterwards. False: it is missing, damaged or
+        too large."""
         if value is None or not isinstance(read_record(place[0], place[1], layer, memoryview(value)), tuple):
             return False
         held = self._fetched.setdefault(place, {})
@@ -204,7 +205,7 @@ class Tier:
         return True
 
     def give_up(self, error: KvtoolError) -> None:
-        """Ask the tier no more."""
+        """Send no more requests to the shared store."""
         if self._there is not None:
             self._there = None
             self._warn(f"{error.message}: what is not here is computed", error.hint)
@@ -212,23 +213,23 @@ class Tier:
     # ---- afterwards ----
 
     def keep_fetched(self) -> None:
-        """Write chunks whose layers have all come; a store that is full or locked goes on fetching."""
-        if self._fetched or self._store.notes_are_long:  # which a writer takes in when it ends
+        """Write chunks whose layers have all arrived; a store that is full or locked goes on fetching."""
+        if self._fetched or self._store.notes_are_long:  # which a writer adds when it ends
             try:
                 self._fetch_rest()
-                self.write_fetched()
+                self._write_fetched()
             except KvtoolError as error:  # locked, full, read-only
                 self._warn(f"what was fetched is not kept: {error.message}", error.hint)
 
     def _fetch_rest(self) -> None:
-        """Fetch the layers that no row saw, of chunks that will find room here, so that they are whole.
+        """Fetch the layers that no row saw, of chunks that will fit here, so that they are whole.
 
-        Half a chunk would have to be told from a whole one by all that read a store, and be whole by the time that
-        another question, whose rows see more of it, is asked. What is not kept would be fetched by every question.
+        Every reader of a store would have to tell half a chunk from a whole one, and another question sees more rows
+        of it. KV that is not kept would be fetched by every question.
         """
         rest = self._rest()
         if not rest or self._there is None or self._store.read_only or not self._fetching.acquire(blocking=False):
-            return  # who still waits for the tier has given up on a slow one, which is asked for no more
+            return  # another reader still waits for a slow shared store, which gets no more requests
         try:
             with writer_lock(self._store.path, 0.0):
                 pass  # where another process writes, which may take hours, nothing will be kept
@@ -237,7 +238,7 @@ class Tier:
                 self._take({}, {self._coming[0]})
                 run_pending()  # a server's other answers go on
         except StoreLockedError:
-            return  # `write_fetched` tells it
+            return  # `_write_fetched` reports it
         except RemoteError as error:
             self.give_up(error)
         finally:
@@ -257,33 +258,33 @@ class Tier:
             return {}
         sizes = Counter[bytes]()
         for place in self._fetched:
-            sizes[place[0]] += self.bytes_here(*place)
-        kept = plan_room(self._store, sizes).kept
+            sizes[place[0]] += self._bytes_here(*place)
+        kept, _ = plan_eviction(self._store, sizes)
         return {place: layers for place, layers in lacking.items() if layers and place[0] in kept}
 
-    def bytes_here(self, chunk_id: bytes, level: str) -> int:
+    def _bytes_here(self, chunk_id: bytes, level: str) -> int:
         """Return the bytes that a chunk at a level will need in the local store; 0 if the level is not offered."""
         layers = len(self.wanted(chunk_id, level))
         return layers * bytes_of(-(-self.offers(chunk_id)[level].size // layers)) if layers else 0
 
-    def write_fetched(self, lock_wait: float = 0.0, spare: float = 1 - LOW_WATER) -> set[Place]:
-        """Write chunks whose layers have all come, as far as there is room for them (:func:`make_room`), and forget all
-        that was fetched. Returns what was written. Raises as `Store.writer` does, and NoSpaceError."""
-        whole, written = self._whole(), set[Place]()
+    def _write_fetched(self) -> None:
+        """Write chunks whose layers have all come, as far as they fit, and forget all that was fetched. Raises as
+        `Store.writer` does, and NoSpaceError."""
+        whole, sizes = self._whole(), Counter[bytes]()
         self._fetched, self._read, self._lost = {}, {}, set()
-        with self._store.writer(lock_wait) as writer:
-            kept, mine = make_room(self._store, writer, _bytes_by_chunk(whole), spare), self._is_in_force()
+        for chunk_id, _, _, records in whole:
+            sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
+        with self._store.writer(0.0) as writer:
+            kept, mine = evict_until_fits(self._store, writer, sizes), self._is_in_force()
             for chunk_id, info, level, records in whole:
                 if chunk_id not in kept or (level_of(level).nested and not mine):
                     continue  # another process has taken a newer catalogue over: it may refine what that has dropped
                 with suppress(ValueError):  # of another length than its description: a hole in the answer
                     writer.put_chunk(chunk_id, info, level, records)
-                    written.add((chunk_id, level))
-        return written
 
     def _whole(self) -> list[_Fetched]:
-        """Levels of chunks of which all layers, and what they refine, have come or are here; the coarser first. That
-        is asked of the records: the tier may be gone by now, with all that it told."""
+        """Return the levels of chunks of which all layers, and what they refine, have arrived or are here; the coarser
+        first. The records say so: the shared store may be gone by now, with its catalogue."""
         whole = dict[Place, _Fetched]()
         for (chunk_id, level), layers in sorted(self._fetched.items(), key=lambda row: level_of(row[0][1]).bits):
             with suppress(DamagedError):  # its description: the next catalogue brings it again
@@ -303,14 +304,116 @@ class Tier:
         return False
 
     def close(self) -> None:
-        """Let go of the tier."""
+        """Close the connection."""
         if self._arrivals is not None:
             self._arrivals.close()
         self._blobs.close()
 
 
-def _bytes_by_chunk(fetched: Iterable[_Fetched]) -> Counter[bytes]:
-    sizes = Counter[bytes]()
-    for chunk_id, _, _, records in fetched:
-        sizes[chunk_id] += sum(bytes_of(len(record)) for record in records)
-    return sizes
+# ---- eviction: the local cache has a budget, by the rules of `store prune` ---------------------------------------
+
+MOST_BUDGET = 20 * 10**9
+_ROW = 256
+_SLACK = 3 * 2**19  # tree pages, locks, notes of use until they are folded, and what else a commit touches
+_SPARE = 1 - LOW_WATER  # share of the budget that an eviction leaves free
+
+
+def default_budget(path: Path) -> int:
+    """Return 20 GB, or half of the free disk space if that is less; never less than what is stored already."""
+    used = space.folder_bytes(path)
+    return max(used, min(MOST_BUDGET, used + space.disk_free(path) // 2))
+
+
+def evict_until_fits(store: Store, writer: Writer, coming: Mapping[bytes, int]) -> set[bytes]:
+    """Evict as :func:`plan_eviction` says. Returns the incoming chunks that fit."""
+    kept, evicted = plan_eviction(store, coming)
+    _drop(writer, evicted)
+    budget = store.budget()
+    if budget is not None and space.folder_bytes(store.path) > budget:  # it was lowered: free pages are not left out
+        with suppress(NoSpaceError):
+            writer.compact()
+    return kept
+
+
+def plan_eviction(store: Store, coming: Mapping[bytes, int]) -> tuple[set[bytes], dict[str, list[bytes]]]:
+    """Plan the eviction of the least used KV until the incoming chunks fit into the store's budget.
+
+    No chunk is evicted that is used as often as the incoming ones, so that more than the budget at once does not evict
+    itself. Pinned documents and chunks, and the prompt's own beginning, stay. All that is evicted can be fetched again.
+    An eviction leaves a share of the budget free, so that the next one is not due at once.
+
+    Parameters
+    ----------
+    coming : bytes by chunk.
+
+    Returns
+    -------
+    The incoming chunks that fit; and the stored chunks to evict, by level.
+    """
+    budget = store.budget()
+    if budget is None or sum(coming.values()) <= _room(store, budget):
+        return {*coming}, {}
+    plan = _Eviction(store, {*coming}, _room(store, budget))
+    plan.until(0)  # a budget that was lowered is met, whatever comes
+    kept = set[bytes]()
+    for chunk_id in sorted(coming, key=lambda chunk_id: (-plan.score(chunk_id), chunk_id)):
+        plan.until(coming[chunk_id], below=plan.score(chunk_id))
+        if coming[chunk_id] <= plan.room:
+            kept.add(chunk_id)
+            plan.room -= coming[chunk_id]
+    plan.until(int(budget * _SPARE), below=min(map(plan.score, coming)))
+    return kept, plan.evicted
+
+
+def evict_some(store: Store, writer: Writer) -> bool:
+    """Evict the KV of the least used chunks, a tenth of the budget. False: nothing can be evicted."""
+    plan = _Eviction(store, set(), room=0)
+    plan.until(max(1, int((store.budget() or space.folder_bytes(store.path)) * _SPARE)))
+    _drop(writer, plan.evicted)
+    return bool(plan.evicted)
+
+
+def evict_for_files(store: Store, writer: Writer, size: int) -> None:
+    """Evict and compact until files of so many bytes fit into the store's folder, as far as KV can be evicted."""
+    budget = store.budget()
+    while budget is not None and space.folder_bytes(store.path) + size > budget and evict_some(store, writer):
+        with suppress(NoSpaceError):
+            writer.compact()
+
+
+def bytes_of(record: int) -> int:
+    """Return the bytes on disk that a record of this many bytes needs, with its share of the B-tree."""
+    return pages(record) + _ROW
+
+
+class _Eviction:
+    """An eviction in progress: chunks in order of use, and the bytes that are free once those before were evicted."""
+
+    def __init__(self, store: Store, stay: set[bytes], room: int) -> None:
+        self._store, self._scores, self.room = store, eviction_order(store), room
+        self.evicted: dict[str, list[bytes]] = {}
+        stay |= kept_always(store) | pinned_with_documents(store)
+        may_go = (chunk_id for chunk_id in store.ids_here() if chunk_id not in stay)
+        self._order = iter(sorted(may_go, key=lambda chunk_id: (self.score(chunk_id), chunk_id)))
+
+    def score(self, chunk_id: bytes) -> float:
+        return self._scores.get(chunk_id, 0.0)
+
+    def until(self, room: int, below: float | None = None) -> None:
+        """Evict chunks until so many bytes are free; only those with a score below the one given."""
+        while self.room < room and (chunk_id := next(self._order, None)) is not None:
+            if below is not None and self.score(chunk_id) >= below:
+                self._order = chain([chunk_id], self._order)
+                return
+            for level, size in self._store.sizes_here(chunk_id).items():
+                self.evicted.setdefault(level, []).append(chunk_id)
+                self.room += size
+
+
+def _drop(writer: Writer, evicted: Mapping[str, list[bytes]]) -> None:
+    for level in known(evicted):  # the finer first: none is ever there without what it refines
+        writer.drop_level(evicted[level], level)
+
+
+def _room(store: Store, budget: int) -> int:
+    return budget - space.folder_bytes(store.path) + store.environment.free_bytes() - _SLACK

@@ -1,24 +1,28 @@
-"""Each value of a store as it is sent and taken in again: sealed, with the digest that the store would give it."""
+"""Sealed values of a local store as they are sent and taken in again, and the catalogue that names them."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, stated_size
+from kvtool.core.cache.chunks import read_record
+from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry, dump_json, layers_in, stated_size
 from kvtool.core.cache.identity import HERE, ID_BYTES, ORIGIN
 from kvtool.core.cache.identity import chunk_id as chunk_id_of
-from kvtool.core.cache.record import Kind, decode_record, seal, unseal
+from kvtool.core.cache.record import DIGEST_BYTES, Kind, decode_record, seal, unseal
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import DamagedError
-from kvtool.core.remote import checks
-from kvtool.core.remote.entries import digest_of
-from kvtool.core.remote.limits import MOST_TOKENS
+from kvtool.core.codec.levels import NO_PROFILE, base_level, check_of, level_of, nested, stated_check
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.remote import validation
+from kvtool.core.remote.catalogue import Catalogue, Chunk, File, Level, digest_of
+from kvtool.core.remote.signing import seal_of
+from kvtool.core.remote.validation import MOST_TOKENS
+from kvtool.core.session.identity import losses_by_maker
 
 # What a store says of itself, by the name of its value.
 META: Mapping[str, Callable[[Store], dict[str, Any]]] = {
@@ -42,19 +46,19 @@ def sealed_meta(name: str, value: Mapping[str, Any]) -> bytes:
 def open_meta(name: str, value: bytes) -> dict[str, Any]:
     """Inverse of :func:`meta_value`; raises DamagedError."""
     try:
-        meta = checks.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
+        meta = validation.strict_json(unseal(name.encode(), Kind.MANIFEST, value))
         return _CHECKS[name](meta)
     except ValueError as error:
         raise DamagedError(f"{name} cannot be read: {error}") from error
 
 
 def _manifest_of(value: Any) -> dict[str, Any]:
-    manifest: dict[str, Any] = checks.plain(checks.object_of(value))
-    checks.identity_of(manifest.get("identity", {}))
+    manifest: dict[str, Any] = validation.plain(validation.object_of(value))
+    validation.identity_of(manifest.get("identity", {}))
     return manifest
 
 
-_CHECKS = {"manifest": _manifest_of, "codec": checks.codec_of}
+_CHECKS = {"manifest": _manifest_of, "codec": validation.codec_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
@@ -74,6 +78,24 @@ def open_file(key: bytes, value: bytes) -> tuple[FileEntry, list[DocumentEntry]]
     """Inverse of :func:`file_value`; raises DamagedError."""
     parts = _parts_of_file(key, value)
     return _checked_file(key, FileEntry.from_bytes(parts[0]), [DocumentEntry.from_bytes(part) for part in parts[1:]])
+
+
+def value_of(store: Store, name: str) -> bytes | None:
+    """Return a store's own value by the name of a `meta`, `profile`, `file` or `chunk`, whatever mark the name has.
+
+    None if the store has no such file or chunk. Raises DamagedError.
+    """
+    kind, _, rest = name.partition("/")
+    key = rest.rpartition("-")[0]
+    if kind == "meta":
+        return meta_value(store, key)
+    if kind == "profile":
+        return profile_value(store, rest)
+    if kind == "file":
+        entry = store.file_at(bytes.fromhex(key))
+        return None if entry is None else file_value(store, entry)
+    info = store.chunk_info(bytes.fromhex(key))
+    return None if info is None else chunk_value(bytes.fromhex(key), info)
 
 
 def unpacked_size(key: bytes, value: bytes) -> int:
@@ -106,7 +128,7 @@ def _checked_file(
         raise DamagedError("its path is none that an ingest gives a file")
     if any(source != entry.path and not source.startswith(f"{entry.path}#") for source in sources):
         raise DamagedError("one of its documents is another file's")
-    if not (0 <= entry.size <= checks.INT64 and abs(entry.mtime_ns) <= checks.INT64):
+    if not (0 <= entry.size <= validation.INT64 and abs(entry.mtime_ns) <= validation.INT64):
         raise DamagedError("a file's size or time is out of bounds")
     for document in documents:
         named = 0
@@ -182,3 +204,231 @@ def is_sound(name: str, value: bytes) -> bool:
     except (DamagedError, ValueError):
         return False
     return digest_of(value) == rest.rpartition("-")[2]
+
+
+# ---- the catalogue of a local store --------------------------------------------------------------------------------
+
+Damaged = Callable[[str, str], None]  # what, why
+_Described = TypeVar("_Described", File, Chunk)
+_T = TypeVar("_T")
+_AT_ONCE = 256  # chunks or files
+
+
+def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[bytes]:
+    """Return all records of a chunk at a level as they are stored. Raises DamagedError."""
+    records = []
+    with store.snapshot() as snapshot:
+        for layer in range(layers):
+            data = snapshot.get(tables.RECORDS, tables.record_key(chunk_id, level, layer))
+            if data is None:
+                raise DamagedError(f"layer {layer} is not stored")
+            checked = read_record(chunk_id, level, layer, data)
+            if isinstance(checked, KvtoolError):
+                raise checked
+            records.append(bytes(data))
+    return records
+
+
+def mark_of_records(records: Sequence[bytes]) -> str:
+    """Digest of all records of a level, from their own."""
+    return digest_of(b"".join(record[-DIGEST_BYTES:] for record in records))
+
+
+def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
+    """The coarser level that a record refines; raises DamagedError."""
+    return base_level(level, decode_record(chunk_id, record)[1])
+
+
+def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
+    """The coarser level that a stored one refines; None: none, or its record cannot be read."""
+    try:
+        record = store.read_kv(chunk_id, level, 0)
+        return base_level(level, record[1]) if record is not None else None
+    except DamagedError:
+        return None
+
+
+def check_level(chunk_id: bytes, chunk: Chunk, level: str, records: Sequence[bytes], sealed: bool = False) -> None:
+    """Raises DamagedError where the records of a level are not those that a catalogue means.
+
+    Parameters
+    ----------
+    sealed : the catalogue's signature has to cover them.
+    """
+    meant = chunk.levels[level]
+    if sealed and meant.seal != seal_of(records):
+        raise DamagedError("the signature does not cover these records")
+    if mark_of_records(records) != meant.mark or sum(map(len, records)) != meant.size:
+        raise DamagedError("these are not the records that the catalogue names")
+    if any(base_of(chunk_id, level, record) != meant.base for record in records):
+        raise DamagedError("they refine another level than the catalogue says")
+
+
+def holds_level(store: Store, chunk_id: bytes, chunk: Chunk, level: str) -> bool:
+    """Return True if a store's records of a level are sound, and the ones that a catalogue describes."""
+    try:
+        return mark_of_records(records_of(store, chunk_id, level, chunk.layers)) == chunk.levels[level].mark
+    except DamagedError:
+        return False
+
+
+def survey(store: Store, known: Catalogue | None, damaged: Damaged, sealed: bool = False) -> Catalogue:
+    """Build the catalogue of a store. KV is read only where `known` does not give its mark.
+
+    Parameters
+    ----------
+    known : of the shared store: a level of the same size counts as the same, unless another lossy one differs.
+    damaged : called with what cannot be sent.
+    sealed : for a signature: a level that has no seal in `known` is read.
+    """
+    files = _survey_files(store, known.files if known is not None else {}, damaged)
+    chunks = _survey_chunks(store, known.chunks if known is not None else {}, damaged, sealed)
+    meta = {name: digest_of(meta_value(store, name)) for name in META}
+    profiles = tuple(digest.hex() for digest in store.profile_digests())
+    return Catalogue(store.manifest().get("identity", {}), meta, profiles, files, chunks)
+
+
+def _survey_files(store: Store, known: Mapping[str, File], damaged: Damaged) -> dict[str, File]:
+    files = dict[str, File]()
+    named = sorted(
+        (tables.name_key(entry.path), entry) for entry in store.files()
+    )  # the order of documents in the store
+    for name, entry in _in_views(store, named):
+        try:
+            file = File(digest_of(file_value(store, entry)), entry.mtime_ns, foreign=entry.origin.is_foreign)
+            files[name.hex()] = _as_known(file, known.get(name.hex()))
+        except DamagedError as error:
+            damaged(entry.path, error.message)
+    return files
+
+
+def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, sealed: bool) -> dict[str, Chunk]:
+    chunks, foreign = dict[str, Chunk](), store.foreign_chunks()
+    for chunk_id in _in_views(store, store.chunk_ids()):
+        key = chunk_id.hex()
+        try:
+            chunk = survey_chunk(store, chunk_id, known.get(key), damaged, sealed, chunk_id in foreign)
+        except DamagedError as error:
+            damaged(f"chunk {key}", error.message)
+        else:
+            if chunk is not None:
+                chunks[key] = chunk
+    return chunks
+
+
+def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
+    """Items; what is read of the store until the next one is asked for is read in a view of some. A view of all would
+    hold on to all that a writer replaces meanwhile."""
+    for at in range(0, len(items), _AT_ONCE):
+        with store.view():
+            yield from items[at : at + _AT_ONCE]
+
+
+def survey_chunk(
+    store: Store,
+    chunk_id: bytes,
+    known_chunk: Chunk | None,
+    damaged: Damaged,
+    sealed: bool,
+    foreign: bool,
+    asked: Sequence[str] | None = None,
+    read: Callable[[str, Sequence[bytes]], None] = lambda level, records: None,
+) -> Chunk | None:
+    """Describe one chunk; None if the store does not describe it. Raises DamagedError.
+
+    Parameters
+    ----------
+    known_chunk : its entry in `known`, of :func:`survey`.
+    foreign : it was made by somebody else.
+    asked : only these levels, with the coarser ones that they refine; None: all.
+    read : is given the records of each level that was read.
+    """
+    data = store.sealed_info(chunk_id)
+    if data is None:
+        return None
+    if known_chunk is not None and known_chunk.foreign != foreign:
+        if foreign:
+            return known_chunk  # nothing of others is added to the pusher's own
+        known_chunk = None  # records of one size need not be the same ones: those are somebody else's
+    mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # such is its value, byte for byte
+    sizes = store.level_sizes(chunk_id)
+    known = known_chunk.levels if known_chunk is not None else {}
+    same = {level: known[level] for level, size in sizes.items() if level in known and known[level].size == size}
+    if sealed:
+        same = {level: stored for level, stored in same.items() if stored.seal is not None}
+    if not same.keys() >= {*nested(sizes)}:  # a refinement belongs to just this base: none may be taken on trust
+        same = {level: stored for level, stored in same.items() if not level_of(level).nested}
+    wanted = {*sizes} if asked is None else {*asked}
+    for level in nested(sizes) if asked is not None else ():  # the finer first
+        if level in wanted:
+            wanted.add(stored_base(store, chunk_id, level) or level)
+    levels, before = dict[str, Level](), list[bytes]()
+    for level in reversed([level for level in sizes if level in wanted]):  # the coarser of nested ones first
+        try:
+            stored = same.get(level)
+            if stored is None:
+                records = records_of(store, chunk_id, level, layers)
+                base = _checked_base(chunk_id, level, records, levels, before)
+                read(level, records)
+                seal = seal_of(records) if sealed else None
+                stored, before = Level(sizes[level], mark_of_records(records), base, seal=seal), records
+            maker = store.made_with(chunk_id, level)
+            levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
+        except DamagedError as error:
+            damaged(f"chunk {chunk_id.hex()} at level {level}", error.message)
+    return _as_known(Chunk(mark, layers, levels, foreign=foreign), known_chunk)
+
+
+def _as_known(mine: _Described, known: _Described | None) -> _Described:
+    """Return the shared store's very entry if it is the same, so that a million of them are in memory once; else `mine`
+    with the place of the same description. An entry that was made here is not foreign because somebody pushed it."""
+    if known is None or known.mark != mine.mark:
+        return mine
+    placed = replace(mine, place=known.place, foreign=mine.foreign and known.foreign)
+    return known if placed == known else placed
+
+
+def _checked_base(
+    chunk_id: bytes, level: str, records: Sequence[bytes], levels: Mapping[str, Level], before: Sequence[bytes]
+) -> str | None:
+    """Return the coarser level that records refine, whose own records are `before`. Raises DamagedError if it is
+    missing, or if they refine others."""
+    base = base_of(chunk_id, level, records[0])
+    if base is not None:
+        if base not in levels:
+            raise DamagedError(f"level {base}, which it refines, is damaged or lost")
+        for record, refined in zip(records, before, strict=True):
+            check, other = (decode_record(chunk_id, data)[1] for data in (record, refined))
+            if stated_check(check) not in (0, check_of([other])):
+                raise DamagedError(f"it refines another record of level {base} than is stored")
+    return base
+
+
+def is_complete(store: Store, mine: Catalogue) -> bool:
+    """Return True if the store's catalogue has all chunks of its documents."""
+    return all(ref.chunk_id.hex() in mine.chunks for document in store.documents() for ref in document.chunks)
+
+
+# ---- measurements of the codec levels ------------------------------------------------------------------------------
+
+State = Mapping[str, Any]
+
+
+def join_codec(mine: State, theirs: State) -> dict[str, Any]:
+    """Join a store's own codec state with what another store has measured.
+
+    New records go on being made with the store's own profile. Losses are kept for each profile that records may name;
+    of a level that both have measured with one profile its own counts.
+    """
+    if not mine or not theirs:
+        return dict(mine or theirs)
+    ours, other = losses_by_maker(mine), losses_by_maker(theirs)
+    rows = {maker: other.get(maker, {}) | ours.get(maker, {}) for maker in {**other, **ours}}
+    profile = mine.get("profile") or theirs.get("profile") or ""
+    return {**theirs, **mine, "profile": profile, "losses": _written(rows, profile)}
+
+
+def _written(rows: dict[str, Any], profile: str) -> dict[str, Any]:
+    """The older form, which every version reads, where it can hold them all."""
+    maker = profile or NO_PROFILE.hex()
+    return dict(rows[maker]) if rows.keys() == {maker} else rows

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from kvtool.core.cache.backend import Wanted
 from kvtool.core.errors import RemoteError, UsageError
-from kvtool.core.remote.blobs import ReadInTurn, seconds_held
+from kvtool.core.remote.blobs import SequentialReader, seconds_held
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS blobs (name TEXT PRIMARY KEY, value BLOB NOT NULL) WITHOUT ROWID;
@@ -48,10 +48,10 @@ class SqliteBlobs:
         with self._changing():
             self._db.executemany("INSERT OR REPLACE INTO blobs VALUES (?, ?)", values.items())
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Every transaction is durable when it ends."""
 
-    def swap(self, name: str, before: bytes | None, after: bytes) -> bool:
+    def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         with self._changing():
             if self._value(name) != before:
                 return False
@@ -79,8 +79,8 @@ class SqliteBlobs:
         with self._changing():
             self._db.execute("DELETE FROM held WHERE name = ?", (name,))
 
-    def reader(self) -> ReadInTurn:
-        return ReadInTurn(self._read)
+    def reader(self) -> SequentialReader:
+        return SequentialReader(self._read)
 
     def close(self) -> None:
         self._db.close()

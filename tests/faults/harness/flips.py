@@ -125,7 +125,7 @@ class Range:
         if part == "store":
             return Store.open(self._copy(part))
         if part == "tier":
-            from kvtool.core.remote.opening import open_shared
+            from kvtool.core.remote.mirror import open_shared
 
             return open_shared(f"file://{self._copy(part)}", warn=lambda text, hint: warned.append(text))
         return import_pack(self._copy(part), self.place / "imported", warned)
@@ -153,8 +153,8 @@ def verified(path: Path) -> list[str]:
 
 def pulled(tier: Path, to: Path) -> list[str]:
     """Into a new store."""
+    from kvtool.core.remote.blobs import open_blobs
     from kvtool.core.remote.pull import pull
-    from kvtool.core.remote.urls import open_blobs
 
     shutil.rmtree(to, ignore_errors=True)
     try:
@@ -168,7 +168,7 @@ def pulled(tier: Path, to: Path) -> list[str]:
 
 def import_pack(pack: Path, to: Path, warned: list[str]) -> Store:
     """A new store of it."""
-    from kvtool.core.pack.take import take
+    from kvtool.core.pack.import_ import take
     from kvtool.core.remote.signing import Trust
 
     shutil.rmtree(to, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Blobs as they arrive, taken with a bound on the time: whoever waits can give up, whatever the tier does."""
+"""Prefetching of a shared store's values by a thread; values that belong together come whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,16 +6,95 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from kvtool.core.cache.backend import Arrival, Wanted
 from kvtool.core.errors import KvtoolError, RemoteError
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Readable, Reader
 
-_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of whoever takes them
+_AHEAD = 4  # groups that are asked for before the first is there
 
 
-class Arrivals:
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group of values that are fetched all or not at all.
+
+    Attributes
+    ----------
+    key : of the file or chunk, in hex; what : the same for people.
+    most : bytes of all values together.
+    levels : of a chunk's records, in the order of `wanted`; `replaces` : they replace the stored ones.
+    """
+
+    key: str
+    what: str
+    wanted: Sequence[Wanted]
+    most: int
+    levels: tuple[str, ...] = ()
+    replaces: bool = False
+
+
+def fetch_groups(
+    blobs: Readable, groups: Iterable[Group], timeout: float, damaged: Callable[[str, str], None], at_once: int = 1
+) -> Iterator[tuple[Group, list[bytes]]]:
+    """Fetch groups over one stream; yield those whose values all arrived, each sound in itself. Raises RemoteError.
+
+    Parameters
+    ----------
+    timeout : seconds to wait for a value.
+    damaged : is called with what is missing, damaged or larger than it may be, and why; its group is left out.
+    at_once : number of groups that are requested together: neighbours in a pack share one request.
+    """
+    stream = Prefetcher(blobs)
+    waiting, left = deque[Group](), iter(groups)
+    try:
+        while some := list(islice(left, at_once)):
+            stream.ask([wanted for group in some for wanted in group.wanted])
+            waiting.extend(some)
+            while len(waiting) > _AHEAD * at_once:
+                yield from _taken(stream, waiting.popleft(), timeout, damaged)
+        for group in waiting:
+            yield from _taken(stream, group, timeout, damaged)
+    finally:
+        stream.close()
+
+
+def _taken(
+    stream: Prefetcher, group: Group, timeout: float, damaged: Callable[[str, str], None]
+) -> Iterator[tuple[Group, list[bytes]]]:
+    """Take all values, since they are on their way; hold nothing of a group that is not whole."""
+    whole: list[bytes] = []
+    left, why = group.most, ""
+    for wanted in group.wanted:
+        value = stream.take(timeout).value
+        left -= len(value or b"")
+        why = why or _trouble(wanted, value, left)
+        if value is not None and not why:
+            whole.append(value)
+        elif why:
+            whole.clear()
+    if why:
+        damaged(group.what, why)
+    else:
+        yield group, whole
+
+
+def _trouble(wanted: Wanted, value: bytes | None, left: int) -> str:
+    what = f"{wanted.name} in {wanted.pack}" if wanted.pack else wanted.name
+    if value is None:
+        return f"{what} is missing there"
+    if left < 0:
+        return f"{what} is larger than the catalogue says"
+    return "" if values.is_sound(wanted.name, value) else f"{what} is damaged there"
+
+
+_MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
+
+
+class Prefetcher:
     """A tier's reader in a thread of its own, which ends with the process if it has to.
 
     Attributes
@@ -80,7 +159,7 @@ class Arrivals:
                 self._read(reader, wanted)
         except KvtoolError as error:
             self._there.put(error)
-        except Exception as error:  # handed to whoever waits
+        except Exception as error:  # raised in the caller that waits
             self._there.put(RemoteError(f"{self.url} failed: {type(error).__name__}: {error}"))
         finally:
             if reader is not None:
@@ -101,7 +180,7 @@ class Arrivals:
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
-        """Wait while much is untaken, so that a tier that is faster than whoever takes fills no memory."""
+        """Wait while much is untaken, so that a fast shared store does not fill the memory."""
         with self._room:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)

@@ -1,6 +1,6 @@
-"""Validation of values that a shared store sends: types, lengths, bounds.
+"""Validation of values that a shared store sends: types, lengths, bounds. An invalid value is a ValueError.
 
-An invalid value is a ValueError.
+The bounds are far above what is ever written, and far below a machine's memory.
 """
 
 from __future__ import annotations
@@ -9,6 +9,20 @@ import json
 import math
 import re
 from typing import Any, NoReturn
+
+MOST_BYTES = 2**30  # of any value
+MOST_NAMES = 10**7  # that a place lists; more would never end
+LEAST_RATE = 1024  # bytes a second, on average, of an answer that takes longer than the timeout
+MOST_LAYERS = 1000
+MOST_TOKENS = 2**22  # of a chunk
+MOST_LEVEL_BYTES = 2**32  # a chunk's records of one level
+_MOST = {"head": 2**12, "catalogue": 2**28, "shard": 2**26, "meta": 2**24, "chunk": 2**24}  # by what a name begins with
+
+
+def most_bytes(name: str) -> int:
+    """Return the largest size in bytes that a value of this name may have."""
+    return _MOST.get(name.partition("/")[0], MOST_BYTES)
+
 
 _HEX = re.compile(r"(?:[0-9a-f]{2})+", re.ASCII)
 _KEY = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -19,7 +33,7 @@ INT64 = 2**63 - 1
 
 
 def strict_json(data: bytes | memoryview) -> Any:
-    """A value of plain JSON: no NaN, no infinity, nested no deeper than a parser goes."""
+    """Parse plain JSON: no NaN, no infinity, nested no deeper than a parser allows."""
     text = bytes(data).decode("utf-8", "surrogatepass")
     try:
         return json.loads(text, parse_constant=_refuse, parse_float=_finite)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from kvtool.core.common.progress import Events
-from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, UsageError
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import catalogue_name, digest_of, is_own
-from kvtool.core.remote.head import HEAD, unseal_head
-from kvtool.core.remote.lease import Lease
-from kvtool.core.remote.reading import read_head, root_of, with_shards
-from kvtool.core.remote.transfer_report import TransferReport
+from kvtool.core.errors import DamagedError, KvtoolError, RemoteError, StoreFormatError, UsageError
+from kvtool.core.remote.blobs import LEASES, Blobs
+from kvtool.core.remote.catalogue import HEAD, Catalogue, catalogue_name, digest_of, is_own, unseal_head
+from kvtool.core.remote.catalogue_io import read_head, root_of, with_shards
+from kvtool.core.remote.report import TransferReport
 
 KEPT = 2  # catalogues before the one in force: readers that hold one go on with it
 _MOST_BEFORE = 64  # that a head names, while other pushes leave no time to reclaim them
@@ -88,19 +88,21 @@ def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url
         )
 
 
-class Sweep:
-    """Deletes, under a lease; what is spared is told.
-
-    Parameters
-    ----------
-    listed : what was there when the push began: what came since is none of its business.
-    """
+class GarbageCollector:
+    """Collector that deletes unreferenced values, under a lease, and reports those that it spares."""
 
     def __init__(self, blobs: Blobs, lease: Lease, report: TransferReport, events: Events) -> None:
         self.blobs, self._lease, self._report, self._events = blobs, lease, report, events
 
     def run(self, listed: set[str]) -> bool:
-        """Delete all that the catalogue in force does not count on. False: another one came into force meanwhile."""
+        """Delete those of the listed names to which the catalogue in force does not refer.
+
+        False: another catalogue came into force meanwhile, and refers to a value that was deleted.
+
+        Parameters
+        ----------
+        listed : the names that were there when the push began; later ones stay.
+        """
         gone: set[str] = set()
         head, wanted = self._in_force()
         with self._lease.sweeping() as alone:
@@ -117,10 +119,16 @@ class Sweep:
         return not gone & wanted
 
     def reclaim(self, head: bytes, joined: Catalogue, theirs: Catalogue, digest: str) -> tuple[str, ...]:
-        """Delete what only catalogues long out of force count on; which ones still stand, for the next head, whose
-        catalogue is `joined`, of this digest.
+        """Delete values to which only catalogues long out of force refer. Nothing is deleted if `head` is no longer in
+        force: another push may count on just those values by now.
 
-        Nothing where `head` is no longer in force: another push may count on just that by now.
+        Parameters
+        ----------
+        joined : the catalogue of the next head, of this digest.
+
+        Returns
+        -------
+        Digests of the earlier catalogues that stay valid, for the next head.
         """
         was = unseal_head(head)
         before = tuple(dict.fromkeys((was.catalogue, *was.before)))
@@ -172,3 +180,67 @@ class Sweep:
 
 def _parts(names: list[str]) -> list[list[str]]:
     return [names[at : at + _AT_ONCE] for at in range(0, len(names), _AT_ONCE)]
+
+
+# ---- leases of pushes and deletions --------------------------------------------------------------------------------
+#
+# A deletion first announces itself, then looks for running pushes; a push does the reverse. So at least one of the two
+# sees the other: the deletion stops, the push waits, and only then asks what the shared store has already.
+
+_RENEWED_EVERY = min(LEASES.values()) / 4
+_LOOK_EVERY = 0.1  # seconds, while another one deletes
+_LONGER = 5.0  # seconds to wait for what should be over by then
+
+
+class Lease:
+    """The lease by which a running push is seen by others. Use `running`."""
+
+    def __init__(self, blobs: Blobs) -> None:
+        self._blobs = blobs
+        self._id = secrets.token_hex(8)
+        self._renewed = float("-inf")
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Hold it; entered when nobody else deletes."""
+        self.renew()
+        try:
+            # A deletion stops at its next values. A lease that outlives a dead process was taken by a wrong clock.
+            until = time.monotonic() + LEASES["sweep"] + _LONGER
+            while self._others("sweep") and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY)
+                self._hold("push")
+            yield
+        finally:
+            self._release("push")
+
+    def renew(self) -> None:
+        """Go on holding it; to be called now and then."""
+        if time.monotonic() - self._renewed > _RENEWED_EVERY:
+            self._hold("push")
+
+    @contextmanager
+    def sweeping(self) -> Iterator[Callable[[], bool]]:
+        """Announce a deletion. Yields a check for right before each deletion: True if no push is running."""
+
+        def alone() -> bool:
+            self._hold("sweep")
+            self._hold("push")
+            return not self._others("push")
+
+        self._hold("sweep")
+        try:
+            yield alone
+        finally:
+            self._release("sweep")
+
+    def _hold(self, what: str) -> None:
+        self._blobs.hold(f"{what}-{self._id}")
+        self._renewed = time.monotonic()
+
+    def _release(self, what: str) -> None:
+        with suppress(KvtoolError):  # the shared store is gone: the lease expires
+            self._blobs.release(f"{what}-{self._id}")
+
+    def _others(self, what: str) -> bool:
+        return any(name.startswith(f"{what}-") for name in self._blobs.held() - {f"{what}-{self._id}"})

@@ -1,45 +1,127 @@
-"""A store in front of a tier is brought up to date with the tier's catalogue; with the next one, where it differs."""
+"""Mirror of a shared store in a local one: opened by URL, brought up to date with the shared store's catalogue."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 
 from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.layout import atomic_write
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import nested, profiled
-from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, StoreFormatError, StoreLockedError
-from kvtool.core.remote import survey
-from kvtool.core.remote.blobs import Blobs
-from kvtool.core.remote.catalogue import Catalogue
-from kvtool.core.remote.entries import Chunk, digest_of
-from kvtool.core.remote.front import default_budget, give_way, room_beside
+from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.errors import (
+    DamagedError,
+    KvtoolError,
+    NoSpaceError,
+    RemoteError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreNotFoundError,
+)
+from kvtool.core.remote import values
+from kvtool.core.remote.blobs import TIMEOUT, Blobs, open_blobs
+from kvtool.core.remote.catalogue import Catalogue, Chunk, digest_of
+from kvtool.core.remote.catalogue_io import (
+    LazyCatalogue,
+    cache_folder,
+    catalogue_in,
+    check_same_identity,
+    keep_copies,
+    number_of,
+    pack_root,
+    read_root,
+    with_shards,
+)
 from kvtool.core.remote.pull import adopt
-from kvtool.core.remote.reading import catalogue_in, check_same_identity, keep_copies, with_shards
-from kvtool.core.remote.shards import number_of, pack_root
-from kvtool.core.remote.tier import CATALOGUE
-from kvtool.core.remote.transfer_report import TransferReport
-
-_ADOPTED = "remote/adopted.json"
-_MOST_TOLD = 10  # damages, one by one
-_RULES = 3  # by which it was taken over: a store that an older kvtool filled is brought up to date once more
+from kvtool.core.remote.report import TransferReport
+from kvtool.core.remote.tier import CATALOGUE, Tier, default_budget, evict_for_files, evict_some
 
 
-class Front:
-    """A local store, and the catalogue of the tier that is to stand behind it.
+def open_store(
+    place: Path | str,
+    *,
+    timeout: float = TIMEOUT,
+    lock_wait: float = 0.0,
+    warn: Warn = warn_nobody,
+) -> Store:
+    """Open the store at a folder or a URL. Raises as `Store.open` and :func:`open_shared` do."""
+    if isinstance(place, Path):
+        return Store.open(place)
+    return open_shared(place, timeout=timeout, lock_wait=lock_wait, warn=warn)
+
+
+def open_shared(url: str, *, timeout: float = TIMEOUT, lock_wait: float = 0.0, warn: Warn = warn_nobody) -> Store:
+    """Open the local cache of a shared store, with the shared store as its remote backend.
+
+    If the shared store does not answer, is gone or cannot be used, the local cache is used without it.
 
     Parameters
     ----------
-    digest : of the catalogue, by which the tier names it.
-    root : the catalogue; of one in shards nothing of what they describe.
+    timeout : seconds to wait for a value.
+
+    Raises
+    ------
+    RemoteError : the shared store does not answer, and the local cache is empty.
+    StoreNotFoundError : nothing was pushed there, and the local cache is empty.
+    """
+    blobs, place = open_blobs(url, timeout), local_place(url)
+    try:
+        digest, root = read_root(blobs)
+    except (RemoteError, DamagedError, StoreNotFoundError) as error:
+        blobs.close()
+        return _alone(place, warn, error)
+    store: Store | None = None
+    try:
+        store = Store.create_or_open(place)
+        mirror = MirrorUpdater(store, blobs, digest, root, timeout, warn)
+        if mirror.sync_catalogue(lock_wait):
+            store.link = Tier(store, blobs, LazyCatalogue(blobs, root), mirror.mark, timeout, warn)
+        return store
+    except BaseException:
+        if store is not None:
+            store.close()
+        raise
+    finally:
+        if store is None or store.link is None:
+            blobs.close()
+
+
+def _alone(place: Path, warn: Warn, error: KvtoolError) -> Store:
+    """Open the local store without its shared store, or raise `error` if nothing is stored locally."""
+    with suppress(KvtoolError):
+        store = Store.open(place)
+        if store.manifest():
+            warn(f"{error.message}: only what is here already is used", error.hint)
+            return store
+        store.close()
+    raise error
+
+
+def local_place(url: str) -> Path:
+    """Return the folder of the local cache of a URL. Its contents can be fetched again."""
+    return cache_folder("remote", url)
+
+
+_ADOPTED = "remote/adopted.json"
+_MOST_TOLD = 10  # damages, one by one
+_RULES = 3  # of an import: a store that an older kvtool filled is brought up to date once more
+
+
+class MirrorUpdater:
+    """Updater of a local cache to the latest catalogue of its shared store.
+
+    Parameters
+    ----------
+    digest : of the catalogue, by which the shared store names it.
+    root : the catalogue; of a sharded one the root alone.
     timeout : seconds to wait for a value.
 
     Attributes
     ----------
-    mark : of the catalogue, as it is kept beside the store.
+    mark : digest of the catalogue, as it is stored next to the local cache.
     """
 
     def __init__(self, store: Store, blobs: Blobs, digest: str, root: Catalogue, timeout: float, warn: Warn) -> None:
@@ -48,12 +130,12 @@ class Front:
         self._packed = pack_root(root) if root.shards else root.pack()
         self.mark = digest_of(self._packed)
 
-    def take_over(self, lock_wait: float) -> bool:
-        """Bring the store up to date; False: the tier cannot be used, what is here can.
+    def sync_catalogue(self, lock_wait: float) -> bool:
+        """Bring the local cache up to date. False: the shared store cannot be used, the local cache can.
 
         Raises
         ------
-        KvtoolError : nothing is here yet, and the tier does not answer, or there is no room.
+        KvtoolError : the local cache is empty, and the shared store does not answer, or no space is left.
         """
         store, url, warn = self._store, self._blobs.url, self._warn
         mine = store.manifest()
@@ -79,7 +161,7 @@ class Front:
         return True
 
     def _adopt(self, lock_wait: float) -> None:
-        """Take over what the catalogue describes, once for each catalogue."""
+        """Import what the catalogue describes, once for each catalogue."""
         adopted = self._store.read_side(_ADOPTED, rules=_RULES)
         if adopted.get("catalogue") == self.mark and not adopted.get("damaged"):
             return
@@ -95,7 +177,7 @@ class Front:
             if self._store.budget() is None and not last.exists():  # later on it is what its owner wants
                 writer.set_budget(default_budget(self._store.path))
             _drop_stale(self._store, writer, now, then, within)
-            room_beside(self._store, writer, len(self._packed))
+            evict_for_files(self._store, writer, len(self._packed))
             atomic_write(last, self._packed)
         keep_copies(self._blobs, self._digest, self._root)
         self._tell(report)
@@ -103,18 +185,18 @@ class Front:
         self._store.write_side(_ADOPTED, _adopted(self.mark, bool(report.damaged), unnamed))
 
     def _described(self, writer: Writer, now: Catalogue, within: Callable[[str], bool]) -> TransferReport:
-        """Take the descriptions over; KV gives way to them. Raises NoSpaceError: there is none that could."""
+        """Import the descriptions, and evict KV for them. Raises NoSpaceError if no KV is left to evict."""
         while True:
             try:
                 return adopt(
                     self._store, writer, self._blobs, now, HERE, (), True, timeout=self._timeout, mirror=within
                 )
             except NoSpaceError:
-                if not give_way(self._store, writer):
+                if not evict_some(self._store, writer):
                     raise
 
     def _before(self) -> Catalogue | None:
-        """The catalogue that was taken over last, or its root; None where that is not known."""
+        """Return the catalogue that was imported last, or its root; None if that is not known."""
         with suppress(OSError, KvtoolError):
             return catalogue_in(self._store.side_file(CATALOGUE).read_bytes())
         return None
@@ -134,23 +216,20 @@ def _adopted(mark: str, damaged: bool = False, unnamed: bool = False) -> dict[st
 # ---- what has changed since the last one -------------------------------------------------------------------------
 
 
-def _changed(now: Catalogue, before: Catalogue | None) -> list[int] | None:
-    """Numbers of the shards that differ; None: all may."""
+def _changed(now: Catalogue, before: Catalogue | None) -> set[int] | None:
+    """Return the numbers of the shards that differ; None: all may."""
     if before is None or not now.shards or len(before.shards) != len(now.shards):
         return None
     pairs = zip(now.shards, before.shards, strict=True)
-    return [number for number, (one, other) in enumerate(pairs) if one != other]
+    return {number for number, (one, other) in enumerate(pairs) if one != other}
 
 
-def _within(count: int, changed: list[int] | None) -> Callable[[str], bool]:
-    """Tells whether a key is in one of the shards that have changed."""
-    if changed is None:
-        return lambda key: True
-    numbers = {*changed}
-    return lambda key: number_of(key, count) in numbers
+def _within(count: int, changed: set[int] | None) -> Callable[[str], bool]:
+    """Return a test of a key: True if it is in one of the shards that have changed."""
+    return lambda key: changed is None or number_of(key, count) in changed
 
 
-def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) -> Catalogue | None:
+def _entries(blobs: Blobs, before: Catalogue | None, changed: set[int] | None) -> Catalogue | None:
     """Read the changed shards of the last catalogue; None if they can no longer be read."""
     if before is None:
         return None
@@ -162,8 +241,8 @@ def _entries(blobs: Blobs, before: Catalogue | None, changed: list[int] | None) 
 def _drop_stale(
     store: Store, writer: Writer, now: Catalogue, then: Catalogue | None, within: Callable[[str], bool]
 ) -> None:
-    """Drop lossy records that are others than the tier's by now: what is fetched may refine just those. What is the
-    same in the catalogue of the last time was looked at then."""
+    """Drop lossy records that differ from the shared store's: what is fetched may refine just those. Entries that are
+    the same in the last catalogue were compared then."""
     doomed: dict[str, list[bytes]] = {}
     for chunk_id in store.ids_here():  # of the others there are no records
         key = chunk_id.hex()
@@ -181,9 +260,9 @@ def _stale(store: Store, chunk_id: bytes, now: Chunk) -> list[str]:
     kept: list[str] = []
     for level in here:  # the coarser first
         if level in now.levels:
-            sound = survey.holds_level(store, chunk_id, now, level)
+            sound = values.holds_level(store, chunk_id, now, level)
         else:
-            base = survey.stored_base(store, chunk_id, level)
+            base = values.stored_base(store, chunk_id, level)
             sound = base is None or base in kept
         if sound:
             kept.append(level)

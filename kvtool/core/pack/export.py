@@ -1,0 +1,191 @@
+"""Export of a store, or a part of it, to a pack: files with their documents, and their chunks at some levels."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvtool.core.cache import tables
+from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.stretches import part_name
+from kvtool.core.common.progress import Events
+from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
+from kvtool.core.pack.container import CATALOGUE, kv_member, to_safetensors, writing
+from kvtool.core.remote import values
+from kvtool.core.remote.catalogue import HEAD, Catalogue, Chunk, File, Head, chunk_name, digest_of, seal_head
+from kvtool.core.remote.signing import SigningKey
+from kvtool.core.session.identity import StoreIdentity
+from kvtool.core.upkeep.selectors import named_documents
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """Report of an export: the contents of a pack.
+
+    Attributes
+    ----------
+    chunks : at a level each. `stretches` : of answered prompts. `bytes` : of the file.
+    damaged : entries that the store could not read, and why; they were left out.
+    """
+
+    path: str
+    documents: int = 0
+    files: int = 0
+    chunks: int = 0
+    stretches: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    damaged: list[dict[str, str]] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object, as `--json` shows it."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def export(
+    path: Path,
+    pack: Path,
+    *,
+    only: Sequence[str] = (),
+    levels: Sequence[str] | None = None,
+    force: bool = False,
+    key: SigningKey | None = None,
+    events: Events | None = None,
+) -> ExportReport:
+    """Write a store, or a part of it, into one file. At most one chunk at two levels is held in memory.
+
+    Parameters
+    ----------
+    only : documents (see `core/upkeep/selectors`); a file with several is taken whole. Empty: all.
+    levels : of the KV, with the coarser ones that they refine; None: all. The prompt's beginning is taken as it is.
+    force : replace a file that is there.
+    key : signs the pack's catalogue, and with it all but states of answered prompts.
+
+    Raises
+    ------
+    StoreNotFoundError : nothing was ever ingested.
+    UsageError : a word of `only` means nothing, or the file is there already or lies in the store.
+    NoSpaceError : the disk is full.
+    """
+    started, report = time.perf_counter(), ExportReport(str(pack))
+    with Store.open(path) as store:
+        identity = StoreIdentity.from_manifest(store.manifest())
+        if identity is None:
+            raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
+        if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
+            raise UsageError(f"{pack} lies in the store's own folder", "name a file outside of it")
+        entries = _chosen(store, only)
+        with writing(pack, force) as write:
+            _Export(store, identity, write, levels, report, events or Events(), key).run(entries)
+    report.bytes, report.seconds = pack.stat().st_size, time.perf_counter() - started
+    return report
+
+
+def _chosen(store: Store, only: Sequence[str]) -> list[FileEntry]:
+    entries = list(store.files())
+    if not only:
+        return entries
+    sources = set(named_documents(store, only))
+    return [entry for entry in entries if sources & {entry.path, *entry.documents}]
+
+
+@dataclass(slots=True)
+class _Export:
+    store: Store
+    identity: StoreIdentity
+    write: Callable[[str, bytes], None]
+    levels: Sequence[str] | None
+    report: ExportReport
+    events: Events
+    key: SigningKey | None
+
+    def run(self, entries: Sequence[FileEntry]) -> None:
+        files, wanted = self._files(entries)
+        chunks: dict[str, Chunk] = {}
+        self.events.step("chunks", len(wanted) + 1, "chunks")
+        for chunk_id in (self.identity.prefix_id, *wanted):
+            with self._noting(f"chunk {chunk_id.hex()}"):
+                self._chunk(chunk_id, chunks)
+            self.events.advance(1)
+        self._stretches({*map(bytes.fromhex, chunks)})
+        meta = {name: self._add(f"meta/{name}-{{}}", values.meta_value(self.store, name)) for name in values.META}
+        catalogue = Catalogue(self.store.manifest()["identity"], meta, self._profiles(chunks), files, chunks)
+        packed = catalogue.pack(self.key)
+        self.write(CATALOGUE, packed)
+        self.write(HEAD, seal_head(Head(digest_of(packed))))
+
+    def _add(self, name: str, value: bytes) -> str:
+        """Write a value under its name, into which its digest is put. Returns the digest."""
+        mark = digest_of(value)
+        self.write(name.format(mark), value)
+        return mark
+
+    def _files(self, entries: Iterable[FileEntry]) -> tuple[dict[str, File], list[bytes]]:
+        """Write every file. Returns them, and the chunks that their documents need, each once."""
+        files: dict[str, File] = {}
+        wanted: dict[bytes, None] = {}
+        for entry in entries:
+            with self._noting(entry.path):
+                key, value = tables.name_key(entry.path), values.file_value(self.store, entry)
+                _, documents = values.open_file(key, value)
+                mark = self._add(f"file/{key.hex()}-{{}}", value)
+                files[key.hex()] = File(mark, entry.mtime_ns, foreign=entry.origin.is_foreign)
+                wanted.update((ref.chunk_id, None) for document in documents for ref in document.chunks)
+                self.report.files += 1
+                self.report.documents += len(documents)
+        return files, list(wanted)
+
+    def _chunk(self, chunk_id: bytes, chunks: dict[str, Chunk]) -> None:
+        key, foreign = chunk_id.hex(), self.store.origin(chunk_id).is_foreign
+
+        def add(level: str, records: Sequence[bytes]) -> None:
+            member = kv_member(key, level, values.mark_of_records(records))
+            self.write(member, to_safetensors(chunk_id, level, records))
+            self.report.chunks += 1
+
+        levels = None if chunk_id == self.identity.prefix_id else self.levels
+        chunk = values.survey_chunk(self.store, chunk_id, None, self._note, self.key is not None, foreign, levels, add)
+        if chunk is not None:
+            self.write(chunk_name(key, chunk), values.value_of(self.store, chunk_name(key, chunk)) or b"")
+            chunks[key] = chunk
+        elif chunk_id != self.identity.prefix_id:  # an empty one has no record
+            raise DamagedError("its description is lost")
+
+    def _stretches(self, chunks: set[bytes]) -> None:
+        """Write the states of prompts that were made of these chunks only, after the store's own instruction."""
+        for stretch, info in sorted(self.store.stretches().items()):
+            if info.own and not info.alone and chunks.issuperset(info.chunks):
+                with self._noting(f"stretch {stretch.hex()}"):
+                    sealed = [(part_name(place), self.store.sealed_part(stretch, place)) for place in info.places]
+                    self.write(f"stretch/{stretch.hex()}", self.store.sealed_stretch(stretch))
+                    for name, value in sealed:
+                        self.write(f"stretch/{stretch.hex()}/{name}", value)
+                    self.report.stretches += 1
+
+    def _profiles(self, chunks: dict[str, Chunk]) -> tuple[str, ...]:
+        """Write the profiles that records or new records need. Returns their digests."""
+        named = {maker for chunk in chunks.values() for maker in chunk.makers.values()}
+        named.add(str(self.store.codec_state().get("profile", "")))
+        sound: list[str] = []
+        for digest in (profile.hex() for profile in self.store.profile_digests()):
+            if digest in named:
+                with self._noting(f"profile {digest}"):
+                    self.write(f"profile/{digest}", values.profile_value(self.store, digest))
+                    sound.append(digest)
+        return tuple(sound)
+
+    def _note(self, what: str, why: str) -> None:
+        self.report.damaged.append({"what": what, "reason": why})
+
+    @contextmanager
+    def _noting(self, what: str) -> Iterator[None]:
+        """Leave out what is damaged in the store, and note it in the report."""
+        try:
+            yield
+        except DamagedError as error:
+            self._note(what, error.message)

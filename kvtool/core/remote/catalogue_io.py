@@ -1,0 +1,372 @@
+"""Reading and writing of a shared store's catalogue: the head, the root, and the shards that the root names.
+
+Each shard describes the files and chunks whose keys begin alike. Keys are digests, so shards of one number of leading
+bits have about the same size, whatever is stored; and a value is named by its digest, so that a push sends, and a
+reader fetches, only the root and the shards in which something has changed. Their number is doubled when they have
+become large: then all are sent once. This machine keeps copies of the values that it has read or sent last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from math import log2
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from kvtool.core.cache.layout import TEMPORARY, make_folder
+from kvtool.core.common.collecting import paused_collection
+from kvtool.core.common.places import cache_dir
+from kvtool.core.common.urls import place_of
+from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
+from kvtool.core.remote import validation
+from kvtool.core.remote.blobs import Blobs
+from kvtool.core.remote.catalogue import (
+    HEAD,
+    MARK_BYTES,
+    Catalogue,
+    Chunk,
+    Entries,
+    File,
+    Shard,
+    canonical,
+    catalogue_json,
+    catalogue_name,
+    digest_of,
+    entries_of,
+    facts_of,
+    packed,
+    proof_in,
+    rows_of,
+    unpacked,
+    unreadable,
+    unseal_head,
+)
+from kvtool.core.remote.folder import new_name
+from kvtool.core.remote.signing import SigningKey
+from kvtool.core.remote.validation import most_bytes
+
+_TRIES = 8  # pushes that come in between reading the head and the catalogue
+_AT_ONCE = 256  # shards that are asked for together
+
+
+def read_head(blobs: Blobs) -> tuple[bytes | None, Catalogue | None]:
+    """Read the head and the whole catalogue of a shared store; (None, None) if nothing was ever pushed.
+
+    Raises
+    ------
+    RemoteError : the shared store does not answer.
+    DamagedError : head or catalogue cannot be read.
+    StoreFormatError : a newer kvtool pushed.
+    """
+    return _of_head(blobs, in_force)
+
+
+def read_root(blobs: Blobs) -> tuple[str, Catalogue]:
+    """Read the digest and the root of the catalogue in force.
+
+    Raises
+    ------
+    StoreNotFoundError : nothing was ever pushed there.
+    RemoteError, DamagedError, StoreFormatError : as read_head.
+    """
+    head, root = _of_head(blobs, root_of)
+    if head is None or root is None:
+        raise _nothing(blobs)
+    return unseal_head(head).catalogue, root
+
+
+def _of_head(blobs: Blobs, read: Callable[[Blobs, str], Catalogue]) -> tuple[bytes | None, Catalogue | None]:
+    (head,) = blobs.get([HEAD])
+    for _ in range(_TRIES):
+        if head is None:
+            return None, None
+        try:
+            return head, read(blobs, unseal_head(head).catalogue)
+        except DamagedError:
+            before, (head,) = head, blobs.get([HEAD])
+            if head == before:
+                raise
+    raise DamagedError(f"the head of {blobs.url} changes all the time", "try again when no push runs")
+
+
+def in_force(blobs: Blobs, digest: str) -> Catalogue:
+    """Read the whole catalogue of a digest; keep copies of it, and of no other. Raises as :func:`root_of`."""
+    root = root_of(blobs, digest)
+    whole = with_shards(blobs, root, range(len(root.shards)))
+    keep_copies(blobs, digest, root)
+    return whole
+
+
+def root_of(blobs: Blobs, digest: str) -> Catalogue:
+    """Read the catalogue of a digest; of a sharded one the root alone.
+
+    Raises
+    ------
+    DamagedError : it is lost or cannot be read.
+    StoreFormatError : a newer kvtool pushed.
+    """
+    ((_, packed),) = _values(blobs, [(0, digest, catalogue_name(digest))])
+    return catalogue_in(packed)
+
+
+def catalogue_in(packed: bytes) -> Catalogue:
+    """Read the value that a head names: a catalogue, or its root. Raises DamagedError, StoreFormatError."""
+    value = catalogue_json(packed, FORMAT)
+    return open_root(value) if value["format"] == FORMAT else Catalogue.of(value)
+
+
+def with_shards(blobs: Blobs, root: Catalogue, numbers: Iterable[int]) -> Catalogue:
+    """Read the shards of these numbers into a root; return a catalogue without shards as it is. Raises as
+    :func:`root_of`."""
+    if not root.shards:
+        return root
+    shards = [(number, shard) for number in numbers if (shard := root.shards[number]) is not None]
+    return filled(root, _values(blobs, [(number, shard.digest, shard.name) for number, shard in shards]))
+
+
+def _values(blobs: Blobs, wanted: list[tuple[int, str, str]]) -> Iterator[tuple[int, bytes]]:
+    """Yield the number and the value of each: a copy of this machine, or else the shared store's."""
+    copies = CatalogueCache(blobs.url)
+    for at in range(0, len(wanted), _AT_ONCE):
+        some = [(number, digest, name, copies.get(digest)) for number, digest, name in wanted[at : at + _AT_ONCE]]
+        came = iter(blobs.get([name for _, _, name, value in some if value is None]))
+        for number, digest, _, value in some:
+            if value is None:
+                value = next(came)
+                if value is None or digest_of(value) != digest:
+                    hint = "push again from a store that is whole"
+                    raise DamagedError(f"the catalogue of {blobs.url} is lost or damaged", hint)
+                copies.put(digest, value)
+            yield number, value
+
+
+def put_copies(blobs: Blobs, values: Iterable[bytes]) -> None:
+    """Keep what was just sent of a catalogue, so that the next push from here does not fetch it."""
+    copies = CatalogueCache(blobs.url)
+    for value in values:
+        copies.put(digest_of(value), value)
+
+
+def keep_copies(blobs: Blobs, digest: str, root: Catalogue) -> None:
+    """Forget the copies of all catalogues but this one."""
+    CatalogueCache(blobs.url).keep({digest, *(shard.digest for shard in root.shards if shard is not None)})
+
+
+def read_catalogue(blobs: Blobs) -> Catalogue:
+    """Read the whole catalogue. Raises StoreNotFoundError if nothing was pushed, and as :func:`read_head`."""
+    _, catalogue = read_head(blobs)
+    if catalogue is None:
+        raise _nothing(blobs)
+    return catalogue
+
+
+def _nothing(blobs: Blobs) -> StoreNotFoundError:
+    return StoreNotFoundError(f"there is no store at {blobs.url}", f"make one with `kvtool store push {blobs.url}`")
+
+
+def check_same_identity(mine: dict[str, object], other: dict[str, object], url: str) -> None:
+    """Raises StoreFormatError where two stores were made with another model, lead-in, split or instruction."""
+    differs = sorted(key for key in {*mine, *other} - {"model"} if mine.get(key) != other.get(key))
+    if differs:
+        raise StoreFormatError(
+            f"the store at {url} was made with another {', '.join(differs)}",
+            "take another place (--store, or a database, ?prefix= or folder), or ingest with the same settings",
+        )
+
+
+# ---- shards ------------------------------------------------------------------------------------------------------
+
+FORMAT = 4
+ENTRIES = 512  # in a shard, when their number is chosen: some ten KB; a changed document of ten chunks changes twenty
+_FEWEST, _MOST = ENTRIES // 4, ENTRIES * 2  # before it is chosen anew
+_MOST_BITS = 20
+
+
+def number_of(key: str, count: int) -> int:
+    """Return the number of the shard (of `count`, a power of two) that a key belongs to: its first bits."""
+    return int(key[:5], 16) * count >> _MOST_BITS
+
+
+@paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
+def sharded(catalogue: Catalogue, before: Catalogue | None) -> tuple[Catalogue, dict[str, bytes]]:
+    """Return the catalogue with its shards, and the values of those shards that `before` does not have."""
+    now = before.shards if before is not None else ()
+    count = count_for(len(catalogue.files) + len(catalogue.chunks), len(now))
+    parts = _split(catalogue, count)
+    then = _split(before, count) if before is not None and len(now) == count else None
+    shards, values = list[Shard | None](), dict[str, bytes]()
+    for number, part in enumerate(parts):
+        if then is not None and part == then[number]:
+            shards.append(now[number])
+        elif not any(part):
+            shards.append(None)
+        else:
+            data = packed(canonical(rows_of(*part)))
+            shards.append(Shard(digest_of(data), len(data), len(part[0]), len(part[1])))
+            values[shards[-1].name] = data  # type: ignore[union-attr]
+    return replace(catalogue, shards=tuple(shards)), values
+
+
+def count_for(entries: int, now: int = 0) -> int:
+    """Return the number of shards for so many entries; keep `now` as long as they are neither large nor tiny."""
+    if now and entries <= _MOST * now and (now == 1 or entries >= _FEWEST * now):
+        return now
+    return 1 << min(_MOST_BITS, max(0, round(log2(max(1, entries) / ENTRIES))))
+
+
+def _split(catalogue: Catalogue, count: int) -> list[Entries]:
+    parts: list[Entries] = [(dict[str, File](), dict[str, Chunk]()) for _ in range(count)]
+    for key, file in catalogue.files.items():
+        parts[number_of(key, count)][0][key] = file
+    for key, chunk in catalogue.chunks.items():
+        parts[number_of(key, count)][1][key] = chunk
+    return parts
+
+
+# ---- the root ----------------------------------------------------------------------------------------------------
+
+
+def pack_root(catalogue: Catalogue, key: SigningKey | None = None) -> bytes:
+    """Serialise the root of a sharded catalogue, in canonical form. Signed by a key, or as it was when it was read."""
+    return packed(canonical({"format": FORMAT, **catalogue.facts(), "shards": catalogue.shards}, catalogue.proof, key))
+
+
+def open_root(value: dict[str, Any]) -> Catalogue:
+    """Inverse of :func:`pack_root`, of its JSON: a catalogue with shards, and nothing of what they describe.
+
+    Raises
+    ------
+    DamagedError : it cannot be.
+    """
+    try:
+        shards = tuple(map(_shard_row, validation.list_of(value["shards"])))
+        if len(shards).bit_count() != 1 or len(shards) > 1 << _MOST_BITS:
+            raise ValueError("shards of another number than a power of two")
+        return Catalogue(*facts_of(value), shards=shards, proof=proof_in(value))
+    except (ValueError, KeyError) as error:
+        raise unreadable(error) from error
+
+
+def _shard_row(value: Any) -> Shard | None:
+    if value is None:
+        return None
+    digest, size, files, chunks = validation.list_of(value, 4)
+    validation.count_of(size, 1, most_bytes("shard"))
+    validation.count_of(files, 0, validation.INT64)
+    validation.count_of(
+        chunks, 0 if files else 1, validation.INT64
+    )  # of nothing there is no shard: a root could name it often
+    return Shard(validation.hex_of(digest, MARK_BYTES), size, files, chunks)
+
+
+def open_shard(data: bytes, number: int, count: int, left_out: list[tuple[str, str]]) -> Entries:
+    """Read the entries of a shard, by its number out of `count`; `left_out` as of `entries_of`.
+
+    Raises
+    ------
+    DamagedError : it cannot be read, or describes what belongs into another shard.
+    """
+    try:
+        files, chunks = entries_of(unpacked(data), left_out)
+        if any(number_of(key, count) != number for keys in (files, chunks) for key in keys):
+            raise ValueError("a shard describes what belongs into another one")
+    except (ValueError, KeyError, zstandard.ZstdError) as error:
+        raise unreadable(error) from error
+    return files, chunks
+
+
+@paused_collection()  # of a million entries a look for garbage costs a tenth of what making them does
+def filled(root: Catalogue, entries: Iterable[tuple[int, bytes]]) -> Catalogue:
+    """Return a root with all that some of its shards, given by number, describe.
+
+    Raises
+    ------
+    DamagedError : one cannot be read, or describes another number than the root says.
+    """
+    files, chunks, left_out = dict[str, File](), dict[str, Chunk](), list[tuple[str, str]]()
+    for number, data in entries:
+        shard = root.shards[number]
+        some_files, some_chunks = open_shard(data, number, len(root.shards), left_out)
+        if shard is None or (shard.files, shard.chunks) != (len(some_files), len(some_chunks)):
+            raise unreadable(ValueError("a shard describes another number of files or chunks"))
+        files |= some_files
+        chunks |= some_chunks
+    return replace(root, files=files, chunks=chunks, left_out=tuple(left_out))
+
+
+# ---- copies on this machine --------------------------------------------------------------------------------------
+
+
+def cache_folder(kind: str, url: str) -> Path:
+    """Return the folder for what is kept of a shared store in kvtool's cache folder. Raises KvtoolError."""
+    digest = hashlib.blake2b(place_of(url).encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    return cache_dir() / kind / digest
+
+
+class CatalogueCache:
+    """Values by their digests, below kvtool's cache folder. Where none can be kept, none is.
+
+    Parameters
+    ----------
+    url : of the tier, as people are shown it.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._folder: Path | None = None
+        with suppress(KvtoolError):
+            self._folder = cache_folder("catalogues", url)
+
+    def get(self, digest: str) -> bytes | None:
+        """A value; None: it is not here, or damaged."""
+        with suppress(OSError):
+            if self._folder is not None and digest_of(value := (self._folder / digest).read_bytes()) == digest:
+                return value
+        return None
+
+    def put(self, digest: str, value: bytes) -> None:
+        """Keep a value. It need not survive a power loss: what is damaged is fetched again."""
+        if self._folder is None:
+            return
+        with suppress(OSError):
+            make_folder(self._folder)
+            temporary = self._folder / new_name()
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(handle, "wb") as file:
+                file.write(value)
+            temporary.rename(self._folder / digest)
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Forget all others."""
+        with suppress(OSError):
+            for path in self._folder.iterdir() if self._folder is not None else ():
+                if path.name not in digests and not path.name.startswith(TEMPORARY):
+                    path.unlink(missing_ok=True)
+
+
+class LazyCatalogue:
+    """The chunks of a catalogue; a shard is read when one of its chunks is first asked for.
+
+    Parameters
+    ----------
+    root : the catalogue, without what its shards describe.
+    """
+
+    def __init__(self, blobs: Blobs, root: Catalogue) -> None:
+        self._blobs, self._root = blobs, root
+        self._read = dict[int, Mapping[str, Chunk]]()
+
+    def get(self, key: str) -> Chunk | None:
+        """Return a chunk by its id in hex; None if it is missing. Raises RemoteError, DamagedError."""
+        count = len(self._root.shards)
+        if not count:
+            return self._root.chunks.get(key)
+        number = number_of(key, count)
+        if number not in self._read:
+            self._read[number] = with_shards(self._blobs, self._root, [number]).chunks
+        return self._read[number].get(key)
