@@ -13,7 +13,8 @@ def scheme(name: str, bits: float) -> dict[str, object]:
 
 def test_a_line_joins_schemes_of_one_kind_only() -> None:
     rows = [scheme("int8", 8.25), scheme("int4", 4.25), scheme("mean-1", 5.1), scheme("1", 3.7), scheme("2", 3.7)]
-    (chart,) = codec_sections({"schemes": rows})[0].figures
+    levels, _ = codec_sections({"schemes": rows})
+    (chart,) = levels.figures
     for kind in ("levels", "int", "mean"):
         assert f">{kind}</text>" in chart
     assert "schemes" not in chart

@@ -20,7 +20,7 @@ def run(name: str, share: float, **told: Any) -> dict[str, Any]:
 
 def figure(runs: list[dict[str, Any]]) -> ElementTree.Element | None:
     value = {"runs": runs, "reference": "full", "questions": 4, "kl_base": None, "resamples": 10}
-    figures = quality_sections(value, "tiny, some/batch.jsonl")[0].figures
+    figures = next(quality_sections(value, "tiny, some/batch.jsonl")).figures
     return ElementTree.fromstring(figures[0]) if figures else None
 
 
