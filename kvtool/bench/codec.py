@@ -27,7 +27,7 @@ from kvtool.core.codec.levels import LEVELS, NESTED, exact
 from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.rans import coder
 from kvtool.core.common.machine import cores
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import KvtoolError
 from kvtool.core.kernels.linear.onednn import keep_freed_memory
 from kvtool.core.model.prefill import ChunkKV

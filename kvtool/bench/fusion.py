@@ -28,10 +28,9 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.load import resolve_device
 from kvtool.core.codec.levels import RAW
-from kvtool.core.common.arithmetic import FLOAT32, why_float32
-from kvtool.core.common.machine import cores
-from kvtool.core.common.progress import Events
+from kvtool.core.common.machine import FLOAT32, cores, why_float32
 from kvtool.core.common.sizes import counted
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import Fused, FuseTiming, fuse
 from kvtool.core.fusion.selectors import REFERENCE, selector_for

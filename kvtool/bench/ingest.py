@@ -15,7 +15,7 @@ from kvtool.bench.machine import Host
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.compute import ChunkStorer, Maker
 from kvtool.core.ingest.novelties import Novelties

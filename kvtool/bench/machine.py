@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kvtool.core.common.arithmetic import FEATURES, cpu_features, is_fast
-from kvtool.core.common.machine import cores, cpu_name
+from kvtool.core.common.machine import FEATURES, cores, cpu_features, cpu_name, is_fast
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused

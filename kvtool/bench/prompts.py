@@ -21,8 +21,7 @@ from kvtool.core.codec.base import channels_of, shape_of_layer, wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.levels import level_of
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.places import cache_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError, KvtoolError, UsageError
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan, with_stored_rows

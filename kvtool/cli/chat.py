@@ -23,8 +23,7 @@ from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, ta
 from kvtool.cli.out import Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.common.places import data_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import (
     EXIT_FAILED,

@@ -10,8 +10,8 @@ from typing import Any
 from kvtool.cli.options import Run
 from kvtool.cli.progress import Bar, Reminder
 from kvtool.cli.terminal import one_line
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.types import Events
 from kvtool.core.errors import KvtoolError
 
 

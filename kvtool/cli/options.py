@@ -37,7 +37,7 @@ import typer.core
 from kvtool.cli.commands import EVERYWHERE, HELP_ALL, Command
 from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common.arithmetic import FEATURES, lacks_avx2
+from kvtool.core.common.machine import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
 from kvtool.core.common.switches import check_switches
 from kvtool.core.errors import UsageError

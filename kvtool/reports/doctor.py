@@ -24,10 +24,18 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import PACKAGED, ModelFiles
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import resolve_device, resolve_dtype, supported_config
-from kvtool.core.common.arithmetic import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
+from kvtool.core.common.files import cache_dir
 from kvtool.core.common.installing import extra_line, install_line
-from kvtool.core.common.machine import cores, cpu_name, is_busy
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.machine import (
+    cores,
+    cpu_features,
+    cpu_name,
+    is_busy,
+    is_fast,
+    lacks_avx2,
+    product_dtype,
+    why_float32,
+)
 from kvtool.core.common.plugins import AT_FAULT, Plugin, listed
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.common.urls import for_people, scrubbed

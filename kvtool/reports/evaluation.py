@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvtool.core.common.files import make_folder
 from kvtool.core.common.json_text import escaped, parsed
-from kvtool.core.common.private import make_folder
 from kvtool.core.errors import GateError, KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
 from kvtool.core.retrieval.index import INDEX_FORMAT
@@ -20,7 +20,7 @@ from kvtool.core.retrieval.vectors import remembered
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.common.progress import Events
+    from kvtool.core.common.types import Events
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.query.reply import Request
     from kvtool.core.session.identity import StoreIdentity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.serve.job import EndedError
 
 

@@ -73,13 +73,13 @@ class Engine:
         ------
         KvtoolError : the store or its model cannot be used.
         """
-        from kvtool.core.model.generate import prepare_decoding
+        from kvtool.core.model.decode.native import prepare_compiled_model
 
         if self._resident.exists():
             session = self._resident.session()
             with self._resident.turn():
                 session.check_gate()
-            prepare_decoding(session.decoder)
+            prepare_compiled_model(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvtool.core.cache.layout import atomic_write, read_small
 from kvtool.core.cache.store import Store
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import make_folder
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import KvtoolError

@@ -21,7 +21,7 @@ from kvtool.cli.out import Out
 from kvtool.core.checkpoint.files import PACKAGED
 from kvtool.core.codec.levels import LEVELS
 from kvtool.core.common.machine import cores, is_busy
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import MODES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvtool.core.cache import entries
 from kvtool.core.cache.entries import ChunkInfo, ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.stretches import StretchInfo
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError
 
 texts = st.text(st.characters(), max_size=60)  # surrogates, NUL and all

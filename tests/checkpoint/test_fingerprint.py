@@ -18,7 +18,7 @@ import pytest
 from kvtool.core.checkpoint import files
 from kvtool.core.checkpoint.files import ModelFiles, file_digest
 from kvtool.core.checkpoint.hub import model_fingerprint
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.errors import ModelError
 from tests.families import edit_config, save_tiny
 

@@ -21,7 +21,7 @@ from kvtool.cli import chat as module
 from kvtool.cli.chat import COMMANDS, HISTORY, Chat, PipedLines, TerminalLines, completions, typed_ahead
 from kvtool.cli.out import Out
 from kvtool.core.cache.store import Store
-from kvtool.core.common.places import data_dir
+from kvtool.core.common.files import data_dir
 from kvtool.core.errors import UsageError
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions

@@ -22,8 +22,8 @@ from kvtool.cli.job_view import JobView
 from kvtool.cli.json_out import to_json
 from kvtool.cli.out import Out, OutputClosed
 from kvtool.cli.terminal import clean, degrade, one_line
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted, shown_size
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 
 

@@ -31,7 +31,7 @@ import torch
 from kvtool.cli.app import main
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
-from kvtool.core.corpus.shard import Shard
+from kvtool.core.corpus.options import Shard
 from kvtool.core.model import generate
 from kvtool.core.model.generate import Sampling
 from kvtool.core.model.tokens import encode

@@ -17,7 +17,7 @@ from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.profile import SIDES, Layout
 from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.reference import in_order
-from kvtool.core.common.arithmetic import FEATURES
+from kvtool.core.common.machine import FEATURES
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.gemm import PAIRS, Tile, panels, tile_of
 from kvtool.core.native.isa import ISAS

@@ -16,7 +16,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.cachegen import CacheGen
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.codec.record import Record
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.compress import job
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions

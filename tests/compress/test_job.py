@@ -12,7 +12,7 @@ import torch
 from kvtool.core.cache.record import decode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import DEFAULT_LOSSY, NESTED, NO_PROFILE
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.loss import Toll, tolls
 from kvtool.core.compress.options import CompressOptions

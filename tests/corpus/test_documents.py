@@ -17,11 +17,10 @@ import pytest
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
-from kvtool.core.corpus import bounded
-from kvtool.core.corpus.bounded import Bounds
+from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
 from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, opened
-from kvtool.core.corpus.reading import Reading
+from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options.resolve import resolve
@@ -258,8 +257,8 @@ class _Documents:
 
 def test_what_a_reader_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = "import subprocess\nprint(subprocess.Popen(['sleep', '600'], stdout=2).pid, flush=True)\ninput()"
-    monkeypatch.setattr(bounded, "_PROGRAM", begun)
-    child = bounded.Child(Bounds())
+    monkeypatch.setattr(reading_module, "_PROGRAM", begun)
+    child = reading_module.Child(Bounds())
     assert child._process.stdout is not None
     started = int(child._process.stdout.readline())
     child.end()

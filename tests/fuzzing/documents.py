@@ -15,12 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from kvtool.core.common.marks import place_of, start_of
-from kvtool.core.corpus.bounded import MOST_TEXT
-from kvtool.core.corpus.child import _answer
 from kvtool.core.corpus.ignoring import Rules
 from kvtool.core.corpus.readers import Document, UnreadableFile, read_documents
 from kvtool.core.corpus.readers.encoding import decode
-from kvtool.core.corpus.reading import _documents
+from kvtool.core.corpus.reading import MOST_TEXT, _answer, _documents
 from kvtool.core.corpus.split import METHODS, SplitSettings, split
 from kvtool.core.errors import UsageError
 from kvtool.core.query.reply import read_batch

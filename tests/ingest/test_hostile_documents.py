@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.corpus import bounded, child
-from kvtool.core.corpus.bounded import Bounds
+from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers import UnreadableFile
-from kvtool.core.corpus.reading import Reading
+from kvtool.core.corpus.reading import Bounds, Reading
 from samples.tools.office.facts import facts
 from samples.tools.office.portable import pdf
 from samples.tools.office.writers import WRITERS
@@ -139,10 +138,12 @@ def test_ten_thousand_pages(reading: Reading) -> None:
 def test_what_a_reader_is_made_to_do_ends_with_its_process(
     deed: str, why: str, monkeypatch: pytest.MonkeyPatch, sound: dict[str, bytes]
 ) -> None:
-    program = f"import os, time\nfrom kvtool.core.corpus import child\nchild.read_documents = lambda *given: {deed}\n"
+    program = (
+        f"import os, time\nfrom kvtool.core.corpus import reading\nreading.read_documents = lambda *given: {deed}\n"
+    )
     with Reading(bounds=Bounds(seconds=1, memory=5 * 10**8)) as reading:
         with monkeypatch.context() as patch:
-            patch.setattr(bounded, "_PROGRAM", f"{program}child.serve(int(sys.argv[1]), int(sys.argv[2]))")
+            patch.setattr(reading_module, "_PROGRAM", f"{program}reading.serve(int(sys.argv[1]), int(sys.argv[2]))")
             assert why in refused(reading, "a.odt", sound["odt"])
         reading.bounds = Bounds(seconds=600)
         assert reading.documents(Path("/in/a.odt"), sound["odt"])  # by another process
@@ -154,7 +155,7 @@ def test_whom_a_reader_has_started_does_not_hold_up_its_end(
     """A copy of the process that holds its pipes, in a session of its own where no signal to the group finds it."""
     seen, given_up = tmp_path / "seen", tmp_path / "given up"
     program = (
-        "import os, time\nfrom kvtool.core.corpus import child\n"
+        "import os, time\nfrom kvtool.core.corpus import reading\n"
         "def read(*file):\n"
         "    if os.fork():\n"
         "        os.kill(os.getpid(), 9)\n"
@@ -164,9 +165,9 @@ def test_whom_a_reader_has_started_does_not_hold_up_its_end(
         "        time.sleep(0.1)\n"
         f"    open({str(given_up)!r}, 'w').close()\n"
         "    os._exit(0)\n"
-        "child.read_documents = read\n"
+        "reading.read_documents = read\n"
     )
-    monkeypatch.setattr(bounded, "_PROGRAM", f"{program}child.serve(int(sys.argv[1]), int(sys.argv[2]))")
+    monkeypatch.setattr(reading_module, "_PROGRAM", f"{program}reading.serve(int(sys.argv[1]), int(sys.argv[2]))")
     with Reading(bounds=Bounds(seconds=600)) as reading:
         assert "has crashed" in refused(reading, "a.odt", sound["odt"])
     assert not given_up.exists()
@@ -179,11 +180,11 @@ def test_a_file_is_not_blamed_for_what_others_left_behind(
 ) -> None:
     """A reader that fails at the second file, whatever that is."""
     program = (
-        "import os\nfrom kvtool.core.corpus import child\nreal, given = child.read_documents, []\n"
+        "import os\nfrom kvtool.core.corpus import reading\nreal, given = reading.read_documents, []\n"
         "def raise_memory(): raise MemoryError\n"
-        f"child.read_documents = lambda *file: {deed} if given else (given.append(1), real(*file))[1]\n"
+        f"reading.read_documents = lambda *file: {deed} if given else (given.append(1), real(*file))[1]\n"
     )
-    monkeypatch.setattr(bounded, "_PROGRAM", f"{program}child.serve(int(sys.argv[1]), int(sys.argv[2]))")
+    monkeypatch.setattr(reading_module, "_PROGRAM", f"{program}reading.serve(int(sys.argv[1]), int(sys.argv[2]))")
     with Reading(bounds=Bounds(seconds=600)) as reading:
         for _ in range(2):
             assert reading.documents(Path("/in/a.odt"), sound["odt"])
@@ -199,13 +200,13 @@ def test_the_alarm_is_off_before_the_answer_is_out(monkeypatch: pytest.MonkeyPat
             return len(text)
 
     asked = io.BytesIO(b'{"path": "/in/a.txt", "size": 3, "most": 9}\nabc')
-    monkeypatch.setattr(child.os, "fdopen", lambda *given, **more: Answers())
-    monkeypatch.setattr(child.os, "dup", lambda number: number)
-    monkeypatch.setattr(child.os, "dup2", lambda *numbers: None)
-    monkeypatch.setattr(child, "_limit", lambda memory: None)
-    monkeypatch.setattr(child.sys, "stdin", io.TextIOWrapper(asked))
-    monkeypatch.setattr(child.signal, "alarm", told.append)
-    child.serve(7, 10**9)
+    monkeypatch.setattr(reading_module.os, "fdopen", lambda *given, **more: Answers())
+    monkeypatch.setattr(reading_module.os, "dup", lambda number: number)
+    monkeypatch.setattr(reading_module.os, "dup2", lambda *numbers: None)
+    monkeypatch.setattr(reading_module, "_limit", lambda memory: None)
+    monkeypatch.setattr(reading_module.sys, "stdin", io.TextIOWrapper(asked))
+    monkeypatch.setattr(reading_module.signal, "alarm", told.append)
+    reading_module.serve(7, 10**9)
     assert told == [7, 0, "answer"]
 
 
@@ -240,7 +241,7 @@ def test_a_missing_package_is_named_once(
     for name in ("a.docx", "b.docx", "c.pdf", "d.odt"):
         (folder / name).write_bytes(sound[name[2:]])
     missing = "sys.modules.update(docx=None, pypdfium2=None)\n"
-    monkeypatch.setattr(bounded, "_PROGRAM", missing + bounded._PROGRAM)
+    monkeypatch.setattr(reading_module, "_PROGRAM", missing + reading_module._PROGRAM)
     done = fresh(folder, "--read-timeout", "10m").fine(0)
     assert done.json["documents"] == {"added": 1, "changed": 0, "unchanged": 0, "removed": 0, "failed": 0}
     assert done.json["skipped"]["uninstalled"] == 3

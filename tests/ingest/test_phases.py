@@ -9,7 +9,7 @@ import pytest
 
 from kvtool.cli.ingest import is_mostly_beside, time_of
 from kvtool.core.checkpoint.files import DOWNLOAD
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.ingest import account
 from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions

@@ -13,7 +13,7 @@ from subprocess import PIPE
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import ModelError
 from kvtool.core.ingest.far_maker import FarMaker, Recipe
 from kvtool.core.model.options import ModelOptions

@@ -118,7 +118,7 @@ def test_an_interrupted_run_keeps_what_it_committed(
 
 @pytest.mark.slow
 def test_progress_ends_with_the_files(folder: Path, tiny: Path, tmp_path: Path) -> None:
-    from kvtool.core.common.progress import Events
+    from kvtool.core.common.types import Events
     from kvtool.core.ingest.job import ingest
     from kvtool.core.ingest.options import IngestOptions
 

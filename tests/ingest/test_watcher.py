@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest import watcher as watching
 from kvtool.core.ingest.options import WatchOptions

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pytest
 import torch
 
 from kvtool.core.errors import KvtoolError
 from kvtool.core.model.generate import AnswerSequence, ContinuousBatch, Generated, Sampling, first_token, generate
-from kvtool.core.model.tokens import TextStream, encode
-from tests.fusion.making import NAMES, Case, case, tokenizer, tokens
+from tests.fusion.making import NAMES, Case, case, tokens
+from tests.model.test_repeats import streamed
 
 LENGTHS = (30, 3, 150, 77)  # tokens of the prompts
 
@@ -122,17 +120,6 @@ def test_an_answer_of_one_token_is_done_at_once() -> None:
 # ---- texts that end an answer ----
 
 
-def streamed(text: str, stops: Sequence[str]) -> tuple[TextStream, list[str]]:
-    pieces: list[str] = []
-    stream = TextStream(tokenizer(), set(), pieces.append, stops)
-    for token in encode(tokenizer(), text):
-        if stream.ended:
-            break
-        stream.add(token)
-    stream.end()
-    return stream, pieces
-
-
 @pytest.mark.parametrize(
     ("text", "stops", "left"),
     [
@@ -148,7 +135,7 @@ def streamed(text: str, stops: Sequence[str]) -> tuple[TextStream, list[str]]:
     ],
 )
 def test_what_begins_with_a_stop_is_never_shown(text: str, stops: tuple[str, ...], left: str) -> None:
-    stream, pieces = streamed(text, stops)
+    stream, pieces = streamed(text, stops, stop_repeats=False)
     assert stream.text == "".join(pieces) == left
     assert (stream.stopped_by is None) == (left == text)
     assert text.startswith(left + (stream.stopped_by or ""))

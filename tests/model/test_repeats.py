@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from kvtool.core.model.tokens import TextStream, encode
@@ -13,10 +15,10 @@ KOREAN = "천문대는 언덕 위에 서 있으며 해마다 많은 사람이 �
 JAPANESE = "天文台は丘の上に立っていて毎年多くの人がそこを訪れます。"
 
 
-def streamed(text: str, stop_repeats: bool = True) -> tuple[TextStream, list[str]]:
+def streamed(text: str, stops: Sequence[str] = (), stop_repeats: bool = True) -> tuple[TextStream, list[str]]:
     """Say a text token by token, as long as it is not ended."""
     pieces: list[str] = []
-    stream = TextStream(tokenizer(), set(), pieces.append, stop_repeats=stop_repeats)
+    stream = TextStream(tokenizer(), set(), pieces.append, stops, stop_repeats)
     for token in encode(tokenizer(), text):
         if stream.ended:
             break

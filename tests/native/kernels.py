@@ -40,30 +40,30 @@ def hashes() -> dict[str, str]:
 
 
 def _entropy() -> Kernels:
-    from kvtool.core.codec.rans import decode_ir, encode_ir
+    from kvtool.core.codec.rans import kernels_ir
     from kvtool.core.native.isa import ISAS
 
-    kinds = {form: decode_ir.Decode(form) for form in (*decode_ir.FORMS, decode_ir.REFINE)}
-    kinds |= {"encode": encode_ir.Encode(False), "encode with contexts": encode_ir.Encode(True)}
-    kinds |= {name: getattr(encode_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
+    kinds = {form: kernels_ir.Decode(form) for form in (*kernels_ir.FORMS, kernels_ir.REFINE)}
+    kinds |= {"encode": kernels_ir.Encode(False), "encode with contexts": kernels_ir.Encode(True)}
+    kinds |= {name: getattr(kernels_ir, f"{name}_module") for name in ("symbols", "finer", "wider", "stray")}
     for isa, (name, kind) in product(ISAS, kinds.items()):
         yield f"entropy/{name}/{isa}", lambda isa=isa, kind=kind: kind(ISAS[isa])
 
 
 def _transforms() -> Kernels:
-    from kvtool.core.codec import transform_ir
+    from kvtool.core.codec import transform_kernels
     from kvtool.core.native.builder import STORED
     from kvtool.core.native.isa import AVX512, ISAS
 
     for name, form in product(ISAS, STORED):
-        kinds = {"errors": transform_ir.Errors(form)}
+        kinds = {"errors": transform_kernels.Errors(form)}
         for depth in (64, 192):
-            pitch = transform_ir.pitch_of(depth)
-            kinds |= {f"forward {depth}": transform_ir.Forward(form, pitch)}
-            kinds |= {f"backward {depth}": transform_ir.Backward(form, pitch)}
+            pitch = transform_kernels.pitch_of(depth)
+            kinds |= {f"forward {depth}": transform_kernels.Forward(form, pitch)}
+            kinds |= {f"backward {depth}": transform_kernels.Backward(form, pitch)}
         for what, kind in kinds.items():
             yield f"codec/{what}/{form}/{name}", lambda kind=kind, name=name: kind(ISAS[name])
-    pairs = transform_ir.Backward("bfloat16", transform_ir.pitch_of(96), pairs=True)
+    pairs = transform_kernels.Backward("bfloat16", transform_kernels.pitch_of(96), pairs=True)
     yield "codec/backward pairs/bfloat16/avx512", lambda: pairs(AVX512)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.native import jit
 from kvtool.core.native.isa import ISAS, runnable
 from kvtool.core.native.jit import compiled, keep_code, kept_code, key_of

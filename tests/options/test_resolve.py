@@ -14,7 +14,7 @@ import pytest
 
 from kvtool.cli.options import SETTINGS
 from kvtool.core.cache.options import LockOptions, StoreOptions
-from kvtool.core.common import places
+from kvtool.core.common import files
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import AUTO, FUSIONS, MODES
 from kvtool.core.ingest.options import IngestOptions
@@ -288,12 +288,12 @@ def test_paths_in_a_file_are_relative_to_it(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_one_variable_moves_all_state(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert places.data_dir() == home / "data"
-    assert places.cache_dir() == home / "cache"
-    assert places.default_config_file(os.environ) == home / "config.toml"
+    assert files.data_dir() == home / "data"
+    assert files.cache_dir() == home / "cache"
+    assert files.default_config_file(os.environ) == home / "config.toml"
     assert resolve().get(StoreOptions).folder == home / "data" / "store"
     monkeypatch.setenv("KVTOOL_CACHE", "/elsewhere")
-    assert places.cache_dir() == Path("/elsewhere")
+    assert files.cache_dir() == Path("/elsewhere")
 
 
 def test_without_a_home_only_the_default_store_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:

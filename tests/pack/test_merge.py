@@ -11,7 +11,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.compress.job import compress
 from kvtool.core.compress.options import CompressOptions
-from kvtool.core.corpus.shard import Shard, complaint
+from kvtool.core.corpus.options import Shard, shard_error
 from kvtool.core.errors import StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack import import_ as merging
 from kvtool.core.pack.export import export
@@ -64,7 +64,7 @@ def test_every_path_is_in_one_part(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", ["0/3", "4/3", "1", "1/0", "a/b", "1/3/5", "-1/3", " 1/3", ""])
 def test_what_is_no_part_is_said(value: str) -> None:
-    assert "I/N" in complaint(value)
+    assert "I/N" in shard_error(value)
 
 
 def test_merged_parts_are_what_one_run_makes(parts: Path, tmp_path: Path) -> None:

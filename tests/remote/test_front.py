@@ -27,7 +27,7 @@ FILES, DIM = 12, 8192  # a chunk takes 1 MB
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every use at a second of its own, after all has come."""
     clock = itertools.count(2_000_000_000)
-    monkeypatch.setattr("kvtool.core.cache.notes.time", SimpleNamespace(time=lambda: next(clock)))
+    monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import torch
 from kvtool.core.cache.record import KVHeader, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec import CODECS
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.compress.level_writer import LevelWriter
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport

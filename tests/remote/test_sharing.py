@@ -17,7 +17,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.integrity import repair, verify
 from kvtool.core.cache.record import Kind, seal
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import NoSpaceError, RemoteError, StoreFormatError, UsageError
 from kvtool.core.remote import gc, values
 from kvtool.core.remote.blobs import Blobs, open_blobs

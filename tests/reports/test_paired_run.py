@@ -16,8 +16,8 @@ from kvtool.core.model.generate import Generated, Sampling, first_token, generat
 from kvtool.core.query.layout import PromptLayout
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.reports.paired_run import PairedRun
-from kvtool.reports.report import NO_CONTEXT, RunSpec, parse_run
+from kvtool.reports.paired_run import PairedRun, RunSpec, parse_run
+from kvtool.reports.report import NO_CONTEXT
 from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, swapped, tokens
 
 RUNS = tuple(

@@ -7,7 +7,8 @@ import pytest
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.query.options import QueryOptions
-from kvtool.reports.paired_run import default_runs, ordered, parse_run, parse_runs
+from kvtool.reports.paired_run import default_runs, parse_run, parse_runs
+from kvtool.reports.summary import ordered
 
 
 def names(*texts: str) -> list[str]:

@@ -9,8 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.core.common.places import data_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import data_dir, make_folder
 from kvtool.core.errors import KvtoolError
 from kvtool.core.options.option import Options, option
 

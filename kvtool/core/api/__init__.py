@@ -10,8 +10,7 @@ from kvtool.core.api.held import alone
 from kvtool.core.api.sharing import Sharing
 from kvtool.core.api.upkeep import Upkeep
 from kvtool.core.cache.options import default_store
-from kvtool.core.common.progress import Events
-from kvtool.core.common.types import Warn
+from kvtool.core.common.types import Events, Warn
 from kvtool.core.common.urls import is_url
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import UsageError

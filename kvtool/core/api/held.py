@@ -13,8 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
-from kvtool.core.common.progress import Events
-from kvtool.core.common.types import Warn
+from kvtool.core.common.types import Events, Warn
 from kvtool.core.errors import KvtoolError, KvtoolWarning, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, options_of

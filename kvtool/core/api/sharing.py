@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
 from kvtool.core.api.held import Held, alone
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from kvtool.core.cache.record import (
 from kvtool.core.cache.tables import origin_in
 from kvtool.core.cache.transaction import Snapshot
 from kvtool.core.codec.levels import MAKER, base_level, level_of
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import DamagedError, KvtoolError
 
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at

@@ -33,10 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.cache.space import check_file
+from kvtool.core.common.files import make_folder as make_folder
+from kvtool.core.common.files import new_file
+from kvtool.core.common.files import sync_folder as sync_folder
 from kvtool.core.common.json_text import parsed
-from kvtool.core.common.private import make_folder as make_folder
-from kvtool.core.common.private import new_file
-from kvtool.core.common.private import sync_folder as sync_folder
 from kvtool.core.errors import (
     DamagedError,
     KvtoolError,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
-from kvtool.core.common.places import data_dir
+from kvtool.core.common.files import data_dir
 from kvtool.core.common.urls import for_people, is_url
 from kvtool.core.errors import UntrustedError, UsageError
 from kvtool.core.options.option import Options, option

@@ -20,7 +20,7 @@ from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import Bytes, Kind, aligned, seal, unseal
 from kvtool.core.cache.tables import Row, RowKey
 from kvtool.core.cache.transaction import Snapshot
-from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.errors import DamagedError
 
 Side = Literal["rows", "state"]

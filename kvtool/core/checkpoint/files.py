@@ -20,8 +20,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from kvtool.core.common.places import cache_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.errors import KvtoolError, ModelError
 
 PACKAGED = "smollm2"

@@ -15,9 +15,8 @@ from kvtool.core.checkpoint.files import PACKED, ModelFiles, read_config, tensor
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.checkpoint.support import check_extent, check_laid_out, check_supported
 from kvtool.core.checkpoint.text_submodel import TextSubmodel, text_config, text_submodel
-from kvtool.core.common.arithmetic import Arithmetic, product_dtype
 from kvtool.core.common.collecting import paused_collection, quiet
-from kvtool.core.common.machine import is_out_of_memory
+from kvtool.core.common.machine import Arithmetic, is_out_of_memory, product_dtype
 from kvtool.core.errors import KvtoolError, ModelError, UsageError
 
 _DTYPES = ("float32", "bfloat16", "float16")

@@ -29,7 +29,6 @@ def shape_of(kv_heads: int, tokens: int, key_dim: int, value_dim: int) -> Shape:
 
 
 def shape_of_layer(kv: LayerKV) -> Shape:
-    """Return the shape of a layer's keys and values."""
     keys, values = kv
     return shape_of(keys.shape[0], keys.shape[1], keys.shape[2], values.shape[2])
 

@@ -60,14 +60,12 @@ class CacheGen(SelfContained):
         return [self._encoded(kv, layer, len(kvs)) for layer, kv in enumerate(kvs)]
 
     def decode_one(self, payload: Payload, shape: Shape, dtype: str) -> LayerKV:
-        """Decode one layer. Raises DamagedError."""
         record = Record.parse(payload)
         if (record.level, record.tokens) != (self._number, shape[1]):
             raise DamagedError("a compressed record of another level or length")
         return unpack(record, shape, dtype)
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Read the stated error of K and of V. Raises DamagedError."""
         return Record.parse(payload).errors
 
     @property

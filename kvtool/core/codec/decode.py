@@ -22,7 +22,7 @@ from kvtool.core.codec.rans import coder
 from kvtool.core.codec.rans.reference import ESCAPE, ZERO, Columns
 from kvtool.core.codec.rans.triton import CudaDecoding, decode_batch_cuda
 from kvtool.core.codec.record import Escapes, Predictor, Record, in_form
-from kvtool.core.common.arithmetic import product_dtype
+from kvtool.core.common.machine import product_dtype
 from kvtool.core.errors import DamagedError
 from kvtool.core.kernels.triton_jit import has_triton
 from kvtool.core.native.job import scratch
@@ -152,7 +152,6 @@ class DeviceBuffer:
     tensor: torch.Tensor
 
     def decode(self, streams: Sequence[Streams]) -> None:
-        """Decode as `HostBuffer.decode` does."""
         jobs = [
             CudaDecoding(record.streams[0], columns, record.tokens, self.tensor[start : start + record.tokens])
             for columns, records, starts in streams
@@ -180,7 +179,6 @@ class DeviceBuffer:
             self.tensor[at[escaped[:, 0]], wanted[escaped[:, 1]]] = values
 
     def place(self, escapes: Escapes, start: int, rows: int) -> None:
-        """Put a record's placed escapes into its rows. Raises DamagedError."""
         numbers = self.tensor[start : start + rows].view(-1)
         if escapes.has_places(numbers.numel()):
             places = torch.from_numpy(escapes.places.astype(np.int64)).to(numbers.device)

@@ -18,7 +18,7 @@ from kvtool.core.codec.base import LayerKV, Payload, wide_sides
 from kvtool.core.codec.decode import BOTH, sides_of
 from kvtool.core.codec.levels import NESTED, check_of, coarser, level_of, nested
 from kvtool.core.codec.profile import SIDES, CodedColumns, Layout, Profile
-from kvtool.core.codec.rans import coder, encode_ir
+from kvtool.core.codec.rans import coder, kernels_ir
 from kvtool.core.codec.rans.reference import BLOCK, ESCAPE, I16, I32, MOST_CONTEXT, U8, U32, ZERO, Columns, Stream
 from kvtool.core.codec.record import Escapes, Record
 from kvtool.core.codec.row_subset import tail_of
@@ -199,7 +199,6 @@ class _Slab:
         return scratch(name, int(np.prod(shape)), np.int16).reshape(shape)
 
     def _of(self, level: str) -> I16:
-        """Return the numbers of a level."""
         if level not in self._numbers:
             finer = self._of(NESTED[NESTED.index(level) - 1])
             self._numbers[level] = wider(finer, self._memory(f"level {level}"))
@@ -290,11 +289,11 @@ def wider(numbers: I16, out: I16) -> I16:
     ----------
     numbers, out : any shape, a multiple of 32 in all, C order; numbers from -32767 to 32766.
     """
-    kernel = coder.kernel(encode_ir.wider_module)
+    kernel = coder.kernel(kernels_ir.wider_module)
     if kernel is None or numbers.size % BLOCK or not numbers.size:
         out[...] = coarsened(numbers)
         return out
-    jobs = Jobs(encode_ir.WIDER, 1)
+    jobs = Jobs(kernels_ir.WIDER, 1)
     jobs.set(numbers=address(numbers), out=address(out), blocks=numbers.size // BLOCK)
     jobs.run(kernel)
     return out
@@ -316,7 +315,7 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     ValueError : numbers are not int16, or too few.
     """
     _check_numbers(numbers, columns)
-    kernel = coder.kernel(encode_ir.symbols_module)
+    kernel = coder.kernel(kernels_ir.symbols_module)
     if kernel is None or numbers.strides[2] != numbers.itemsize:
         return [_symbols_in_numpy(some, of) for some, of in zip(numbers, columns, strict=True)]
     symbols = _cut("symbols", numbers.shape[1], columns)
@@ -326,7 +325,7 @@ def symbols_of(numbers: I16, columns: Sequence[Columns]) -> list[tuple[U8, I16]]
     counts = np.zeros(len(symbols), np.int64)
     held = [columns[number].for_encoder for number in some]
     first = np.array(starts, np.int64)[some]
-    jobs = _jobs(encode_ir.SYMBOLS, numbers, columns, some)
+    jobs = _jobs(kernels_ir.SYMBOLS, numbers, columns, some)
     jobs.set(
         low=[one.low for one in held],
         many=[one.many for one in held],
@@ -356,7 +355,7 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
     """
     _check_numbers(numbers, columns)
     _check_numbers(coarse, columns)
-    kernel = coder.kernel(encode_ir.finer_module)
+    kernel = coder.kernel(kernels_ir.finer_module)
     if kernel is None:
         return [
             refinement(*(np.ascontiguousarray(part[:, of.numbers]) for part in (fine, wide)))
@@ -364,7 +363,7 @@ def finer_symbols(numbers: I16, coarse: I16, columns: Sequence[Columns]) -> list
         ]
     symbols, contexts = (_cut(name, numbers.shape[1], columns) for name in ("symbols", "contexts"))
     some = [number for number, part in enumerate(symbols) if part.size]
-    jobs = _jobs(encode_ir.FINER, numbers, columns, some)
+    jobs = _jobs(kernels_ir.FINER, numbers, columns, some)
     jobs.set(
         coarse=address(coarse) + coarse.strides[0] * np.array(some, np.int64),
         symbols=[address(symbols[number]) for number in some],
@@ -383,7 +382,7 @@ def refinement(fine: I16, coarse: I16) -> tuple[U8, U8]:
 
 def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
     """Find the layers of `[layers, rows, stride]` with numbers other than 0 in the blocks that begin at `places`."""
-    kernel = coder.kernel(encode_ir.stray_module)
+    kernel = coder.kernel(kernels_ir.stray_module)
     if kernel is None:
         return [
             any(bool(rows[:, place : place + BLOCK].any()) for place in some)
@@ -391,7 +390,7 @@ def has_strays(numbers: I16, places: Sequence[I32]) -> list[bool]:
         ]
     found = np.zeros(len(numbers), np.int64)
     some = [number for number, blocks in enumerate(places) if len(blocks) and numbers.shape[1]]
-    jobs = Jobs(encode_ir.STRAY, len(some))
+    jobs = Jobs(kernels_ir.STRAY, len(some))
     jobs.set(
         numbers=address(numbers) + numbers.strides[0] * np.array(some, np.int64),
         stride=numbers.strides[1],

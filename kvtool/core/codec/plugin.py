@@ -62,7 +62,6 @@ class PluginCodec(SelfContained):
     def decode(
         self, items: Sequence[Encoded], layer: int = 0, profiles: Profiles = no_profiles, device: Device = None
     ) -> list[LayerKV]:
-        """Decode several chunks at one layer. Raises DamagedError."""
         with self._damage():
             made = self._codec.decode(items, layer)
             if [(shape_of_layer(kv), NAMES[kv[0].dtype]) for kv in made] != [
@@ -72,7 +71,6 @@ class PluginCodec(SelfContained):
             return [(keys, values) for keys, values in made]
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Read the stated error. Raises DamagedError."""
         if self._level.lossless:
             return 0.0, 0.0
         with self._damage():

@@ -62,7 +62,6 @@ class Layout:
 
     @property
     def channels(self) -> int:
-        """Count the channels of a side."""
         return self.groups * self.size
 
     def start(self, side: int, group: int) -> int:
@@ -151,12 +150,10 @@ class Profile:
 
     @cached_property
     def layout(self) -> Layout:
-        """Return the groups and their size."""
         return Layout(self.basis.shape[2], self.basis.shape[3])
 
     @property
     def layers(self) -> int:
-        """Count the model's layers."""
         return int(self.basis.shape[0])
 
     def memo(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
@@ -167,7 +164,6 @@ class Profile:
         return made
 
     def coded(self, level: str, layer: int) -> CodedColumns:
-        """Return the columns that are coded."""
         return self.memo(("coded", level, layer), lambda: self._coded(level, layer))
 
     def _coded(self, level: str, layer: int) -> CodedColumns:

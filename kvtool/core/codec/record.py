@@ -77,7 +77,6 @@ class Escapes:
     marked: npt.NDArray[np.int16]
 
     def pack(self) -> list[Payload]:
-        """Return the parts of a record."""
         return [
             part.astype(dtype).tobytes()
             for part, dtype in ((self.places, _U32), (self.placed, _I16), (self.marked, _I16))

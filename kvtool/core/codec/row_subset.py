@@ -54,7 +54,6 @@ class RowSubset(Codec):
         return [*self._inner.encode(keys, values, layer, profile), _all(keys)]
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> Sequence[Sequence[Payload]]:
-        """Encode all layers of a chunk."""
         made = self._inner.encode_layers(kvs, profile)
         return [[*parts, _all(keys)] for parts, (keys, _) in zip(made, kvs, strict=True)]
 
@@ -78,7 +77,6 @@ class RowSubset(Codec):
         return None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Read the stated error of the stored rows."""
         return self._inner.stated_error(_split(payload)[0])
 
     def _of_inner(self, item: Encoded) -> tuple[Encoded, Ids]:

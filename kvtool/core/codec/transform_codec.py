@@ -42,7 +42,6 @@ class TransformCodec(Codec):
         return encode_nested(profile, [layer], [(keys, values)], [self.level])[self.level][0]
 
     def encode_layers(self, kvs: Sequence[LayerKV], profile: Profile | None = None) -> list[list[Payload]]:
-        """Encode all layers of a chunk together."""
         if profile is None:
             return [[*parts] for parts in self._without_profile.encode_layers(kvs)]
         return encode_nested(profile, range(len(kvs)), kvs, [self.level])[self.level]
@@ -88,12 +87,10 @@ class TransformCodec(Codec):
         return [heads_of(own, item.shape) for own, item in zip(sides, items, strict=True)]
 
     def base_of(self, payload: Payload) -> str | None:
-        """Return the level whose record is needed too. Raises DamagedError."""
         base = base_of(payload)
         return NESTED[base - 1] if base else None
 
     def stated_error(self, payload: Payload) -> tuple[float, float]:
-        """Read the stated error of K and of V. Raises DamagedError."""
         return Record.parse(payload).errors
 
     def _parsed(self, item: Encoded) -> Record:

@@ -1,6 +1,7 @@
 """Linear transform of sides to whole numbers and back in machine code, and errors: one call for all layers given.
 
-Without machine code torch does the same, up to the order of its sums.
+Rows are gathered as float32, multiplied, and rounded once, at most a hundred at a time, so that they stay in the cache.
+A row's result does not depend on other rows. Without machine code torch does the same, up to the order of its sums.
 """
 
 from __future__ import annotations
@@ -13,21 +14,250 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtool.core.codec import transform_ir
 from kvtool.core.codec.base import NAMES
 from kvtool.core.codec.profile import SIDES, Layout, Profile
 from kvtool.core.codec.rans import coder
-from kvtool.core.common.arithmetic import cpu_features, is_fast
-from kvtool.core.native.gemm import Tile, panels
-from kvtool.core.native.isa import multiplies_bfloat16
+from kvtool.core.common.machine import cpu_features, is_fast
+from kvtool.core.native.builder import Fields, FunctionBuilder, Value, module, rounded
+from kvtool.core.native.gemm import PAIRS, Tile, gemm, panels, tile_of
+from kvtool.core.native.isa import Isa, multiplies_bfloat16
 from kvtool.core.native.jit import Function
-from kvtool.core.native.job import Jobs, address, scratch
+from kvtool.core.native.job import JOBS, Job, Jobs, address, scratch
+from kvtool.core.native.simd import MAGIC, along, any_bits, each, total_onto
 
 F32 = npt.NDArray[np.float32]
 I16 = npt.NDArray[np.int16]
 I64 = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.float64]
-_LEAST = 1e-30  # of an RMS that is divided by
+_LEAST_RMS = 1e-30  # of an RMS that is divided by
+MOST_ROWS = 96  # at once: a multiple of every tile's rows
+FORWARD = Job(
+    source="ptr",  # of the form: the group's first number
+    token="i64",  # bytes from token to token
+    head="i64",  # bytes from head to head
+    heads="i64",  # of the group, at least 1
+    dim="i64",  # numbers of a head, at least 1, side by side
+    means="float*",  # [depth]
+    weights="float*",  # see gemm.panels
+    panels="i64",
+    depth="i64",  # heads * dim
+    out="i16*",  # [rows, depth]
+    stride="i64",  # bytes from row to row of `out`
+    rows="i64",  # at least 1
+    a="float*",  # [MOST_ROWS, pitch]
+    c="float*",  # [MOST_ROWS, panels * columns of a tile]
+    odd="i32*",  # not 0 where a number of the source is not finite
+)
+BACKWARD = Job(
+    numbers="i16*",  # [rows, depth]
+    stride="i64",  # bytes from row to row of `numbers`
+    depth="i64",  # at least 1
+    weights="float*",
+    panels="i64",
+    means="float*",  # [size]
+    out="ptr",  # of the form, [rows, size]
+    token="i64",  # bytes from row to row of `out`
+    size="i64",
+    rows="i64",
+    a="float*",
+    c="float*",
+)
+ERRORS = Job(
+    made="ptr",  # of the form
+    made_token="i64",  # bytes from token to token
+    made_head="i64",  # bytes from head to head
+    exact="ptr",  # of the form
+    exact_token="i64",
+    exact_head="i64",
+    heads="i64",  # at least 1
+    dim="i64",  # at least 1; numbers of a head, side by side in both
+    rows="i64",  # at least 1
+    sums="double*",  # [2]: squares of made - exact, squares of exact
+)
+_LEAST, _MOST = -32767, 32766  # encode.MOST_NUMBER
+_MAGIC_BITS = 0x4B400000
+
+
+# ---- kernels in LLVM IR -------------------------------------------------------------------------------------------
+
+
+def pitch_of(depth: int) -> int:
+    """Return the numbers from row to row of so many each: not 4,096 bytes, which would share few cache lines."""
+    return -(-depth // 16) * 16 + 16
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """The kernel that makes whole numbers of sides of a form: `rint((side - mean) @ weights)`."""
+
+    form: str
+    pitch: int
+
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
+        k, tile = FunctionBuilder("run", isa, JOBS), self.tile(isa)
+        odd = {lanes: k.alloca(f"<{lanes} x i32>").of("i32") for lanes in (isa.width, 1)}
+        with FORWARD.each(k) as job:
+            for lanes, memory in odd.items():
+                memory.store(k.zeros(lanes, "i32"))
+            with k.loop(_slabs(job.rows)) as slab:
+                first, count = _slab(job.rows, slab)
+                self._gather(job, first, count, odd)
+                _multiply(tile, job, count)
+                _number_all(tile, job, first, count)
+            job.odd.store(any_bits(odd[isa.width].load(0, isa.width)) | odd[1].load(0, 1).lane(0))
+        return module(gemm(isa, tile, self.pitch), k)
+
+    def tile(self, isa: Isa) -> Tile:
+        """Return the tile that its weights are laid out for."""
+        return tile_of(isa)
+
+    def _gather(self, job: Fields, first: Value, count: Value, odd: dict[int, Value]) -> None:
+        """Gather rows of the source less their means, as float32; `odd` collects what is not finite."""
+        k = count.k
+        with k.loop(count) as row, k.loop(job.heads) as number:
+            head = job.source.of(self.form).skip((first + row) * job.token).skip(number * job.head)
+            out, means = (at.at(number * job.dim) for at in (job.a.at(row * self.pitch), job.means))
+
+            def work(lanes: int, index: Value) -> None:
+                value = head.load(index, lanes)
+                out.store(value - means.load(index, lanes), index)
+                nothing = (value - value).bitcast("i32")
+                odd[lanes].store(nothing | odd[lanes].load(0, lanes))
+
+            each(k, job.dim, work)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """The kernel that makes sides of a form of whole numbers: `numbers @ weights + mean`.
+
+    Numbers are first rounded to the form, which holds the usual ones exactly: what multiplies in it gets the same.
+
+    Attributes
+    ----------
+    pitch : places of 32 bits from row to row of `a`.
+    pairs : bfloat16 is multiplied as such, two by two; depths are even.
+    """
+
+    form: str
+    pitch: int
+    pairs: bool = False
+
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
+        tile = self.tile(isa)
+        k = FunctionBuilder("run", isa, JOBS, features=tile.features)
+        with BACKWARD.each(k) as job, k.loop(_slabs(job.rows)) as slab:
+            first, count = _slab(job.rows, slab)
+            self._gather(job, first, count)
+            _multiply(tile, job, count)
+            self._scatter(tile, job, first, count)
+        return module(gemm(isa, tile, self.pitch), k)
+
+    def tile(self, isa: Isa) -> Tile:
+        return PAIRS if self.pairs else tile_of(isa)
+
+    def _gather(self, job: Fields, first: Value, count: Value) -> None:
+        with count.k.loop(count) as row:
+            numbers = job.numbers.skip((first + row) * job.stride)
+            out = job.a.at(row * self.pitch)
+
+            def work(lanes: int, index: Value) -> None:
+                exact = numbers.load(index, lanes).to("float", signed=True)
+                if self.pairs:
+                    out.of(self.form).store(exact, index)
+                else:
+                    out.store(rounded(exact, self.form), index)
+
+            each(count.k, job.depth, work)
+
+    def _scatter(self, tile: Tile, job: Fields, first: Value, count: Value) -> None:
+        """Add the means, round once."""
+        with count.k.loop(count) as row:
+            out, c = job.out.of(self.form).skip((first + row) * job.token), _product_row(tile, job, row)
+            each(
+                count.k,
+                job.size,
+                lambda lanes, index: out.store(c.load(index, lanes) + job.means.load(index, lanes), index),
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """The kernel that sums squares of errors and of what is exact: a row's sums in float32, those of all in float64."""
+
+    form: str
+
+    def __call__(self, isa: Isa) -> str:
+        """Return LLVM IR, for an instruction set."""
+        k = FunctionBuilder("run", isa, JOBS)
+        with ERRORS.each(k) as job:
+            zero = k.constant("double", 0.0)
+            rows = k.loop(job.rows, zero, zero)
+            sums = [total_onto(rest.lane(0), lanes).to("double") for lanes, rest in self._row(job, rows.index)]
+            totals = rows.close(*(total + more for total, more in zip(rows.values, sums, strict=True)))
+            for number, total in enumerate(totals):
+                job.sums.store(total, number)
+        return module(k)
+
+    def _row(self, job: Fields, row: Value) -> list[tuple[Value, Value]]:
+        """Compute a row's two sums, each as lanes and the rest."""
+        k = row.k
+        heads = k.loop(job.heads, *[k.zeros(k.width)] * 2, *[k.zeros(1)] * 2)
+        made, exact = (
+            job[name].of(self.form).skip(row * job[f"{name}_token"]).skip(heads.index * job[f"{name}_head"])
+            for name in ("made", "exact")
+        )
+
+        def step(lanes: int, index: Value, sums: Sequence[Value]) -> Sequence[Value]:
+            left, right = made.load(index, lanes), exact.load(index, lanes)
+            wrong = left - right
+            own = slice(0, 2) if lanes > 1 else slice(2, 4)
+            added = [total + square for total, square in zip(sums[own], (wrong * wrong, right * right), strict=True)]
+            return [*added, *sums[2:]] if lanes > 1 else [*sums[:2], *added]
+
+        sums = heads.close(*along(k, job.dim, k.width, step, heads.values, lambda wide: wide))
+        return list(zip(sums[:2], sums[2:], strict=True))
+
+
+def _slabs(rows: Value) -> Value:
+    """Count the slabs of MOST_ROWS rows, the last one included."""
+    return (rows + (MOST_ROWS - 1)) // MOST_ROWS
+
+
+def _slab(rows: Value, number: Value) -> tuple[Value, Value]:
+    """Return the first row of a slab, and the number of its rows."""
+    first = number * MOST_ROWS
+    return first, rows.k.minimum(rows - first, MOST_ROWS)
+
+
+def _multiply(tile: Tile, job: Fields, count: Value) -> None:
+    """Compute `c = a @ weights`; the rows that a tile has too many are never read."""
+    steps = job.depth // 2 if tile.pairs else job.depth
+    count.k.call_void("gemm", job.a, job.weights, job.c, (count + (tile.rows - 1)) // tile.rows, job.panels, steps)
+
+
+def _product_row(tile: Tile, job: Fields, row: Value) -> Value:
+    return job.c.at(row * (job.panels * tile.columns))
+
+
+def _number_all(tile: Tile, job: Fields, first: Value, count: Value) -> None:
+    """Round the product's rows to the nearest whole numbers, ties to even, within `_LEAST` and `_MOST`."""
+    with count.k.loop(count) as row:
+        out, c = job.out.skip((first + row) * job.stride), _product_row(tile, job, row)
+
+        def work(lanes: int, index: Value) -> None:
+            value = c.load(index, lanes)
+            for bound, beyond in ((_LEAST, "olt"), (_MOST, "ogt")):
+                limit = value.like(float(bound))
+                value = value.compare(beyond, limit).select(limit, value)
+            out.store(((value + MAGIC).bitcast("i32") - _MAGIC_BITS).to("i16"), index)
+
+        each(count.k, job.depth, work)
+
+
+# ---- weights and addresses ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,18 +316,18 @@ class Multiplier:
 
 def forward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
     """Return the kernel that makes numbers of sides of this dtype; None: torch does."""
-    return _multiplier(transform_ir.Forward(NAMES[dtype], transform_ir.pitch_of(layout.size)))
+    return _multiplier(Forward(NAMES[dtype], pitch_of(layout.size)))
 
 
 def backward_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
     """Return the kernel that makes sides of this dtype of numbers, the same on every CPU; None: torch does."""
-    return _multiplier(transform_ir.Backward(NAMES[dtype], transform_ir.pitch_of(layout.padded)))
+    return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded)))
 
 
 def reading_by(layout: Layout, dtype: torch.dtype) -> Multiplier | None:
     """Return the kernel that makes sides of this dtype of numbers fastest here; None: torch does."""
     if multiplies_pairs(dtype):
-        return _multiplier(transform_ir.Backward(NAMES[dtype], transform_ir.pitch_of(layout.padded // 2), pairs=True))
+        return _multiplier(Backward(NAMES[dtype], pitch_of(layout.padded // 2), pairs=True))
     return None if torch_is_faster(dtype) else backward_by(layout, dtype)
 
 
@@ -116,7 +346,7 @@ def torch_is_faster(dtype: torch.dtype) -> bool:
     return coder.isa() is None or (dtype != torch.float32 and is_fast(NAMES[dtype]))
 
 
-def _multiplier(kind: transform_ir.Forward | transform_ir.Backward) -> Multiplier | None:
+def _multiplier(kind: Forward | Backward) -> Multiplier | None:
     kernel, isa = coder.kernel(kind), coder.isa()
     return None if kernel is None or isa is None else Multiplier(kernel, kind.tile(isa))
 
@@ -166,7 +396,7 @@ def numbers_of(layout: Layout, by: Multiplier, weights: Sequence[Weights], sides
         out[:] = 0
     odd = np.zeros(len(sides.first) * groups, np.int32)
     first = sides.first[:, None] + np.arange(groups) * own * sides.head[:, None]
-    jobs = Jobs(transform_ir.FORWARD, len(odd))
+    jobs = Jobs(FORWARD, len(odd))
     jobs.set(
         source=first.reshape(-1),
         token=np.repeat(sides.token, groups),
@@ -199,7 +429,7 @@ def sides_of(
     widths : of each layer, the number of coded columns of each group; the others are not read.
     """
     depth = np.array(widths, np.int64).reshape(-1)
-    jobs = Jobs(transform_ir.BACKWARD, len(depth))
+    jobs = Jobs(BACKWARD, len(depth))
     size = out.element_size()
     at = np.arange(len(widths))[:, None, None] * out.stride(0) + np.arange(SIDES)[:, None] * out.stride(1)
     jobs.set(
@@ -234,8 +464,8 @@ def _laid(weights: Sequence[Weights], depth: int, size: int, tile: Tile) -> dict
         "weights": addresses[:, 0],
         "means": addresses[:, 1],
         "panels": count,
-        "a": address(scratch("rows", transform_ir.MOST_ROWS * transform_ir.pitch_of(depth), np.float32)),
-        "c": address(scratch("product", transform_ir.MOST_ROWS * count * tile.columns, np.float32)),
+        "a": address(scratch("rows", MOST_ROWS * pitch_of(depth), np.float32)),
+        "c": address(scratch("product", MOST_ROWS * count * tile.columns, np.float32)),
     }
 
 
@@ -255,7 +485,7 @@ def errors_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> li
     """
     counts = np.array([max(1, side.numel()) for side in made], np.int64)
     wrong, size = np.sqrt(squares_of(made, exact) / counts[:, None]).T
-    errors: list[float] = (wrong / np.maximum(size, _LEAST)).tolist()
+    errors: list[float] = (wrong / np.maximum(size, _LEAST_RMS)).tolist()
     return errors
 
 
@@ -272,7 +502,7 @@ def squares_of(made: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> S
 
 
 def _squares_at(made: Places, exact: Places) -> Sums:
-    kernel = coder.kernel(transform_ir.Errors(NAMES[made.dtype]))
+    kernel = coder.kernel(Errors(NAMES[made.dtype]))
     if kernel is None:
         pairs = [
             (left.double() - right.double(), right.double()) for left, right in zip(made.held, exact.held, strict=True)
@@ -281,7 +511,7 @@ def _squares_at(made: Places, exact: Places) -> Sums:
     sums = np.zeros((len(made.first), 2))
     if not made.heads * made.dim:
         return sums
-    jobs = Jobs(transform_ir.ERRORS, len(sums))
+    jobs = Jobs(ERRORS, len(sums))
     for name, sides in (("made", made), ("exact", exact)):
         jobs.set(**{name: sides.first, f"{name}_token": sides.token, f"{name}_head": sides.head})
     places = address(sums) + np.arange(len(sums)) * sums.strides[0]

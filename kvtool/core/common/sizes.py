@@ -1,4 +1,4 @@
-"""Sizes and counts as people write them."""
+"""Sizes, counts and lengths of time as people write them."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import re
 
 from kvtool.core.errors import UsageError
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_TIMES = {"ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0, "y": 365 * 86400.0}
 
 
 def size_in_bytes(text: str) -> int:
     """Read a size such as `20GB`, `500MiB` or `1000`: how many bytes it is. Raises UsageError."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    if not match or match[2] not in _UNITS:
+    if not match or match[2] not in _SIZES:
         raise UsageError(f"{text!r} is not a size", "such as 500MB or 20GB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(float(match[1]) * _SIZES[match[2]])
 
 
 def shown_size(amount: int) -> str:
@@ -35,3 +36,14 @@ def size_from(amount: int) -> str:
 def counted(number: int, one: str, more: str = "") -> str:
     """A number of things: `1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
+
+
+def seconds(text: str) -> float:
+    """Read a length of time: `10m`, `1.5h`, `30s`, or a number of seconds.
+
+    Raises
+    ------
+    ValueError : it is neither.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|min|m|h|d|w|y)\s*", text, re.IGNORECASE | re.ASCII)
+    return float(match[1]) * _TIMES[match[2].lower()] if match else float(text.strip())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.common.machine import cpu_features
 from kvtool.core.errors import UsageError, did_you_mean
 
 ATTENTION, ENTROPY_CODER, STEPPER = SWITCHES = ("KVTOOL_ATTENTION", "KVTOOL_ENTROPY_CODER", "KVTOOL_STEPPER")

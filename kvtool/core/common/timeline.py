@@ -32,7 +32,6 @@ class Timeline:
 
     @contextmanager
     def span(self, name: str, **facts: Any) -> Iterator[None]:
-        """Add what runs inside as one span."""
         started = time.perf_counter()
         try:
             yield

@@ -27,8 +27,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import LayerKV, wide_sides
 from kvtool.core.codec.fit import default_groups, fit_profile
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.progress import Events
-from kvtool.core.common.types import Ids
+from kvtool.core.common.types import Events, Ids
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError
 from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges

@@ -23,7 +23,7 @@ from kvtool.core.codec.levels import (
     whole,
 )
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.compress.fitting import fit, keep_profile, profile_of
 from kvtool.core.compress.level_writer import LevelWriter
 from kvtool.core.compress.loss import HeavyRows, LevelScheme, mean_loss, measure, own_prompts

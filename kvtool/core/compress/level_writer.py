@@ -22,9 +22,8 @@ from kvtool.core.codec.profile import Profile
 from kvtool.core.codec.record import Record
 from kvtool.core.codec.row_subset import inner_of
 from kvtool.core.codec.transform_kernels import errors_of
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
-from kvtool.core.common.types import Ids
+from kvtool.core.common.types import Events, Ids
 from kvtool.core.compress.encoders import Encoder, LocalEncoder, Plan, RayEncoder, Task
 from kvtool.core.compress.loss import HeavyRows
 from kvtool.core.compress.options import CompressOptions

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvtool.core.common.regular import read_regular
+from kvtool.core.common.files import read_regular
 
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
@@ -52,7 +52,6 @@ def is_lock(name: str) -> bool:
 
 
 def is_hidden(name: str) -> bool:
-    """Return True if a name is hidden."""
     return name.startswith(".")
 
 

@@ -1,14 +1,18 @@
-"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit."""
+"""A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit.
+
+A paragraph is cut at sentence ends, clauses, words, and at last anywhere. Each such cut has white space or text before
+it and a visible character at it, so no piece between two cuts consists of white space alone.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from functools import cache
 from itertools import pairwise
-
-from kvtool.core.corpus import sentences
 
 
 class Level(IntEnum):
@@ -68,6 +72,23 @@ _CLOSER = re.compile(r"[)\]}]|(?:else|elif|except|finally|end|catch)\b")
 _LONGEST_TITLE = 80
 _CUT_BY_LINES = ("table", "fence", "code")
 
+_SENTENCE_END = re.compile(
+    # a run of stops, closing quotes, white space; possessive, so a line of dots stays linear
+    r"(?<![.!?…])[.!?…]++[\"'”’)\]»*_]*+(?:\s++|(?<=[가-힣][.!?])(?=[가-힣“‘\"']))"
+    r"|[。！？｡।؟]++[”’」』）】》\"')\]]*+\s*+"
+)
+_ABBREVIATION = re.compile(
+    r"(?:\b(?:Mr|Mrs|Ms|Dr|Prof|St|Jr|Sr|Gen|Col|Rev|Hon|No|Nos|vs|cf|al|Fig|Figs|Eq|Vol|pp|Inc|Ltd|Co"
+    r"|approx|ca|Jan|Feb|Mar|Apr|Jun|Jul|Aug|Sept?|Oct|Nov|Dec)|\b[A-Z]|\b[a-z](?:\.[a-z])+)\.\s+\Z"
+)
+_CLAUSE_END = re.compile(r"[,;:–—]\s++|[，；：、]++\s*+")
+_SPACE = re.compile(r"\s++")
+_VISIBLE = re.compile(r"\S")
+
+_JOINERS = "\u200d\u200c"
+_HARD = 60  # characters of a piece cut without any mark, at most
+_HARD_LEAST = 20
+
 
 def units(text: str, kind: str) -> list[Unit]:
     """Cut a text into sentences, lines of code, headings, whole tables and whole fences.
@@ -96,11 +117,11 @@ def finer(text: str, unit: Unit) -> list[Unit]:
     """Cut one unit at the next finer level that cuts it at all; unchanged if it is one character."""
     for level in sorted((level for level in _CUTS if level < unit.finest), reverse=True):
         cuts, least = _CUTS[level]
-        starts = sentences.thinned(cuts(text, unit.start, unit.end), unit.start, least)
+        starts = _thinned(cuts(text, unit.start, unit.end), unit.start, least)
         pieces = _cut(unit, starts, level)
         if len(pieces) > 1:
             return pieces
-    half = sentences.middle(text, unit.start, unit.end)
+    half = _middle(text, unit.start, unit.end)
     return [unit] if half is None else _cut(unit, iter((half,)), Level.HARD)
 
 
@@ -117,13 +138,113 @@ def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
             above = True
 
 
+def _sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
+    """Find the starts of the second and later sentences of `text[start:end]`."""
+    for match in _SENTENCE_END.finditer(text, start, end):
+        cut = match.end()
+        if cut < end and not _is_false_end(text, match):
+            yield cut
+
+
+def _clause_starts(text: str, start: int, end: int) -> Iterator[int]:
+    """Find the positions behind commas, colons and dashes."""
+    return (m.end() for m in _CLAUSE_END.finditer(text, start, end) if m.end() < end)
+
+
+def _word_starts(text: str, start: int, end: int) -> Iterator[int]:
+    """Find the positions behind white space."""
+    return (m.end() for m in _SPACE.finditer(text, start, end) if start < m.start() and m.end() < end)
+
+
+def _hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
+    """Cut a text without marks, never inside a grapheme.
+
+    They stand behind characters of an arbitrary eighth of Unicode, so that they depend on what
+    stands there and an insertion moves only those near it.
+    """
+    visible = _VISIBLE.search(text, start, end)
+    for match in _hard_piece().finditer(text, visible.start() if visible else end, end):
+        cut = _whole_grapheme(text, match.end(), end)
+        if cut < end and not text[cut].isspace():
+            yield cut
+
+
+def _middle(text: str, start: int, end: int) -> int | None:
+    """Find a cut near the middle of `text[start:end]`: between graphemes, else between characters."""
+    content = text[start:end].rstrip()
+    first, last = start + len(content) - len(content.lstrip()) + 1, start + len(content)
+    half = (first + last) // 2
+    visible = [p for p in range(first, last) if not text[p].isspace()]
+    visible.sort(key=lambda p: abs(p - half))
+    return next((p for p in visible if not _joined(text, p)), visible[0] if visible else None)
+
+
+def _whole_grapheme(text: str, position: int, end: int) -> int:
+    """Find the first position from `position` on that does not tear a grapheme (within 64 characters)."""
+    last = min(end, position + 64)
+    return next((p for p in range(position, last) if not _joined(text, p)), last)
+
+
+def _thinned(cuts: Iterable[int], start: int, least: int) -> Iterator[int]:
+    """Leave out cuts that would make a piece of fewer than `least` characters."""
+    last = start
+    for cut in cuts:
+        if cut - last >= least:
+            last = cut
+            yield cut
+
+
+def _is_false_end(text: str, match: re.Match[str]) -> bool:
+    """Return True if a stop ends no sentence: before a lower-case letter, or after an abbreviation or number."""
+    mark = match[0].rstrip()
+    if text[match.end()].islower():
+        return True
+    if mark != ".":
+        return False
+    before = text[max(0, match.start() - 12) : match.end()]
+    return _ABBREVIATION.search(before) is not None
+
+
+@cache
+def _hard_piece() -> re.Pattern[str]:
+    codes = [code for code in range(0x21, 0xFFF0) if (code * 2654435761 >> 13) % 8 == 0]
+    eighth = "".join(re.escape(chr(code)) for code in codes if not 0xD800 <= code < 0xE000)
+    return re.compile(f"[\\s\\S]{{{_HARD_LEAST},{_HARD - 1}}}?[{eighth}]|[\\s\\S]{{1,{_HARD}}}")
+
+
+def _joined(text: str, position: int) -> bool:
+    """Return True if the characters around `position` belong to one grapheme (the common cases of UAX 29)."""
+    before, after = text[position - 1], text[position]
+    if after < "\u0300":
+        return before == "\r" and after == "\n"
+    if after in _JOINERS or before == "\u200d" or unicodedata.category(after) in ("Mn", "Me", "Mc"):
+        return True
+    code = ord(after)
+    if 0x1160 <= code <= 0x11FF:  # Hangul vowel and final jamo
+        return 0x1100 <= ord(before) <= 0x11FF or 0xAC00 <= ord(before) <= 0xD7A3
+    if 0x1F3FB <= code <= 0x1F3FF or 0xE0020 <= code <= 0xE007F:  # skin tones, flag tags
+        return True
+    return _is_flag_letter(after) and _flag_letters_before(text, position) % 2 == 1
+
+
+def _is_flag_letter(char: str) -> bool:
+    return "\U0001f1e6" <= char <= "\U0001f1ff"
+
+
+def _flag_letters_before(text: str, position: int) -> int:
+    count = 0
+    while count < min(position, 64) and _is_flag_letter(text[position - 1 - count]):
+        count += 1
+    return count
+
+
 # level → (where it cuts, the fewest characters of a piece)
 _CUTS: dict[Level, tuple[Callable[[str, int, int], Iterator[int]], int]] = {
-    Level.SENTENCE: (sentences.sentence_starts, 6),
+    Level.SENTENCE: (_sentence_starts, 6),
     Level.ROW: (_line_starts, 1),
-    Level.CLAUSE: (sentences.clause_starts, 24),
-    Level.WORD: (sentences.word_starts, 12),
-    Level.HARD: (sentences.hard_cuts, 1),
+    Level.CLAUSE: (_clause_starts, 24),
+    Level.WORD: (_word_starts, 12),
+    Level.HARD: (_hard_cuts, 1),
 }
 
 
@@ -146,7 +267,7 @@ def _block_units(text: str, block: _Block) -> list[Unit]:
 
 def _sentences(text: str, unit: Unit) -> list[Unit]:
     cuts, least = _CUTS[Level.SENTENCE]
-    starts = sentences.thinned(cuts(text, unit.start, unit.end), unit.start, least)
+    starts = _thinned(cuts(text, unit.start, unit.end), unit.start, least)
     pieces = _cut(unit, starts, Level.SENTENCE)
     # what is left of a wrapped paragraph has line ends that mean no more than spaces
     return [replace(piece, finest=Level.ROW) for piece in pieces]

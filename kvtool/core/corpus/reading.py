@@ -1,24 +1,65 @@
-"""File reading of one run: choice of the reader, in a separate process, within bounds."""
+"""File reading of one run: choice of the reader; user commands; and the process that reads hostile-prone formats.
+
+Whatever a file makes its reader do ends that process at worst: an alarm bounds its time, a limit of the address space
+its memory. A request is a line of JSON and the file's bytes on stdin, an answer a line of JSON on stdout; neither side
+accepts anything else.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
+import select
 import shlex
 import shutil
-from collections.abc import Mapping
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Any, Self
 
 from kvtool.core import __version__
+from kvtool.core.common.children import python, started
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
-from kvtool.core.corpus.bounded import MOST_TEXT, Bounds, Child, Ended
-from kvtool.core.corpus.by_command import read_by
-from kvtool.core.corpus.readers import Document, EmptyFile, PassingFailure, UnreadableFile, ending_of
+from kvtool.core.corpus.options import PATH
+from kvtool.core.corpus.readers import (
+    Document,
+    EmptyFile,
+    PassingFailure,
+    UnreadableFile,
+    ending_of,
+    read_documents,
+    source_of,
+)
+from kvtool.core.corpus.readers.document import numbered
+from kvtool.core.corpus.readers.encoding import decode
 
+MOST_TEXT = 1 << 27  # characters of a file's text
 _FILES_A_CHILD = 200  # after which what libraries have leaked is given back
+_MOST_ANSWER = 1 << 31  # bytes of what the process may answer
+_AT_ONCE = 1 << 20
+_LOOK = 0.1  # seconds between two looks at whether the process is still there
+_GRACE = 10.0  # seconds after its own alarm
+_COMMAND_LOOK = 0.02  # seconds between two looks at a command's output
+_TOLD = 200  # characters of what a command says on stderr
+_PROGRAM = "from kvtool.core.corpus.reading import serve\nserve(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Bounds on the reading of one file: `seconds`, and `memory` in bytes."""
+
+    seconds: float = 60.0
+    memory: int = 2 * 10**9
 
 
 class Reading:
@@ -78,11 +119,11 @@ class Reading:
             If it holds no text that can be read, or not within the bounds.
         """
         if command := self.commands.get(ending_of(path)):
-            return read_by(command, path, self.bounds.seconds, MOST_TEXT)
+            return _read_by(command, path, self.bounds.seconds, MOST_TEXT)
         if not data:
             raise EmptyFile("empty")
         if not readers.is_bounded(path, len(data)):
-            return readers.read_documents(path, data)
+            return read_documents(path, data)
         return _documents(self._ask(path, data))
 
     def _ask(self, path: Path, data: bytes) -> dict[str, Any]:
@@ -94,7 +135,7 @@ class Reading:
             child = self._child = Child(self.bounds)
         try:
             return child.ask(path, data)
-        except Ended as ended:
+        except _Ended as ended:
             self._end()
             if child.files == 1 or ended.late:
                 raise (UnreadableFile if ended.late else PassingFailure)(*ended.why) from ended
@@ -130,3 +171,214 @@ def _documents(answer: Mapping[str, Any]) -> list[Document]:
         )
         for one in answer["documents"]
     ]
+
+
+class _Ended(Exception):
+    """The process has ended over a file, or has no memory for it.
+
+    Attributes
+    ----------
+    why : what happened, and a hint.
+    late : it took too long.
+    """
+
+    def __init__(self, why: tuple[str, str], late: bool = False) -> None:
+        super().__init__(*why)
+        self.why = why
+        self.late = late
+
+
+class Child:
+    """A process that reads files, one after another.
+
+    Attributes
+    ----------
+    files : how many it was given.
+    """
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.files = 0
+        self._bounds = bounds
+        seconds = max(1, math.ceil(bounds.seconds))
+        self._process = started(
+            python(_PROGRAM, str(seconds), str(bounds.memory)),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, path: Path, data: bytes) -> dict[str, Any]:
+        """Let it read a file; what it answers. Raises _Ended."""
+        self.files += 1
+        stdin = self._process.stdin
+        assert stdin is not None
+        with suppress(BrokenPipeError):
+            header = {"path": str(path), "size": len(data), "most": MOST_TEXT}
+            stdin.write(json.dumps(header).encode("ascii") + b"\n")
+            stdin.write(data)
+            stdin.flush()
+        answer = json.loads(self._line())
+        if answer.get("error") == "MemoryError":
+            why = f"takes over {self._bounds.memory / 1e9:.1f} GB of memory to read"
+            raise _Ended((why, "`--read-memory 8GB` allows more"))
+        return dict(answer)
+
+    def end(self) -> None:
+        """End it, whatever it does, with all that it has started."""
+        if hasattr(os, "killpg"):
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
+    def _line(self) -> bytes:
+        """The line that it writes. The end of its output is not waited for: whom it has started may hold that open.
+
+        Raises
+        ------
+        _Ended : it has not written a whole line before it ended, or its time was up.
+        """
+        assert self._process.stdout is not None
+        pipe, said = self._process.stdout.fileno(), bytearray()
+        end = time.monotonic() + self._bounds.seconds + _GRACE
+        while len(said) < _MOST_ANSWER:
+            runs = self.runs  # asked first: what it wrote before it ended is there then
+            if select.select([pipe], [], [], _LOOK if runs else 0)[0]:
+                part = os.read(pipe, _AT_ONCE)
+                said += part
+                if part.endswith(b"\n"):
+                    return bytes(said)
+                if not part:
+                    break
+            elif not runs or time.monotonic() > end:
+                break
+        raise self._ended(is_late=time.monotonic() > end)
+
+    def _ended(self, is_late: bool) -> _Ended:
+        code = None
+        if not is_late:
+            with suppress(subprocess.TimeoutExpired):
+                code = self._process.wait(5)
+        if is_late or (code is not None and code == -getattr(signal, "SIGALRM", 0)):
+            why = f"takes over {self._bounds.seconds:g} s to read"
+            return _Ended((why, "`--read-timeout 10m` allows more"), late=True)
+        why = f"damaged: what reads it has crashed (code {code})"
+        return _Ended((why, "open it in its own program and save it anew"))
+
+
+def serve(seconds: int, memory: int) -> None:
+    """Read files until stdin ends.
+
+    Parameters
+    ----------
+    seconds : how long one file may take; the process is ended then, by SIGALRM.
+    memory : bytes that the process may have.
+    """
+    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    os.dup2(2, 1)  # what a library prints goes where nobody reads it
+    _limit(memory)
+    while line := sys.stdin.buffer.readline():
+        asked = json.loads(line)
+        data = sys.stdin.buffer.read(asked["size"])
+        if hasattr(signal, "alarm"):
+            signal.alarm(seconds)
+        answer = json.dumps(_answer(Path(asked["path"]), data, asked["most"]))
+        if hasattr(signal, "alarm"):
+            signal.alarm(0)  # before it is told: then it is the next file that is read
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+def _limit(memory: int) -> None:
+    with suppress(ImportError, ValueError, OSError):  # no such limits on Windows
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _answer(path: Path, data: bytes, most: int) -> dict[str, Any]:
+    try:
+        documents = read_documents(path, data)
+        if sum(len(document.text) for document in documents) > most:
+            raise UnreadableFile(f"holds more than {most:,} characters of text", "split it")
+        return {"documents": [asdict(document) for document in documents]}
+    except UnreadableFile as error:
+        return error.to_row()
+    except MemoryError:
+        return {"error": "MemoryError"}
+    except RecursionError:
+        return {"error": "UnreadableFile", "message": "damaged: parts within parts without end", "hint": ""}
+    except Exception as error:  # whatever a library raises over a broken file
+        what = f"{type(error).__name__}: {error}".rstrip(": ")[:200]
+        return {"error": "UnreadableFile", "message": f"damaged, or not what its name says ({what})", "hint": ""}
+
+
+def _read_by(command: str, path: Path, seconds: float, most: int) -> list[Document]:
+    """Read a file by a command, without a shell; what a form feed parts are its pages. Without one a place is a line of
+    what the command says, and called so: the file has no such line.
+
+    Parameters
+    ----------
+    seconds : how long it may take; it is killed then, with all that it has started.
+    most : bytes that it may say.
+
+    Raises
+    ------
+    PassingFailure
+        If it cannot be started, takes or says too much, ends with another code than 0, or says nothing.
+    """
+    words = [word.replace(PATH, str(path)) for word in shlex.split(command)]
+    with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
+        code = _run(words, said.fileno(), complained.fileno(), seconds, most)
+        if code:
+            complained.seek(0)
+            why = complained.read(_TOLD).decode("utf-8", "replace").strip().replace("\n", "; ")
+            raise PassingFailure(f"{words[0]} ended with code {code}" + (f": {why}" if why else ""))
+        said.seek(0)
+        text, notes = decode(said.read())
+    pages = text.split("\f")
+    if len(pages) == 1:
+        return [Document(source_of(path), text, "text", notes, tuple(_lines(text)))]
+    document = numbered(source_of(path), "text", "p.", pages)
+    return [replace(document, notes=notes)]
+
+
+def _lines(text: str) -> Iterator[Mark]:
+    start = 0
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield Mark(start, f"text line {number}")
+        start += len(line) + 1
+
+
+def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
+    """The exit code of a command. Raises PassingFailure where it has to be killed."""
+    try:
+        child = started(words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained)
+    except OSError as error:
+        raise PassingFailure(f"{words[0]} cannot be started: {error.strerror}", "check the reader's command") from error
+    end = time.monotonic() + seconds
+    try:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_COMMAND_LOOK)
+            if max(os.fstat(said).st_size, os.fstat(complained).st_size) > most:
+                raise PassingFailure(f"{words[0]} says more than {most >> 20} MiB")
+            if child.returncode is not None:
+                return child.returncode
+            if time.monotonic() > end:
+                raise PassingFailure(f"{words[0]} takes over {seconds:g} s", "`--read-timeout 10m` allows more")
+    finally:
+        with suppress(ProcessLookupError, PermissionError):  # also what it has left behind
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()

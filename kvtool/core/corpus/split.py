@@ -2,16 +2,21 @@
 
 The laws: spans adjoin and join to the text; none has more than `max_tokens`; a text that fits is one
 chunk; and, since a chunk's id is its content, an edit changes the chunks it touches and few others.
+
+Boundaries are content-defined: among the unit ends that make a chunk of min … max tokens, the best level wins, and
+among equals the smallest hash of the following unit. So two texts that differ in one place choose the same boundaries
+again soon after it.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from hashlib import blake2b
+from itertools import accumulate, chain, pairwise
 
-from kvtool.core.corpus.outline import Unit, finer, paragraphs, units, words
-from kvtool.core.corpus.pack import Limits, pack
+from kvtool.core.corpus.outline import Level, Unit, finer, paragraphs, units, words
 from kvtool.core.errors import UsageError
 
 CountTokens = Callable[[Sequence[str]], list[int]]
@@ -83,6 +88,22 @@ Group = list[Unit]
 
 
 @dataclass(frozen=True, slots=True)
+class _Limits:
+    """Says what a chunk may be.
+
+    Parameters
+    ----------
+    most : tokens of a chunk, at most.
+    least : tokens below which no boundary is sought; also of the last chunk.
+    section : tokens from which on a heading always begins a new chunk.
+    """
+
+    most: int
+    least: int
+    section: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Work:
     """A document during the steps that every method shares."""
 
@@ -120,10 +141,10 @@ class _Work:
         parts = {i: finer(self.text, ready[i]) for i in too_long}
         return {i: units_ for i, units_ in parts.items() if len(units_) > 1}
 
-    def packed(self, pieces: list[Unit], limits: Limits) -> list[Group]:
+    def packed(self, pieces: list[Unit], limits: _Limits) -> list[Group]:
         """Make chunks of units, each checked with a real count and cut again where it is too long."""
         ready, sizes = self.sized(pieces)
-        groups = _grouped(ready, pack(self.text, ready, sizes, limits))
+        groups = _grouped(ready, _Packer(self.text, ready, sizes, limits).starts())
         while True:
             counts = self.count([self._stripped(group) for group in groups])
             parts = [
@@ -168,10 +189,10 @@ class _Work:
         sizes = [piece.end - piece.start for piece in pieces]
         total = sum(sizes)
         most = max(1, min(total - 1, total * self.most // count))
-        starts = pack(self.text, pieces, sizes, Limits(most, most * 3 // 8, total))
+        starts = _Packer(self.text, pieces, sizes, _Limits(most, most * 3 // 8, total)).starts()
         return _grouped(pieces, starts)
 
-    def _without_tiny_tail(self, groups: list[Group], counts: list[int], limits: Limits) -> list[Group]:
+    def _without_tiny_tail(self, groups: list[Group], counts: list[int], limits: _Limits) -> list[Group]:
         if len(groups) < 2 or counts[-1] >= min(limits.least, limits.section):
             return groups
         joined = groups[-2] + groups[-1]
@@ -196,6 +217,75 @@ def _replaced(
     return units_, counts, fresh
 
 
+class _Packer:
+    """A choice of the units that begin a chunk, given the tokens of each unit."""
+
+    def __init__(self, text: str, units: Sequence[Unit], sizes: Sequence[int], limits: _Limits) -> None:
+        self._text = text
+        self._units = units
+        self._sums = [0, *accumulate(sizes)]  # tokens before each unit, and the total at the end
+        self._limits = limits
+
+    def starts(self) -> list[int]:
+        """Return the indices of the units that begin a chunk; the first is always 0."""
+        starts = [0]
+        while (after := self._next_start(starts[-1])) < len(self._units):
+            starts.append(after)
+        return starts
+
+    def _next_start(self, first: int) -> int:
+        """Find the unit that begins the chunk after the one that begins at `first`."""
+        limits, count = self._limits, len(self._units)
+        last = self._reach(first, limits.most)
+        low = bisect_left(self._sums, self._sums[first] + limits.section, first + 1)
+        section = next((i for i in range(low, last + 1) if self._is_section(i)), None)
+        if section is not None and self._rest(section) >= limits.section:
+            return section
+        if last == count:
+            return count
+        low = bisect_left(self._sums, self._sums[first] + limits.least, first + 1)
+        window = [i for i in range(low, last + 1) if self._allowed(i)]
+        window = [i for i in window if self._rest(i) >= limits.least] or window
+        if first == 0 and self._rest(0) <= 2 * limits.most:
+            halves = [i for i in window if self._rest(i) <= limits.most]
+            if halves:
+                return self._balanced(halves)
+        return self._best(window) if window else self._fallback(first, last)
+
+    def _reach(self, first: int, most: int) -> int:
+        """Find the furthest unit that may begin the next chunk; at least the next one."""
+        return max(first + 1, bisect_right(self._sums, self._sums[first] + most) - 1)
+
+    def _rest(self, index: int) -> int:
+        return self._sums[-1] - self._sums[index]
+
+    def _is_section(self, index: int) -> bool:
+        return index < len(self._units) and self._units[index].level == Level.SECTION and self._allowed(index)
+
+    def _allowed(self, index: int) -> bool:
+        """Return True if a chunk may begin here: no chunk should end with a heading."""
+        return not self._units[index - 1].heading
+
+    def _balanced(self, window: list[int]) -> int:
+        """Choose the boundary of a text that makes two chunks: of the best level, then nearest to the middle."""
+        half = self._sums[-1] / 2
+        return max(window, key=lambda i: (self._units[i].level, -abs(self._sums[i] - half), -i))
+
+    def _best(self, window: list[int]) -> int:
+        level = max(self._units[i].level for i in window)
+        equals = [i for i in window if self._units[i].level == level]
+        return equals[0] if len(equals) == 1 else min(equals, key=self._hash)
+
+    def _hash(self, index: int) -> bytes:
+        unit = self._units[index - 1]
+        content = self._text[unit.start : unit.end].encode("utf-8", "surrogatepass")
+        return blake2b(content, digest_size=8).digest()
+
+    def _fallback(self, first: int, last: int) -> int:
+        """Choose for units too large for the window: as full as it goes, if need be behind a heading."""
+        return next((i for i in range(last, first, -1) if self._allowed(i)), last)
+
+
 def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
     edges = [*starts, len(pieces)]
     return [pieces[a:b] for a, b in pairwise(edges)]
@@ -204,14 +294,14 @@ def _grouped(pieces: list[Unit], starts: list[int]) -> list[Group]:
 def _semantic(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
     """Cut at sections, then paragraphs, lines and sentences; among equals the content decides."""
     least = settings.min_tokens or settings.max_tokens * 3 // 8
-    return work.packed(units(work.text, kind), Limits(settings.max_tokens, least, least))
+    return work.packed(units(work.text, kind), _Limits(settings.max_tokens, least, least))
 
 
 def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
     """Make one chunk of a section where it fits; only sections of under max/8 tokens are joined."""
     del kind
     most = settings.max_tokens
-    limits = Limits(most, settings.min_tokens or most * 3 // 8, settings.min_tokens or most // 8)
+    limits = _Limits(most, settings.min_tokens or most * 3 // 8, settings.min_tokens or most // 8)
     return work.packed(units(work.text, "markdown"), limits)
 
 
@@ -219,13 +309,13 @@ def _paragraph(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
     """Keep paragraphs whole, and cut one only where it alone is too long."""
     most = settings.max_tokens
     least = settings.min_tokens or most // 2
-    return work.packed(paragraphs(work.text, kind), Limits(most, least, least))
+    return work.packed(paragraphs(work.text, kind), _Limits(most, least, least))
 
 
 def _fixed(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
     """Take as many words as fit: the baseline, which is not stable under edits."""
     most = settings.max_tokens
-    return work.packed(words(work.text, kind), Limits(most, most, most))
+    return work.packed(words(work.text, kind), _Limits(most, most, most))
 
 
 METHODS: dict[str, Callable[[_Work, SplitSettings, str], list[Group]]] = {

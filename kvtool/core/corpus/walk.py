@@ -6,13 +6,14 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.corpus.ignoring import Roots, Rules, is_hidden, is_lock, is_own, is_secret
+from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.readers import is_archive, is_image, kind_of
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import UsageError
@@ -42,7 +43,6 @@ class FoundFile:
 
     @property
     def path(self) -> Path:
-        """The name as a path."""
         return Path(self.name)
 
 
@@ -108,6 +108,15 @@ class Walked:
     skipped: list[Skipped] = field(default_factory=list)
     missing: list[Path] = field(default_factory=list)
     bare: list[Path] = field(default_factory=list)
+
+    def part(self, shard: Shard) -> Walked:
+        """Return what is in a shard; `missing` and `bare` are about given paths, and stay."""
+        return replace(
+            self,
+            files=[file for file in self.files if shard.holds(file.name)],
+            failures=[failure for failure in self.failures if shard.holds(failure.path)],
+            skipped=[skipped for skipped in self.skipped if shard.holds(skipped.path)],
+        )
 
 
 def find_files(
@@ -318,7 +327,6 @@ class _Search:
 
 
 def _end_of(link: Path) -> str:
-    """The name of what a link leads to."""
     return os.path.basename(os.path.realpath(link))
 
 

@@ -100,7 +100,6 @@ class Speeds:
         return max(overlapped, (load.core_seconds + compute * self.threads) / max(self.cores, self.threads))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the measured speeds."""
         return {"pass": asdict(self.passes), "loads": {level: asdict(one) for level, one in self.loads.items()}}
 
 

@@ -88,7 +88,6 @@ class LayerwiseSelection:
         self.shift_s += time.perf_counter() - started
 
     def end(self) -> None:
-        """Note the end of the pass."""
         self._note_span("compute to logits", self.computed[-1])
 
     def _note_span(self, name: str, rows: int) -> None:

@@ -164,7 +164,6 @@ class PinnedBuffer:
         return block.bytes[start : start + size]
 
     def clear(self) -> None:
-        """Free all allocations."""
         self._current = 0
         for block in self._blocks:
             block.used = 0

@@ -193,7 +193,6 @@ def named_states(tensors: dict[str, torch.Tensor], decoder: Decoder, layer: int)
 
 
 def encode_part(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """Encode a part."""
     line = json.dumps([[name, NAMES[one.dtype], list(one.shape)] for name, one in tensors.items()]).encode()
     line += b" " * (-(len(line) + _LENGTH) % _ALIGN)
     return b"".join([len(line).to_bytes(_LENGTH, "little"), line, *(_numbers(one) for one in tensors.values())])

@@ -186,7 +186,6 @@ class ChunkCache:
 
     @property
     def held_bytes(self) -> int:
-        """Return the bytes held now."""
         return self._bytes
 
     def holds(self, segment: Segment, layers: int) -> bool:
@@ -195,7 +194,6 @@ class ChunkCache:
             return len(self._held.get(_key(segment), {})) == layers
 
     def held_layers(self, segment: Segment) -> set[int]:
-        """Return the held layers of a segment."""
         with self._lock:
             return {*self._held.get(_key(segment), {})}
 
@@ -230,7 +228,6 @@ class ChunkCache:
                 self._keep(_key(segment), layer, kv, None)
 
     def forget(self, segment: Segment) -> None:
-        """Drop a segment."""
         with self._lock:
             self._drop(_key(segment))
 

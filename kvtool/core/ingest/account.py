@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.readers.document import EXTRA
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError

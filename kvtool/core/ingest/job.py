@@ -14,8 +14,7 @@ from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
-from kvtool.core.common.progress import Events
-from kvtool.core.common.types import Ids
+from kvtool.core.common.types import Events, Ids
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account

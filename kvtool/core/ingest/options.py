@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
-from kvtool.core.corpus.commands import commands_of, complaint
-from kvtool.core.corpus.shard import complaint as shard_complaint
+from kvtool.core.corpus.options import command_error, commands_of, shard_error
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import UsageError
@@ -70,7 +69,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         group=FILES,
         setting=False,
         metavar="I/N",
-        check=shard_complaint,
+        check=shard_error,
         instead="all files",
     )
     readers: tuple[str, ...] = option(
@@ -79,7 +78,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
         group=FILES,
         flag="--reader",
         metavar="ENDING=COMMAND",
-        check=complaint,
+        check=command_error,
         table=True,
         own=True,
     )
@@ -187,8 +186,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
     @property
     def reading(self) -> Reading:
         """The readers of a run."""
-        from kvtool.core.corpus.bounded import Bounds  # every command declares these options, and few read
-        from kvtool.core.corpus.reading import Reading
+        from kvtool.core.corpus.reading import Bounds, Reading  # every command declares these options, and few read
 
         return Reading(commands_of(self.readers), Bounds(self.read_timeout, self.read_memory))
 

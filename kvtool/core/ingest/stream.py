@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.corpus.options import Shard
 from kvtool.core.corpus.reading import Reading
-from kvtool.core.corpus.shard import Shard
 from kvtool.core.corpus.walk import Failure, Skipped, Walked, find_files, places
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
@@ -45,7 +45,7 @@ def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
         options.ignore,
         options.roots,
     )
-    return walked if options.shard is None else Shard.read(options.shard).of(walked)
+    return walked if options.shard is None else walked.part(Shard.read(options.shard))
 
 
 class Stream:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.common.regular import read_regular
+from kvtool.core.common.files import read_regular
 from kvtool.core.corpus.readers import (
     BinaryFile,
     Document,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from kvtool.core.common.progress import Events
 from kvtool.core.common.spelling import as_on_disk
+from kvtool.core.common.types import Events
 from kvtool.core.errors import NoSpaceError, StoreLockedError, UsageError
 from kvtool.core.ingest.changes import Changes
 from kvtool.core.ingest.ingest_report import IngestReport

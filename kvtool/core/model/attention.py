@@ -155,9 +155,7 @@ class PlacedRows(AttentionRows, Protocol):
     @property
     def places(self) -> torch.Tensor: ...
 
-    def last(self, count: int) -> PlacedRows:
-        """Return the last `count` of them."""
-        ...
+    def last(self, count: int) -> PlacedRows: ...
 
 
 _passing: ContextVar[Callable[[], AttentionRows | None]] = ContextVar("rows_of_pass", default=lambda: None)

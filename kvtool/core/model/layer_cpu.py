@@ -41,7 +41,6 @@ class FusedDecoderLayer:
 
     @classmethod
     def of(cls, spec: LayerSpec, kernels: LayerKernels) -> FusedDecoderLayer:
-        """Make one of a layer."""
         norms = [norm.module for norm in spec.norms if norm.is_rms]
         called = [norm.module for norm in spec.norms if not norm.is_rms]
         called += [spec.module.mlp] if spec.mlp is None else []

@@ -112,7 +112,6 @@ class _LatentModule(Swapped):
     """An attention module that attends to latents, where they serve."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute what the module does."""
         name = cache_name(self)
         if self._swapped_by.serves and kwargs.get(name) is not None:
             kwargs[name] = _latents_first(kwargs[name])

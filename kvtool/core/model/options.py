@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvtool.core.common.regular import read_regular
+from kvtool.core.common.files import read_regular
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 

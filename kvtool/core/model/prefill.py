@@ -48,12 +48,10 @@ class ChunkKV:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of its numbers."""
         return self.keys[0].dtype
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its numbers."""
         return sum(side.nbytes for layer in self.layers for side in layer)
 
 

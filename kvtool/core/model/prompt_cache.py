@@ -64,7 +64,6 @@ class BufferLayer(CacheLayerMixin):
         return keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def reserve(self, length: int) -> None:
-        """Grow to `length` rows, if there are fewer."""
         capacity = self.keys.shape[2]
         if length > capacity:  # rare: the caller reserves what it plans to generate
             more = max(length - capacity, capacity // 2 + 1)

@@ -92,7 +92,6 @@ class NormSpec:
 
     @property
     def is_rms(self) -> bool:
-        """Return True for a root mean square norm."""
         return self.weight.numel() > 0
 
 
@@ -140,7 +139,6 @@ class LayerSpec:
 
     @property
     def norms(self) -> Iterator[NormSpec]:
-        """Return all its norms."""
         yield from (norm for norm in (*self.before, *self.after, *(self.head_norms or ())) if norm is not None)
 
     @property

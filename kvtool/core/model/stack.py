@@ -5,15 +5,16 @@ What differs between model families is read off the modules themselves. No model
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.checkpoint.support import ONLY_EXACTLY, context_limit, keeps_states
-from kvtool.core.common.turns import Turns
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.kernels.attention import dispatch
 from kvtool.core.model import attention
@@ -23,6 +24,29 @@ from kvtool.core.model.modules import attentions_of, base_of, disable_query_scal
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Rotary
 from kvtool.core.model.states import StateCache
+
+
+class Turns:
+    """A fair (first in, first out) lock: a thread that takes a plain lock again and again would keep it."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._asked: deque[object] = deque()  # the first one has the turn
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait for the turn of this thread, which ends with the block. It is not to be asked for once more inside."""
+        me = object()
+        with self._changed:
+            self._asked.append(me)
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._asked[0] is me)
+            yield
+        finally:
+            with self._changed:
+                self._asked.remove(me)
+                self._changed.notify_all()
 
 
 class DecoderStack:

@@ -140,12 +140,10 @@ class StateCache(PromptCache):
 
     @property
     def state_layers(self) -> Sequence[StateLayer]:
-        """The layers that keep a state."""
         return [layer for layer in self.buffers if isinstance(layer, StateLayer)]
 
     @property
     def length(self) -> int:
-        """Number of tokens that it holds."""
         return max(int(layer.length) for layer in self.buffers)
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from kvtool.core.common.arithmetic import ARM, FEATURES, cpu_features
+from kvtool.core.common.machine import ARM, FEATURES, cpu_features
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -71,7 +71,7 @@ def _warn_slow(reason: str) -> None:
 def runnable() -> tuple[str, ...]:
     """Return the names of the ISAS that this machine can run, best first; none if llvmlite cannot be imported.
 
-    Vectors that a variable does not name are missing, if it says what the CPU has (`common/arithmetic.py`).
+    Vectors that a variable does not name are missing, if it says what the CPU has (`common/machine.py`).
     """
     binding = llvm()
     if binding is None:

@@ -21,9 +21,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvtool.core.common.arithmetic import X86
-from kvtool.core.common.places import cache_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import cache_dir, make_folder
+from kvtool.core.common.machine import X86
 from kvtool.core.errors import KvtoolError
 from kvtool.core.native.isa import Isa, llvm
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvtool.core.common.arithmetic import ARM, X86
+from kvtool.core.common.machine import ARM, X86
 from kvtool.core.native.builder import FunctionBuilder, Value, module
 from kvtool.core.native.isa import ISAS, NEON, SCALAR, Isa, runnable
 from kvtool.core.native.jit import Function, compile_once, compiled

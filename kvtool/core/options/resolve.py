@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from kvtool.core.common.places import default_config_file
+from kvtool.core.common.files import default_config_file
 from kvtool.core.common.urls import is_url
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.options.option import ENV_PREFIX, Option, Options, options_of

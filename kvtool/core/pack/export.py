@@ -13,7 +13,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import part_name
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
 from kvtool.core.pack.container import CATALOGUE, kv_member, to_safetensors, writing
 from kvtool.core.remote import values

@@ -14,7 +14,7 @@ from kvtool.core.cache.identity import HERE, ID_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.stretches import Place, StretchInfo, named_part, opened_info, opened_part, part_name
 from kvtool.core.cache.writer import Writer
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, StoreFormatError, StoreNotFoundError, UsageError
 from kvtool.core.pack.container import CATALOGUE, MOST_HEADER, PackReader, from_safetensors, kv_member
 from kvtool.core.remote import values

@@ -16,7 +16,8 @@ from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.fusion.source import ChunkCache
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding
+from kvtool.core.model.decode.native import prepare_compiled_model
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain, explain_attention
@@ -137,7 +138,7 @@ def begin_answer(
         if (selector.uses_cache or goes_on_from_states) and not options.force:
             session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
         streamed = _fetch(session, asked, options, selector)
-        prepare_decoding(session.decoder)
+        prepare_compiled_model(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
         sampling = Sampling(options.max_tokens, options.temperature, options.seed, stop_repeats=options.stop_repeats)

@@ -106,7 +106,7 @@ def _store(session: Session, chained: PrefixFused, limit: int) -> None:
     if needed > limit:
         raise KvtoolError(f"it takes {needed / 1e6:,.1f} MB", f"--state-cache-size {needed // 10**6 + 1}MB keeps it")
     others = {stretch: info for stretch, info in stretches.items() if stretch not in own}
-    with store.writer(session.lock_wait) as writer:
+    with store.writer() as writer:
         going = least_used(others, store.last_used(), sum(info.size for info in others.values()) + needed - limit)
         if going:
             writer.drop_stretches(going)

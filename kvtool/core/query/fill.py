@@ -48,7 +48,7 @@ def _store(session: Session, wanted: Sequence[ChunkSpec]) -> int:
     """Store what was computed; how many, none with a warning where that cannot be."""
     store, decoder, identity, warn = session.store, session.decoder, session.identity, session.warn
     try:
-        with store.writer(session.lock_wait) as writer:
+        with store.writer() as writer:
             of_chunks: LeadIns | None = None  # computed once for all
             for chunk in wanted:
                 if _clean(session, writer, chunk):

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.environment import Closed
-from kvtool.core.common.regular import open_regular
+from kvtool.core.common.files import open_regular
 from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError
 from kvtool.core.query.reply import ReplyChunk

@@ -19,7 +19,7 @@ from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, LayerKV, Payload
 from kvtool.core.codec.levels import RAW
 from kvtool.core.codec.profile import Profile
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
@@ -83,7 +83,6 @@ def prefill(decoder: Decoder, lead_ins: LeadIns, chunks: Sequence[ChunkSpec]) ->
 
 
 def encode(made: PrefilledChunk, level: str = RAW, profile: Profile | None = None) -> ChunkRecords:
-    """Make the records of a chunk at one level."""
     layers = encode_layers(made.chunk.chunk_id, made.kv, level, profile)
     return ChunkRecords(
         made.chunk.chunk_id, made.chunk.info(len(layers), made.sensitivity, made.arithmetic), level, layers
@@ -102,7 +101,6 @@ def make(
 
 
 def encode_layers(chunk_id: bytes, kv: ChunkKV, level: str, profile: Profile | None = None) -> list[bytes]:
-    """Encode keys and values as records, one a layer."""
     kvs = kv.layers
     payloads = CODECS[level].encode_layers(kvs, profile)
     return [sealed(chunk_id, kvs[layer], level, layer, payload) for layer, payload in enumerate(payloads)]

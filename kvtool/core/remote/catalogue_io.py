@@ -21,7 +21,7 @@ import zstandard
 
 from kvtool.core.cache.layout import TEMPORARY, make_folder
 from kvtool.core.common.collecting import paused_collection
-from kvtool.core.common.places import cache_dir
+from kvtool.core.common.files import cache_dir
 from kvtool.core.common.urls import place_of
 from kvtool.core.errors import DamagedError, KvtoolError, StoreFormatError, StoreNotFoundError
 from kvtool.core.remote import validation

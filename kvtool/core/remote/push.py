@@ -10,8 +10,8 @@ from pathlib import Path
 
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import level_of, nested
-from kvtool.core.common.progress import Events
 from kvtool.core.common.sizes import counted
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, RemoteError, StoreNotFoundError, UsageError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs, open_blobs

@@ -12,7 +12,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import known
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.common.globs import regex_of
+from kvtool.core.common.spelling import regex_of
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
 from kvtool.core.model.preemption import run_pending

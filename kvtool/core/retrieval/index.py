@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kvtool.core.cache.side_files import TABLES
+from kvtool.core.common.files import make_folder
 from kvtool.core.common.json_text import parsed
-from kvtool.core.common.private import make_folder
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import DamagedError
 from kvtool.core.retrieval.passages import Passage

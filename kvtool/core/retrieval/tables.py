@@ -16,8 +16,8 @@ from safetensors.numpy import save
 
 from kvtool.core.cache.side_files import check_table, tail_of
 from kvtool.core.cache.space import check_file
+from kvtool.core.common.files import new_file
 from kvtool.core.common.json_text import parsed
-from kvtool.core.common.private import new_file
 from kvtool.core.errors import DamagedError
 
 Array = np.ndarray[Any, np.dtype[Any]]

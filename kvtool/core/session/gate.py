@@ -21,7 +21,7 @@ from kvtool.core.cache.stretches import Place
 from kvtool.core.codec import CODECS
 from kvtool.core.codec.base import NAMES, Encoded, shape_of_layer
 from kvtool.core.codec.levels import RAW, exact, plugin_of
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse

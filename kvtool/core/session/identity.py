@@ -23,7 +23,7 @@ from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.support import ONLY_EXACTLY
 from kvtool.core.codec.levels import NO_PROFILE, exact, known, level_of, lossy, whole
-from kvtool.core.common.arithmetic import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
+from kvtool.core.common.machine import DEVICE_KINDS, NUMBER_FORMATS, Arithmetic
 from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import DamagedError, GateError, ModelError, StoreFormatError, StoreNotFoundError, UsageError
@@ -128,7 +128,6 @@ class StoreIdentity:
 
     @property
     def wanted_prefix(self) -> ChunkSpec:
-        """Specify the chunk of the prompt's prefix."""
         return ChunkSpec(self.prefix_id, self.prefix, (), ids_digest([]))
 
     @property

@@ -8,7 +8,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.arithmetic import Arithmetic, product_dtype, why_float32
+from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
 from kvtool.core.errors import ModelError
 from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
@@ -80,10 +80,9 @@ class Session:
         gradients: bool = False,
         decoder: Decoder | None = None,
         warn: Warn = warn_nobody,
-        lock_wait: float = 0.0,
     ) -> None:
         self.store, self.identity = store, identity or store_identity(store)
-        self.warn, self.warn_once, self.lock_wait = warn, cache(warn), lock_wait
+        self.warn, self.warn_once = warn, cache(warn)
         self._wanted, self._gradients = wanted, gradients
         self.lock = threading.RLock()
         self.timeline: Timeline | None = None
@@ -142,7 +141,6 @@ class Session:
 
     @property
     def is_loaded(self) -> bool:
-        """Return True if the model is in memory."""
         return "decoder" in self.__dict__
 
     @cached_property
@@ -281,7 +279,6 @@ class Session:
 
     @cached_property
     def speeds(self) -> SpeedBook:
-        """Return this machine's speeds of computing and loading."""
         from kvtool.core.session.speeds import SpeedBook
 
         return SpeedBook(self.store, self.decoder, self.identity.fingerprint, self.say)

@@ -8,8 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.globs import closed
-from kvtool.core.common.spelling import composed
+from kvtool.core.common.spelling import closed, composed
 from kvtool.core.errors import UsageError, did_you_mean
 
 _LISTED = "`kvtool store ls` lists documents, with --chunks their chunks"

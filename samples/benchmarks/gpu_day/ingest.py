@@ -9,7 +9,7 @@ import torch
 
 from kvtool.bench.ingest import bench_ingest
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
-from kvtool.core.common.progress import Events
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder

@@ -23,7 +23,7 @@ from kvtool.core.cache.record import Kind, KVHeader, encode_record, seal
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import Row, document_row, file_row
 from kvtool.core.cache.transaction import Transaction
-from kvtool.core.common.arithmetic import Arithmetic
+from kvtool.core.common.machine import Arithmetic
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import FoundFile
 from kvtool.core.ingest.choices import Choices

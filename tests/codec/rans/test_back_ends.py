@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvtool.core.codec.rans import coder, encode_ir
+from kvtool.core.codec.rans import coder, kernels_ir
 from kvtool.core.codec.rans.coder import decode
-from kvtool.core.codec.rans.decode_ir import Decode
+from kvtool.core.codec.rans.kernels_ir import Decode
 from kvtool.core.codec.rans.reference import in_order
 from kvtool.core.errors import UsageError
 from kvtool.core.native import isa as isas
@@ -173,7 +173,7 @@ def next_states(isa: Isa) -> Any:
     parts = [k.args.jobs.at(index).of("i32*").load() for index in range(4)]
     with k.loop(k.args.number) as step:
         loaded = [part.load(step * isa.width, isa.width) for part in parts[:3]]
-        parts[3].store(encode_ir.next_state(*loaded), step * isa.width)
+        parts[3].store(kernels_ir.next_state(*loaded), step * isa.width)
     (function,) = jit.compiled(module(k), isa, "run")
 
     def run(states: Any, frequencies: Any, cumulative: Any) -> Any:

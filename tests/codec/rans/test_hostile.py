@@ -15,7 +15,7 @@ import pytest
 
 from kvtool.core.codec.rans import coder, reference
 from kvtool.core.codec.rans.coder import HELD, Decoding, decode
-from kvtool.core.codec.rans.decode_ir import Decode
+from kvtool.core.codec.rans.kernels_ir import Decode
 from kvtool.core.codec.rans.reference import LANES, U16, Columns, Stream, in_order
 from kvtool.core.errors import DamagedError
 from kvtool.core.native.job import address

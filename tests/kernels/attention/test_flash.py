@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvtool.core.common.arithmetic import cpu_features
+from kvtool.core.common.machine import cpu_features
 from kvtool.core.kernels.attention.flash_cpu import Kernel, kernel, shape_mismatch
 from kvtool.core.kernels.attention.flash_ir import KEYS, Tiling
 from kvtool.core.kernels.attention.params import AttentionCall, AttentionParams, Spans

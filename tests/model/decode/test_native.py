@@ -7,7 +7,7 @@ import torch
 
 from kvtool.core.model.decode import DecodeBackend, TorchBackend, decode_backend
 from kvtool.core.model.decode.native import CompiledModel, NativeBackend, compiled_model
-from kvtool.core.model.decode.weights import decoding_weights
+from kvtool.core.model.decode.program import decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import ISAS, Isa, runnable

@@ -16,7 +16,7 @@ from kvtool.core.kernels.linear.onednn import can_pack
 from kvtool.core.kernels.linear.qtensor import LAYOUTS
 from kvtool.core.model.decode import TorchBackend, decode_backend
 from kvtool.core.model.decode.native import CompiledModel, compiled_model
-from kvtool.core.model.decode.weights import WeightSource
+from kvtool.core.model.decode.program import WeightSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.spec import UnsupportedArchitecture
 from kvtool.core.native.isa import runnable

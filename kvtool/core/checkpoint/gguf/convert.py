@@ -29,8 +29,7 @@ from kvtool.core.checkpoint.files import (
     unnoticed,
 )
 from kvtool.core.checkpoint.gguf.header import OTHER_MODEL, GgufHeader, read_header
-from kvtool.core.common.places import cache_dir
-from kvtool.core.common.private import make_folder
+from kvtool.core.common.files import cache_dir, make_folder
 from kvtool.core.errors import KvtoolError, ModelError, NoSpaceError
 
 _VERSION = 1  # of the conversion: a change makes old folders unused

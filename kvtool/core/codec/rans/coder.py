@@ -18,9 +18,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from kvtool.core.codec.rans import decode_ir, encode_ir, reference
-from kvtool.core.codec.rans.decode_ir import REFINE, Decode
-from kvtool.core.codec.rans.encode_ir import Encode
+from kvtool.core.codec.rans import kernels_ir, reference
+from kvtool.core.codec.rans.kernels_ir import REFINE, Decode, Encode
 from kvtool.core.codec.rans.reference import (
     ESCAPE,
     LANES,
@@ -84,7 +83,7 @@ def isa() -> Isa | None:
 
 def compile_ahead(dtype: str) -> None:
     """Compile the decoders to numbers of this format, before anybody waits for them."""
-    for form in decode_ir.FORMS:
+    for form in kernels_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
             kernel(Decode(form))
 
@@ -182,7 +181,7 @@ def _encode(function: Function, encodings: Sequence[Encoding]) -> list[Stream]:
     counts = np.zeros((len(encodings), 2), np.int64)
     held = [(one.columns.for_encoder, *_encoder_entries(one.columns.tables)) for one in encodings]
     at = address(counts) + np.arange(len(encodings)) * counts.strides[0]
-    jobs = Jobs(encode_ir.ENCODE, len(encodings))
+    jobs = Jobs(kernels_ir.ENCODE, len(encodings))
     jobs.set(
         symbols=[address(one.symbols) + size for one, size in zip(encodings, sizes, strict=True)],
         contexts=[
@@ -220,8 +219,8 @@ def _encoder_entries(tables: TableSet) -> tuple[U32, int]:
     entries = _entries.get(tables)
     if entries is None:
         frequencies = tables.frequencies.astype(np.uint32)
-        present = frequencies | tables.cumulative.astype(np.uint32) << np.uint32(encode_ir.CUMULATIVE_AT)
-        looked_up = np.where(frequencies == 0, np.uint32(encode_ir.MISSING), present).reshape(-1)
+        present = frequencies | tables.cumulative.astype(np.uint32) << np.uint32(kernels_ir.CUMULATIVE_AT)
+        looked_up = np.where(frequencies == 0, np.uint32(kernels_ir.MISSING), present).reshape(-1)
         entries = _entries[tables] = looked_up, address(looked_up)
     return entries
 
@@ -255,7 +254,6 @@ class Decoding:
 
     @property
     def kind(self) -> str:
-        """Name the kernel."""
         return REFINE if self.columns.refines else self.form
 
 
@@ -373,7 +371,7 @@ def run(function: Function, work: Sequence[tuple[Decoding, Sequence[int]]]) -> t
 def _fields(
     job: Decoding, some: Sequence[int], at: int, further: int, kept: list[npt.NDArray[Any]]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield for each stream the fields of decode_ir.DECODE, in their order.
+    """Yield for each stream the fields of kernels_ir.DECODE, in their order.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
-"""Files → documents: a registry from file ending to reader, one module per reader.
+"""Files → documents: a registry from file ending to reader.
 
-A new reader is a module with `ENDINGS` and `read`, which makes documents of a file's bytes (`@of_text()` where they are
-text), and its name in `_MODULES`; in `_BOUNDED`, if a file can make what reads it slow, large or end. The others take
-time linear in the file's length, which `tests/corpus/test_linear.py` checks.
+A new reader is a module with `read`, which makes documents of a file's bytes (`@of_text()` where they are text), and a
+row of `_FORMATS`. Readers that are not bounded take time linear in the file's length, which
+`tests/corpus/test_linear.py` checks.
 """
 
 from __future__ import annotations
@@ -10,30 +10,24 @@ from __future__ import annotations
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from kvtool.core.common.plugins import Plugin, PluginError, found
 from kvtool.core.corpus.readers import (
-    code,
     epub,
-    gzipped,
     html,
     jsonl,
-    latex,
     mail,
-    markdown,
     notebook,
-    opendocument,
+    office,
     pdf,
     roff,
-    rtf,
-    sheets,
-    slides,
     subtitles,
     svg,
     text,
     unknown,
-    word,
 )
+from kvtool.core.corpus.readers.containers import GZIP, gunzip, without_gz
 from kvtool.core.corpus.readers.document import (
     BinaryFile,
     Document,
@@ -44,7 +38,6 @@ from kvtool.core.corpus.readers.document import (
     UnreadableFile,
 )
 from kvtool.core.corpus.readers.encoding import Reader
-from kvtool.core.corpus.readers.foreign import ARCHIVE_ENDINGS, FOREIGN_ENDINGS, IMAGE_ENDINGS
 
 __all__ = [
     "READERS",
@@ -69,21 +62,94 @@ __all__ = [
     "source_of",
 ]
 
-_BOUNDED = (pdf, word, slides, sheets, opendocument, epub, mail, notebook, html, rtf, svg)
-_MODULES = (text, markdown, code, jsonl, latex, subtitles, roff, *_BOUNDED)
 
-READERS: dict[str, Reader] = {ending: module.read for module in _MODULES for ending in module.ENDINGS}
-"""Lower-case file ending, or whole lower-case name of a file without one → reader."""
-_SEVERAL = (*jsonl.ENDINGS, *mail.ENDINGS)  # of files that may hold several documents
-_BOUNDED_ENDINGS = frozenset(ending for module in _BOUNDED for ending in module.ENDINGS)
-_LIBRARIES = {ending: getattr(module, "LIBRARY", "") for module in _BOUNDED for ending in module.ENDINGS}
+class _Format(NamedTuple):
+    """A format of files.
+
+    Attributes
+    ----------
+    endings : lower-case file endings, and whole lower-case names of files without one.
+    is_bounded : a file can make its reader slow, large or end, so a separate process reads it.
+    library : the distribution that the reader imports.
+    """
+
+    read: Reader
+    endings: tuple[str, ...]
+    is_bounded: bool = True
+    library: str = ""
+
+
+_IMAGES = frozenset(
+    ".png .jpg .jpeg .gif .bmp .tif .tiff .webp .avif .heic .ico .psd .xcf .cr2 .nef .dng .jp2 .jxl".split()
+)
+_ARCHIVES = frozenset(
+    ".zip .tar .tgz .gz .bz2 .xz .zst .lz4 .lzma .7z .rar .cab .iso .dmg "
+    ".jar .war .whl .egg .deb .rpm .apk .msi .pkg .snap .crx .xpi".split()
+)
+_FOREIGN = (
+    *(*_IMAGES, *_ARCHIVES),
+    *".ps .eps .djvu .xps .mobi .azw .azw3 .chm .doc .pages .wpd .hwp .hwpx .xls .xlsb .ods .numbers".split(),
+    *".ppt .odp .vsd .msg .pst .ost".split(),
+    *".mp3 .wav .flac .ogg .oga .opus .m4a .aac .wma .mid .midi .aiff".split(),
+    *".mp4 .m4v .mkv .webm .avi .mov .wmv .flv .mpg .mpeg .3gp".split(),
+    *".exe .dll .so .dylib .class .pyc .pyo .wasm .ttf .otf .woff .woff2 .eot".split(),
+    *".db .sqlite .sqlite3 .mdb .accdb .parquet .feather .arrow .orc .avro .h5".split(),
+    *".npy .npz .pt .pth .ckpt .pkl .pickle .joblib .safetensors .gguf .onnx".split(),
+)
+_TEXT = (
+    *(".txt", ".text", ".log", ".rst", ".rest", ".adoc", ".asciidoc", ".org", ".bib"),
+    *(".csv", ".tsv", ".nfo", ".me", ".1st", ".po", ".pot", ".pod", ".textile", ".wiki"),
+    *("readme", "license", "licence", "copying", "authors", "changelog", "changes", "news"),
+    *("notice", "todo", "install", "contributing"),
+)
+_MARKDOWN = (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd")
+_CODE = (
+    *(".py", ".pyi", ".pyx", ".ipy", ".rb", ".pl", ".pm", ".php", ".lua", ".tcl", ".r", ".jl"),
+    *(".c", ".h", ".cc", ".cpp", ".cxx", ".hh", ".hpp", ".hxx", ".inl", ".cu", ".cuh", ".m", ".mm"),
+    *(".java", ".kt", ".kts", ".scala", ".groovy", ".gradle", ".clj", ".cljs", ".edn"),
+    *(".js", ".mjs", ".cjs", ".jsx", ".ts", ".mts", ".cts", ".tsx", ".vue", ".svelte", ".astro"),
+    *(".go", ".rs", ".swift", ".zig", ".nim", ".d", ".dart", ".cs", ".fs", ".fsx", ".vb", ".pas"),
+    *(".hs", ".lhs", ".ml", ".mli", ".elm", ".ex", ".exs", ".erl", ".hrl", ".lisp", ".el", ".scm"),
+    *(".rkt", ".v", ".sv", ".vhd", ".vhdl", ".f", ".f90", ".f95", ".for", ".asm", ".s", ".sol"),
+    *(".sh", ".bash", ".zsh", ".fish", ".ps1", ".bat", ".cmd", ".awk", ".sed", ".vim", ".sql"),
+    *(".css", ".scss", ".sass", ".less", ".xml", ".xsd", ".xsl", ".json", ".json5", ".yaml"),
+    *(".yml", ".toml", ".ini", ".cfg", ".conf", ".properties", ".proto", ".thrift", ".graphql"),
+    *(".tf", ".hcl", ".nix", ".cmake", ".mk", ".bzl", ".dockerfile", ".diff", ".patch"),
+    *("makefile", "dockerfile", "rakefile", "gemfile", "justfile", "vagrantfile", "jenkinsfile"),
+)
+_FORMATS = (
+    _Format(text.read, _TEXT, is_bounded=False),
+    _Format(
+        text.read_markdown, (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd"), is_bounded=False
+    ),
+    _Format(text.read_code, _CODE, is_bounded=False),
+    _Format(text.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
+    _Format(jsonl.read, (".jsonl", ".ndjson", ".jsonlines"), is_bounded=False),
+    _Format(subtitles.read, (".srt", ".vtt"), is_bounded=False),
+    _Format(roff.read, (".man", ".mdoc", ".roff", ".troff", ".nroff"), is_bounded=False),
+    _Format(pdf.read, (".pdf",), library="pypdfium2"),
+    _Format(office.read_word, (".docx", ".docm", ".dotx"), library="python-docx"),
+    _Format(office.read_slides, (".pptx", ".pptm", ".ppsx", ".potx"), library="python-pptx"),
+    _Format(office.read_sheets, (".xlsx", ".xlsm", ".xltx"), library="openpyxl"),
+    _Format(office.read_opendocument, (".odt", ".ott")),
+    _Format(office.read_rtf, (".rtf",), library="striprtf"),
+    _Format(epub.read, (".epub",)),
+    _Format(mail.read, (".eml", ".mbox")),
+    _Format(notebook.read, (".ipynb",)),
+    _Format(html.read, (".html", ".htm", ".xhtml", ".shtml")),
+    _Format(svg.read, (".svg",)),
+)
+_BY_ENDING = {ending: each for each in _FORMATS for ending in each.endings}
+READERS: dict[str, Reader] = {ending: each.read for ending, each in _BY_ENDING.items()}
+"""File ending, or name of a file without one → reader."""
+_SEVERAL = (jsonl.read, mail.read)  # of files that may hold several documents
 _MOST_HERE = 1 << 20  # bytes of a text that is read in this process, by readers that take linear time
 _PLUGINS = found("readers", own={ending.removeprefix(".") for ending in READERS})
 
 
 def is_known(path: PurePath) -> bool:
     """Return True if a reader is registered for this name."""
-    return ending_of(gzipped.inner(path)) in READERS or plugin_of(path) is not None
+    return ending_of(without_gz(path)) in READERS or plugin_of(path) is not None
 
 
 def plugin_of(path: PurePath) -> Plugin | None:
@@ -93,7 +159,8 @@ def plugin_of(path: PurePath) -> Plugin | None:
 
 def library_of(path: PurePath) -> str:
     """The library that reads files of this name, with the version that is installed; empty where none is needed."""
-    library = _LIBRARIES.get(ending_of(gzipped.inner(path)), "")
+    known = _BY_ENDING.get(ending_of(without_gz(path)))
+    library = "" if known is None else known.library
     if not library:
         return ""
     try:
@@ -105,23 +172,22 @@ def library_of(path: PurePath) -> str:
 def is_bounded(path: PurePath, size: int) -> bool:
     """Return True if a file is read in a separate process, within bounds (`corpus/reading.py`): by its name, or its
     size in bytes."""
-    packed = path.suffix.lower() == gzipped.ENDING
-    return packed or ending_of(path) in _BOUNDED_ENDINGS or plugin_of(path) is not None or size > _MOST_HERE
+    known = _BY_ENDING.get(ending_of(path))
+    by_name = path.suffix.lower() == GZIP or (known is not None and known.is_bounded) or plugin_of(path) is not None
+    return by_name or size > _MOST_HERE
 
 
 def is_foreign(path: PurePath) -> bool:
     """Return True if the name says that the file holds no text, and no reader is registered for it."""
-    return gzipped.inner(path).suffix.lower() in FOREIGN_ENDINGS and not is_known(path)
+    return without_gz(path).suffix.lower() in _FOREIGN and not is_known(path)
 
 
 def is_image(path: PurePath) -> bool:
-    """Return True if the name is that of a picture."""
-    return path.suffix.lower() in IMAGE_ENDINGS
+    return path.suffix.lower() in _IMAGES
 
 
 def is_archive(path: PurePath) -> bool:
-    """Return True if the name is that of an archive."""
-    return path.suffix.lower() in ARCHIVE_ENDINGS
+    return path.suffix.lower() in _ARCHIVES
 
 
 def kind_of(path: PurePath) -> str:
@@ -145,8 +211,8 @@ def read_documents(path: Path, data: bytes) -> list[Document]:
     """
     plugin = plugin_of(path)
     if plugin is None:
-        name = gzipped.inner(path)
-        data = data if name == path else gzipped.unpacked(data)
+        name = without_gz(path)
+        data = data if name == path else gunzip(data)
         return READERS.get(ending_of(name), unknown.read)(source_of(path), data)
     try:
         read: Reader = plugin.load()
@@ -163,7 +229,7 @@ def ending_of(path: PurePath) -> str:
 def file_of(source: str) -> str:
     """The file of a document: one of several is called `file.jsonl#id`."""
     file, mark, _ = source.rpartition("#")
-    return file if mark and ending_of(gzipped.inner(PurePath(file))) in _SEVERAL else source
+    return file if mark and READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL else source
 
 
 def source_of(path: Path) -> str:

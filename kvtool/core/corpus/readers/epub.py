@@ -7,12 +7,10 @@ import zipfile
 from collections.abc import Iterator
 from urllib.parse import unquote
 
+from kvtool.core.corpus.readers.containers import checked, member, parsed
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import declared_encoding, visible
-from kvtool.core.corpus.readers.zipped import checked, member, parsed
-
-ENDINGS = (".epub",)
 
 _CONTAINER = "META-INF/container.xml"
 _PAGES = ("application/xhtml+xml", "text/html")

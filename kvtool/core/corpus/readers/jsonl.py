@@ -10,8 +10,6 @@ from kvtool.core.common.marks import Mark
 from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import of_text
 
-ENDINGS = (".jsonl", ".ndjson", ".jsonlines")
-
 _TEXT_KEYS = ("text", "content", "body", "passage")
 _MOST_NOTES = 20
 _LONGEST_LABEL = 1000  # characters; a longer id names nothing

@@ -12,8 +12,6 @@ from kvtool.core.corpus.readers.document import Document, EmptyFile, Parts, Unre
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.readers.html import visible
 
-ENDINGS = (".eml", ".mbox")
-
 _SHOWN = ("Subject", "From", "To", "Cc", "Date")
 _BEGINS = b"From "  # the line before each message of a mailbox
 _TEXT_KINDS: dict[str, Callable[[str], str]] = {"text/plain": str, "text/html": visible}

@@ -9,8 +9,6 @@ from typing import Any
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import of_text
 
-ENDINGS = (".ipynb",)
-
 _LONGEST_OUTPUT = 2000  # characters of what one cell printed
 
 

@@ -12,9 +12,6 @@ from kvtool.core.corpus.readers.document import Document, UnreadableFile, number
 if TYPE_CHECKING:
     from pypdfium2 import PdfDocument
 
-ENDINGS = (".pdf",)
-LIBRARY = "pypdfium2"
-
 _HYPHENS = ("\x02", "\ufffe")  # what pdfium gives for a hyphen at the end of a line
 _PASSWORD = 4  # FPDF_ERR_PASSWORD
 
@@ -27,7 +24,7 @@ def read(source: str, data: bytes) -> list[Document]:
     UnreadableFile
         If it is damaged, protected by a password, or holds no text.
     """
-    with opened("PDF", LIBRARY):
+    with opened("PDF", "pypdfium2"):
         import pypdfium2
     try:
         file = pypdfium2.PdfDocument(data)

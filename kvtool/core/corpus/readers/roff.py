@@ -8,8 +8,6 @@ import unicodedata
 from kvtool.core.corpus.readers.document import Document, Parts
 from kvtool.core.corpus.readers.encoding import of_text
 
-ENDINGS = (".man", ".mdoc", ".roff", ".troff", ".nroff")
-
 _BEGINNING = 20_000  # characters in which a page has its title or first section
 _PAGE = re.compile(r"^\.[ \t]*(?:TH|Dd|SH|Sh)\b", re.MULTILINE)
 _REQUEST = re.compile(r"[.'][ \t]*(\.|[A-Za-z]*)(?![A-Za-z])[ \t]*(.*)", re.DOTALL)

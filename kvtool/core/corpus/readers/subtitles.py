@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from kvtool.core.corpus.readers.document import Document, cleaned, joined, shortened_references
 from kvtool.core.corpus.readers.encoding import of_text
 
-ENDINGS = (".srt", ".vtt")
-
 # Possessive, and no part of a mark runs over the beginning of another: so each takes linear time on any line.
 _TIMES = re.compile(r"\s*+(?:\d++:)?\d++:\d\d[.,]\d++\s++-->\s")
 _VOICE = re.compile(r"<v(?:\.[\w.]++)?\s++([^<>]*+)>")

@@ -6,8 +6,6 @@ from xml.etree import ElementTree
 
 from kvtool.core.corpus.readers.document import Document, UnreadableFile, joined
 
-ENDINGS = (".svg",)
-
 _SAID = ("title", "desc", "text")
 
 

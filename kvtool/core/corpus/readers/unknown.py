@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from kvtool.core.corpus.readers import gzipped, roff, text
+from kvtool.core.corpus.readers import roff, text
+from kvtool.core.corpus.readers.containers import gunzip_start
 from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
 from kvtool.core.corpus.readers.encoding import decode
 
@@ -32,7 +33,7 @@ def check(beginning: bytes, size: int) -> None:
     BinaryFile : it is no text, or a text for machines: numbers in base64, code on one line.
     EmptyFile : it is empty.
     """
-    beginning = gzipped.beginning(beginning, SNIFFED)
+    beginning = gunzip_start(beginning, SNIFFED)
     written = decode(beginning)[0].strip()
     _refuse_keys(written)
     breaks = sum(map(str.isspace, written))

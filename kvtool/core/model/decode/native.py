@@ -16,8 +16,7 @@ from kvtool.core.common.switches import STEPPER, asked
 from kvtool.core.kernels import FORMATS
 from kvtool.core.kernels.decode_ir import CONTEXT, Code, module, multiply_name, products
 from kvtool.core.kernels.linear.qtensor import QuantizedTensor
-from kvtool.core.model.decode.program import CosSinCache, Step, code_of
-from kvtool.core.model.decode.weights import decoding_weights
+from kvtool.core.model.decode.program import CosSinCache, Step, code_of, decoding_weights
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, check_trial
@@ -157,7 +156,6 @@ class NativeBackend:
 
     @torch.inference_mode()
     def step(self, token: int) -> torch.Tensor:
-        """Append one token; return float32 `[vocabulary]`."""
         with self.compiled.lock:
             if self.compiled.self_check_error is None:
                 return self._compared(token)

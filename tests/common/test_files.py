@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.core.common.regular import open_regular, read_regular
+from kvtool.core.common.files import open_regular, read_regular
 
 
 def test_a_file_and_a_link_to_it(tmp_path: Path) -> None:

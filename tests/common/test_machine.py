@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from kvtool.core.common import arithmetic
-from kvtool.core.common.arithmetic import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
+from kvtool.core.common import machine
+from kvtool.core.common.machine import cpu_features, is_fast, lacks_avx2, product_dtype, why_float32
 from kvtool.core.errors import UsageError
 
 
@@ -89,16 +89,16 @@ def test_all_that_this_cpu_has_can_be_told(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_where_the_kernel_lists_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """llvmlite knows the same features by other spellings."""
-    own = arithmetic._features.__wrapped__(None)
-    monkeypatch.setattr(arithmetic, "_CPUINFO", arithmetic.Path("/nowhere/cpuinfo"))
-    found = arithmetic._features.__wrapped__(None)
+    own = machine._features.__wrapped__(None)
+    monkeypatch.setattr(machine, "_CPUINFO", machine.Path("/nowhere/cpuinfo"))
+    found = machine._features.__wrapped__(None)
     for name in ("avx2", "avx512bf16", "bf16", "amxbf16"):
         assert (name in found) == (name in own)
 
 
 def test_asking_imports_nothing() -> None:
     code = (
-        "import sys\nfrom kvtool.core.common.arithmetic import is_fast\nis_fast('bfloat16')\n"
+        "import sys\nfrom kvtool.core.common.machine import is_fast\nis_fast('bfloat16')\n"
         "assert not {'torch', 'numpy', 'llvmlite'} & set(sys.modules)"
     )
     if sys.platform == "linux":

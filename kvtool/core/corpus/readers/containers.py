@@ -1,19 +1,23 @@
-"""ZIP files that hold a document: opened only where what they unpack to is within bounds."""
+"""Containers of documents: ZIP and gzip files, opened only if what they unpack to is within bounds."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import zipfile
 import zlib
+from pathlib import PurePath
 from xml.etree import ElementTree
 
-from kvtool.core.corpus.readers.document import UnreadableFile
+from kvtool.core.corpus.readers.document import EmptyFile, UnreadableFile
 
 _MOST_BYTES = 1 << 30  # of all members, unpacked
 _MOST_MEMBERS = 100_000
-_MOST_TEXT = 1 << 28  # bytes of one member that is taken whole
+_MOST_TEXT = 1 << 28  # bytes, unpacked, of one member, or of a file that gzip has packed
 _OLD_OFFICE = b"\xd0\xcf\x11\xe0"
 _LOCKED = 0x1  # flag bit of a member
+GZIP = ".gz"  # Debian packs manual pages so: read as what the name says without it
+_GZIP_MAGIC = b"\x1f\x8b"
 
 
 def checked(data: bytes) -> zipfile.ZipFile:
@@ -67,3 +71,37 @@ def parsed(archive: zipfile.ZipFile, name: str) -> ElementTree.Element:
         return ElementTree.fromstring(member(archive, name))
     except ElementTree.ParseError as error:
         raise UnreadableFile(f"damaged: {name}: {error}") from error
+
+
+def without_gz(path: PurePath) -> PurePath:
+    """Return what a packed file is called unpacked; any other path as it is."""
+    return path.with_suffix("") if path.suffix.lower() == GZIP else path
+
+
+def gunzip_start(data: bytes, most: int) -> bytes:
+    """Unpack what the first bytes of a file hold, at most so many bytes; what gzip has not packed stays as it is."""
+    if not data.startswith(_GZIP_MAGIC):
+        return data
+    try:
+        return zlib.decompressobj(zlib.MAX_WBITS | 16).decompress(data, most)  # 16: gzip's header
+    except zlib.error:
+        return data
+
+
+def gunzip(data: bytes) -> bytes:
+    """Return what a packed file holds.
+
+    Raises
+    ------
+    UnreadableFile : it is damaged, or unpacks to more than 256 MiB. EmptyFile : it holds nothing.
+    """
+    try:
+        with gzip.open(io.BytesIO(data)) as file:
+            content = file.read(_MOST_TEXT + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UnreadableFile("damaged: gzip cannot unpack it") from error
+    if len(content) > _MOST_TEXT:
+        raise UnreadableFile(f"unpacks to over {_MOST_TEXT >> 20} MiB")
+    if not content:
+        raise EmptyFile("empty")
+    return content

@@ -1,0 +1,73 @@
+"""Options that choose files and their readers: a part of the files, and commands by file ending. Imports no reader."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvtool.core.errors import UsageError
+
+PATH = "{}"  # what stands for the file in a command
+_FORM = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
+
+
+def commands_of(written: Sequence[str]) -> dict[str, str]:
+    """Commands by file ending, of `ending=command`.
+
+    Raises
+    ------
+    UsageError : an ending is given twice.
+    """
+    commands: dict[str, str] = {}
+    for each in written:
+        ending, _, command = each.partition("=")
+        key = "." + ending.strip().lower().removeprefix(".")
+        if key in commands:
+            raise UsageError(f"two commands read {key} files", "keep one of them")
+        commands[key] = command.strip()
+    return commands
+
+
+def command_error(written: str) -> str:
+    """Return the error in `ending=command`; empty if it is valid."""
+    ending, sign, command = written.partition("=")
+    if not sign or not ending.strip(". ") or set(ending) & set("/\\*? "):
+        return "is no `ending=command`, such as `djvu=djvutxt {}`"
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        return f"is no command: {error}".lower()
+    return "" if any(PATH in word for word in words[1:]) else f"has no {PATH}, which stands for the file"
+
+
+def shard_error(value: str) -> str:
+    """Return the error in `I/N`, the I-th of N parts counted from 1; empty if it is valid."""
+    found = _FORM.fullmatch(value)
+    return "" if found and int(found[1]) <= int(found[2]) else "is no part: I/N with 1 <= I <= N, such as 2/8"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A part of the files, one of `parts`; `index` counts from 0.
+
+    A file's part is a digest of its path. So parts are disjoint and complete even if the folder changes between two
+    runs, and a file stays in its part when others are added or removed. Parts are of about equal numbers of files, not
+    of bytes.
+    """
+
+    index: int
+    parts: int
+
+    @classmethod
+    def read(cls, value: str) -> Shard:
+        """Read `I/N`, in which `shard_error` finds none."""
+        index, _, parts = value.partition("/")
+        return cls(int(index) - 1, int(parts))
+
+    def holds(self, path: str) -> bool:
+        """Return True if the file of this name is in this part."""
+        digest = hashlib.blake2b(path.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        return int.from_bytes(digest, "big") % self.parts == self.index
