@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.explain import ChunkSpans
     from kvtool.core.query.reply import Reply, ReplyChunk
 
-_MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # what stands between places, or behind one
+_MISLEADING = re.compile(r'"|,\s|\s\((?:from|changed|gone)\b')  # separators of places, and remarks after one
 _SINCE = {"changed": " (changed since ingest)", "gone": " (gone since ingest)"}
 
 
@@ -100,7 +100,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
     )
     if cut := facts.get("cut"):
         say = out.status if "shift" in facts else out.detail
-        say(f"{counted(cut, 'further chunk')} found, and cut: too far behind the best, and no new words (--min-score)")
+        say(f"{counted(cut, 'further chunk')} found, and cut: scores far below the best, no new words (--min-score)")
     if spared := facts.get("records_spared"):
         read = f"{counted(facts['records_read'], 'record')} read, {facts['bytes_read'] / 1e6:.1f} MB"
         out.detail(f"{read}; {spared} more, {facts['bytes_spared'] / 1e6:.1f} MB, that no row sees through its window")
@@ -111,7 +111,7 @@ def show_numbers(out: Out, facts: Facts, steps: int, stepper: str) -> None:
 
 
 def show_end(out: Out, facts: Facts) -> None:
-    """Say that an answer was not ended by the model, which nothing in its text need tell."""
+    """Say that an answer was not ended by the model, since its text may not show it."""
     if facts["finish"] == "length":
         out.status(f"… cut at {counted(facts['tokens']['generated'], 'token')}: --max-tokens allows more")
     elif facts["finish"] == "repeat":
@@ -156,7 +156,7 @@ def _show_stream(out: Out, facts: Facts) -> None:
 
 
 def show_runs(out: Out, replies: Sequence[Reply], title: str) -> None:
-    """Answers of several modes, beside the one of full recompute."""
+    """Show the answers of several modes, next to that of full recompute."""
     full = replies[0].timing_ms["ttft"]
     rows = [
         (

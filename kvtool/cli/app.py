@@ -65,7 +65,7 @@ SHOWN = {  # what the overview lists, by heading
     },
     "This installation": {
         "inspect": "Show what the store holds, or a report about it.",
-        "bench": "Measure speed on this machine, compared with plain transformers.",
+        "bench": "Measure speed on this machine, against plain transformers.",
         "doctor": "Check that libraries, model, store and disk work.",
         "config": "Show the settings and where each value comes from.",
         "help": "Show a page of the documentation.",
@@ -80,7 +80,7 @@ RESUME = "what was committed stays; run the same command again to resume"
 _LEFT = {
     "query": "the store holds what it held; ask again",
     "chat": "the store holds what it held",
-    "watch": "what was committed stays; started again, it takes in what changed meanwhile",
+    "watch": "what was committed stays; the next start ingests what changed meanwhile",
     "mcp": "",
     "search": "",
     "inspect": "the store was not changed; what is measured with --resume FILE is kept there",
@@ -123,7 +123,7 @@ class Root(LazyGroup):
         return parsed
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
-        """Find the named command; one that stands in a group, such as `stats`, is told with its group's name."""
+        """Find the named command; the error for a command of a group, such as `stats`, names the group."""
         if args and args[0] not in COMMANDS:
             group = group_of(args[0])
             if group is not None:
@@ -132,7 +132,7 @@ class Root(LazyGroup):
 
 
 def group_of(name: str) -> str | None:
-    """The group that a command stands in; None where there is no such command."""
+    """Return the group of a command; None: no group has it."""
     return next((each for each in _GROUPS if name in load_command(each).commands), None)
 
 
@@ -265,7 +265,7 @@ def explain(raised: BaseException, command: str = "") -> tuple[KvtoolError, int]
         return UsageError(raised.format_message(), _usage_hint(raised)), raised.exit_code
     if isinstance(raised, KeyboardInterrupt | typer.Abort):
         if sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write("\n")  # behind the terminal's own ^C, which no wrapping of lines knows of
+            sys.stderr.write("\n")  # after the terminal's own ^C, which no wrapping of lines knows of
         return KvtoolError("interrupted", _LEFT.get(command, RESUME)), EXIT_INTERRUPTED
     if isinstance(raised, Terminated) or (isinstance(raised, SystemExit) and _SIGTERM_CAME.is_set()):
         return KvtoolError("terminated", _LEFT.get(command, RESUME)), EXIT_TERMINATED

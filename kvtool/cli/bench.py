@@ -237,5 +237,5 @@ def _show_decode(run: Run, result: Mapping[str, Any]) -> None:
             f"weights {', '.join(result['matrices'])}, {result['weights_bytes'] / 1e6:.0f} MB"
         )
     if result["kl_max"] is not None:
-        run.out.print(f"logits: KL {result['kl_max']:.1e} nats at most, {result['apart_max']:.1e} apart")
+        run.out.print(f"logits: KL {result['kl_max']:.1e} nats at most, difference {result['apart_max']:.1e} at most")
     _show_host(run, result)

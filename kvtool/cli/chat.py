@@ -15,12 +15,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from kvtool.cli import spinner
 from kvtool.cli.answers import cited, show_end, show_explained, show_sources
 from kvtool.cli.commands import new_app
-from kvtool.cli.json_out import error_json
 from kvtool.cli.options import ManyValues, Run, open_any_store, open_session, takes
-from kvtool.cli.out import Out
+from kvtool.cli.out import Out, error_json
+from kvtool.cli.progress import hide_activity
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.files import data_dir, make_folder
@@ -49,9 +48,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Show nothing of what is typed meanwhile: it would stand in the middle of an answer. The next prompt has it.
+    """Show nothing of what is typed meanwhile: it would appear in the middle of an answer. The next prompt has it.
 
-    Keys that send signals go on doing so. Where stdin is no terminal that can be told so, nothing is changed.
+    Keys that send signals go on doing so. Where stdin is no terminal, nothing is changed.
     """
     try:
         import termios
@@ -86,7 +85,7 @@ class Lines(Protocol):
     is_terminal: bool
 
     def next(self) -> str | None:
-        """The next line, or several that belong together; None: there is none. Raises UsageError."""
+        """Return the next line, or several that belong together; None: stdin has ended. Raises UsageError."""
 
 
 def lines_for(out: Out) -> Lines:
@@ -137,7 +136,7 @@ class TerminalLines:
         self._session = _prompt_session(out, **console)
 
     def next(self) -> str | None:
-        with spinner.aside(until_new_words=True):
+        with hide_activity(until_new_words=True):
             pass
         while True:
             try:
@@ -256,7 +255,7 @@ class Chat:
         }
 
     def greet(self, place: Path | str) -> None:
-        """Say on a terminal what is asked, the store at `place`, and how it goes."""
+        """Name the store at `place` and the keys on a terminal."""
         if self._aloud:
             documents = counted(len(self._session.store.sources()), "document")
             self._out.status(f"{documents} of the store {place}, answered by {self._session.identity.model}")
@@ -307,7 +306,7 @@ class Chat:
         self._last, self.answered = reply, self.answered + 1
         self._tell(reply)
         if interrupts.is_asked:
-            self._out.status("ended by Ctrl-C: what was said of the answer stands in the conversation")
+            self._out.status("ended by Ctrl-C: the conversation keeps the part that was written")
 
     def _answered(self, question: str, interrupts: _Interrupts) -> Reply:
         try:
@@ -360,9 +359,7 @@ class Chat:
         if name:
             self._set(fusion=name)
         mode = self._talk.options.mode(self._session.identity.keeps_states)
-        self._confirm(
-            f"mode: {mode}", "what stands of earlier turns stays as it is" if name and self._talk.turns else ""
-        )
+        self._confirm(f"mode: {mode}", "earlier turns stay as they are" if name and self._talk.turns else "")
 
     def _top_k(self, count: str) -> None:
         if count:
@@ -432,7 +429,7 @@ class _Interrupts:
 
     Parameters
     ----------
-    wanted : a person may press it; else it is left to whoever handles it now.
+    wanted : a person may press it; else the present handler keeps it.
 
     Attributes
     ----------
@@ -482,7 +479,7 @@ def chat(run: Run) -> int | None:
 
 def hold(run: Run) -> int | None:
     """Answer what is asked until nothing more is; returns an exit code."""
-    # what is for a single question, and may stand in a configuration file
+    # options of single questions, which a configuration file may set
     options = replace(run.get(QueryOptions), defer=False, slo_ms=None, audit=0.0, explain=False)
     with open_any_store(run) as store:
         with paused_collection():

@@ -1,4 +1,4 @@
-"""Commands and groups of them, and how their help is laid out. It imports no room: an overview needs no options."""
+"""Commands, groups of them, and the layout of their help. It imports nothing of `core`: an overview has no options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, get_args
 import typer
 import typer.core
 
-from kvtool.cli import spinner
+from kvtool.cli.progress import hide_activity
 
 if TYPE_CHECKING:
     from kvtool.core.options.option import Option
@@ -115,7 +115,7 @@ class _Described:
 
     @property
     def options(self) -> Mapping[str, Option]:
-        """The options behind its flags, by the names that typer knows them under."""
+        """Return the options of its flags, by typer's names."""
         return getattr(self.callback, "options", {})
 
     @property
@@ -131,7 +131,7 @@ class _Described:
     def get_help(self, ctx: Any) -> str:
         """The help; it is what the terminal waited for."""
         text: str = super().get_help(ctx)  # type: ignore[misc]
-        with spinner.aside(until_new_words=True):
+        with hide_activity(until_new_words=True):
             return text
 
     def format_help_text(self, ctx: Any, formatter: Any) -> None:
@@ -187,7 +187,7 @@ class Described:
     Parameters
     ----------
     record : its flags with what they take, and the sentence on it with its default.
-    option : the declaration behind it; None for an argument and for the flags that every command has.
+    option : its declaration; None for an argument and for the flags that every command has.
     """
 
     record: tuple[str, str]
@@ -238,7 +238,7 @@ def _record(param: Any, context: Any, synonyms: tuple[str, ...]) -> tuple[str, s
 
 
 class LazyGroup(Group):
-    """Lists stand-ins with a name and a line of help, and loads the one command that is invoked or completed.
+    """A group that lists placeholders with a name and a line of help, and loads only the invoked or completed command.
 
     Attributes
     ----------

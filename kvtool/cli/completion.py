@@ -1,6 +1,6 @@
 """`--install-completion` and `--show-completion`: for the shell that is named, or for the one that calls.
 
-What is installed is typer's. Its own flags look at the calling shell alone, and pass over a name behind them; its
+What is installed is typer's. Its own flags see only the calling shell, and ignore a name after them; its
 script for zsh does nothing at the first Tab of a shell but say what completes.
 """
 
@@ -41,7 +41,7 @@ def do(flag: str, names: Sequence[str]) -> NoReturn:
 
     Parameters
     ----------
-    names : what stands behind it: a shell, or nothing.
+    names : the words after it: a shell, or nothing.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def _calling(flag: str) -> str:
 
 
 def answer(root: Any, args: list[str]) -> NoReturn:
-    """Tell a shell's completion script what may stand there, and leave."""
+    """Print the possible words for a shell's completion script, and leave."""
     typers.completion_init()
     root.main(args, prog_name=_NAME, complete_var=VARIABLE)
     raise typer.Exit

@@ -7,8 +7,8 @@ from contextlib import suppress
 from dataclasses import replace
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.job_view import JobView, tell_budget
-from kvtool.cli.options import ManyValues, Run, takes
+from kvtool.cli.options import ManyValues, Run, takes, tell_budget
+from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import DEFAULT_LOSSY, enough_loss, level_of, shown_loss
 from kvtool.core.common.sizes import counted, shown_size
@@ -45,12 +45,12 @@ def compress(run: Run) -> None:
 def _compress(run: Run, options: CompressOptions) -> CompressReport:
     from kvtool.core.compress.job import compress as run_compress
 
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         return run_compress(run.folder, options, view.events)
 
 
 def _agrees(run: Run, question: str) -> bool:
-    """Ask for a yes; where no person can answer there is none."""
+    """Ask for a yes; False if no person can answer."""
     if run.out.verbosity < 0 or not run.out.is_interactive:
         return False
     run.out.print(f"{question} [y/N] ", end="")

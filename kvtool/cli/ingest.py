@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 
 from kvtool.cli.commands import new_app
-from kvtool.cli.job_view import JobView, tell_budget
-from kvtool.cli.json_out import error_json
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import Run, takes, tell_budget
+from kvtool.cli.out import JobView, error_json
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.codec.levels import level_of, shown_loss
@@ -22,7 +21,7 @@ from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.options import IngestOptions
 
-_NOTICED_S = 3.0  # seconds beside the work from which on they are explained
+_NOTICED_S = 3.0  # seconds of other work from which on they are explained
 
 app = new_app()
 
@@ -58,12 +57,12 @@ def _code(report: IngestReport) -> int:
 def _what_is_lost(level: str, loss: float | None, allowed: float) -> tuple[str, str]:
     if loss is None:
         return (
-            f"nobody has measured what level {level} loses here, and no exact records are there to measure it on",
-            "ingest without --level, then `kvtool compress --drop-raw` measures it before anything exact goes",
+            f"the loss of level {level} is not measured here, and the store has no exact records to measure it on",
+            "ingest without --level, then `kvtool compress --drop-raw` measures it before exact KV is removed",
         )
     return (
         f"level {level} loses {loss:.4f} nats a token, more than the {allowed:g} that questions allow",
-        "a finer level, or exact records, come of ingest into a new store",
+        "ingest into a new store for a finer level or exact records",
     )
 
 
@@ -78,7 +77,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
         if book:
             book.event("status", message="started", store=str(place), paths=list(map(str, options.paths)))
         run.out.doing("reading files")
-        with JobView(run) as view:
+        with JobView(run.out) as view:
             events = book.listening(view.events) if book else view.events
             report = run_ingest(place, options, events)
         if book:
@@ -96,7 +95,7 @@ def _ingest(run: Run, options: IngestOptions) -> IngestReport:
 
 
 def _log_end(book: EventLog, raised: BaseException) -> None:
-    """The last event of a run that ends in an error: what the terminal is told of it."""
+    """The last event of a run that ends in an error: the same error as on the terminal."""
     from kvtool.cli.app import explain
 
     error, code = explain(raised) or (KvtoolError(type(raised).__name__), EXIT_FAILED)

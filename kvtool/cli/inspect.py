@@ -10,13 +10,13 @@ import typer
 import typer.main
 
 from kvtool.cli.commands import LazyGroup, new_app
-from kvtool.cli.job_view import JobView
 from kvtool.cli.options import ManyValues, Question, Run, is_flag, open_any_store, takes
+from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.reports import REPORTS, load_report
-from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
+from kvtool.reports.report import PageOptions, Quote, Report, Shown
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
@@ -33,7 +33,7 @@ class Reports(LazyGroup):
         return command
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Move flags before the report's name behind it."""
+        """Treat flags before the report's name as the report's own."""
         return super().parse_args(ctx, self._name_first(args))
 
     def _name_first(self, args: list[str]) -> list[str]:
@@ -59,7 +59,7 @@ def inspect(run: Run, ctx: typer.Context) -> int | None:
 
 
 def report_app(report: Report) -> typer.Typer:
-    """Make the command of a report: its options, and the argument after its name."""
+    """Make the command of a report: its options and its argument."""
 
     def command(run: Run, about: str | None = None) -> int | None:
         return show(run, report, about)
@@ -82,10 +82,10 @@ def report_app(report: Report) -> typer.Typer:
 
 
 def show(run: Run, report: Report, about: str | None = None) -> int | None:
-    """Make a report, write its page, show it."""
+    """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
-    with open_any_store(run) as store, JobView(run) as view:
-        result = report.find(ReportContext(store, run.resolved, view.events, about))
+    with open_any_store(run) as store, JobView(run.out) as view:
+        findings = report.find(Desk(store, run.resolved, view.events, about))
         if page.wanted:
             _write(run, page, result)
     run.out.result(result.value, human=lambda: _show(run, result.summary))
@@ -102,9 +102,9 @@ def _show(run: Run, summary: Sequence[Shown]) -> None:
             run.out.table(part.head, part.rows, part.title)
 
 
-def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
-    """Write the page, and the figures as files. Raises KvtoolError if one cannot be written."""
-    from kvtool.reports.page import figure_files, page
+def _write(run: Run, options: PageOptions, findings: Findings) -> None:
+    """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
+    from kvtool.lab.charts.page import figure_files, page
 
     title, sections = result.title, result.page_sections
     files = []

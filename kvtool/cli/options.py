@@ -27,6 +27,7 @@ import inspect
 import os
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -39,8 +40,9 @@ from kvtool.cli.out import Mode, Out
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.machine import FEATURES, lacks_avx2
 from kvtool.core.common.plugins import troubles
+from kvtool.core.common.sizes import shown_size
 from kvtool.core.common.switches import check_switches
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Option, Options, Part, options_of
@@ -203,7 +205,7 @@ def _facts(option: Option) -> str:
     """Return the end of an option's line in the help: its default, and whether it can be repeated."""
     default = option.default_text
     facts = [f"default: {default}"] if default else []
-    facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it shows by itself
+    facts += ["repeatable"] if option.many and "," not in option.metavar else []  # with a comma it is obvious
     return f"  [{'; '.join(facts)}]" if facts else ""
 
 
@@ -234,7 +236,7 @@ class ManyValues(Command):
         options = {flag: option for option in self.params for flag in option.opts if flag.startswith("-")}
         out: list[str] = []
         positional, run = False, ""  # the option whose values are being read
-        last = 0  # where the last value after an option's first one stands in `out`
+        last = 0  # index in `out` of the last value after an option's first one
         at = 0
         while at < len(args):
             word, option = args[at], options.get(args[at])
@@ -259,7 +261,7 @@ class ManyValues(Command):
 
 
 class Question(ManyValues):
-    """A command whose argument is one question: without quotation marks, its further words are told from others."""
+    """A command whose argument is one question: without quotation marks, the error shows the quoted question."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_extra_args = True
@@ -278,7 +280,7 @@ def is_flag(option: Any) -> bool:
 
 
 def open_any_store(run: Run) -> Store:
-    """The store of `--store`, a folder or a URL; what a shared one has to say is told to the user."""
+    """The store of `--store`, a folder or a URL; its warnings are shown."""
     from kvtool.core.cache.store import Store
 
     place = run.get(StoreOptions).place
@@ -291,7 +293,7 @@ def open_any_store(run: Run) -> Store:
 
 
 def new_session(run: Run, store: Store) -> Session:
-    """A session of the store whose model is loaded when it is needed; what it warns of is told to the user."""
+    """A session of the store whose model is loaded when it is needed; its warnings are shown."""
     from kvtool.core.session.session import Session
 
     return Session(store, run.get(ModelOptions), warn=run.out.warning)
@@ -303,3 +305,17 @@ def open_session(run: Run, store: Store) -> Session:
     run.out.doing(f"loading the model {session.identity.model}")
     _ = session.decoder
     return session
+
+
+def tell_budget(run: Run, max_size: int | None) -> None:
+    """Report that `--max-size` replaces the store's own budget, if it has one."""
+    from kvtool.core.cache.store import Store
+
+    if max_size is None:
+        return
+    with suppress(KvtoolError), Store.open(run.folder) as store:  # otherwise the command reports the error
+        kept = store.budget()
+        if kept is not None and kept != max_size:
+            run.out.status(
+                f"--max-size {shown_size(max_size)} takes the place of the store's own budget of {shown_size(kept)}"
+            )

@@ -6,15 +6,19 @@ stripped, what the encoding lacks is replaced, a closed pipe ends the process qu
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import json
+import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal
 
-from kvtool.cli import spinner
-from kvtool.cli.json_out import SCHEMA, error_json, plain, to_json
 from kvtool.cli.progress import (
     ALOUD_EVERY_S,
     EVENT_EVERY_S,
@@ -24,12 +28,16 @@ from kvtool.cli.progress import (
     Lines,
     Progress,
     Reminder,
+    hide_activity,
     rich_bars,
+    show_activity,
+    spinning,
 )
 from kvtool.cli.terminal import (
     SafeStream,
     WordWrap,
     clean,
+    degrade,
     one_line,
     render_markdown,
     render_quote,
@@ -37,6 +45,8 @@ from kvtool.cli.terminal import (
     silence,
     wrapped,
 )
+from kvtool.core.common.json_text import escaped
+from kvtool.core.common.types import Events
 from kvtool.core.common.urls import scrubbed
 from kvtool.core.errors import EXIT_DONE, KvtoolError
 
@@ -44,10 +54,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 Mode = Literal["human", "json", "jsonl"]
+SCHEMA = 2  # of every JSON object
 
 
 class OutputClosed(SystemExit):
-    """Whoever read our stdout has gone (`kvtool store ls | head`): nothing is left to say to anybody."""
+    """The reader of our stdout has exited (`kvtool store ls | head`): nobody reads further output."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_DONE)
@@ -71,7 +82,7 @@ class Out:
         self._stdout = SafeStream(sys.stdout if stdout is None else stdout)
         self._stderr = SafeStream(sys.stderr if stderr is None else stderr)
         self._bars: RichProgress | None = None
-        self._in_line = False  # whether stdout stands in the middle of a line
+        self._in_line = False  # whether stdout is in the middle of a line
         self._wrap = WordWrap()  # of an answer that streams to a terminal
 
     @classmethod
@@ -118,12 +129,12 @@ class Out:
             self.print()
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
-        """Put a table for a person on stdout; nothing in the machine modes. Numbers stand to the right."""
+        """Put a table for a person on stdout; nothing in the machine modes. Numbers are aligned to the right."""
         if self.human:
             self._put(render_table(columns, [list(row) for row in rows], title, self._stdout))
 
     def markdown(self, text: str, for_terminal: str = "") -> None:
-        """Put a page on stdout: drawn on a terminal (`for_terminal`, where it reads otherwise), else as it stands."""
+        """Put a page on stdout: drawn on a terminal (`for_terminal`, if the text differs), otherwise unchanged."""
         if self.human:
             terminal = self._stdout.isatty()
             self._put(render_markdown(for_terminal or text) if terminal else text.rstrip("\n") + "\n")
@@ -148,7 +159,7 @@ class Out:
             self.event("summary", **plain(value))
 
     def report(self, value: Any, human: Callable[[], None]) -> None:
-        """End a command whose result tells of work that was done, and is no data: with --quiet nobody reads it."""
+        """End a command whose result reports work and is no data: --quiet hides it."""
         if self.mode != "human" or self.verbosity >= 0:
             self.result(value, human)
 
@@ -167,19 +178,19 @@ class Out:
             self._say(text)
 
     def doing(self, text: str) -> None:
-        """Say what goes on now: beside the spinner on a terminal, and as a line where -v wants to know."""
+        """Show the present activity: next to the spinner on a terminal, and as a line with -v."""
         self.detail(text)
         if self._bars is None:
-            spinner.say(scrubbed(text))
+            show_activity(scrubbed(text))
 
     def idle(self) -> None:
         """Take the spinner away until there is something to do again."""
-        with spinner.aside(until_new_words=True):
+        with hide_activity(until_new_words=True):
             pass
 
     def spinning(self, words: str) -> AbstractContextManager[None]:
-        """Show on a terminal that something goes on while what is inside runs; nothing with --quiet."""
-        return nullcontext() if self.verbosity < 0 else spinner.spinning(words, self._stderr)
+        """Show a spinner on a terminal while the block runs; nothing with --quiet."""
+        return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr)
 
     def detail(self, text: str) -> None:
         """Say what only -v wants to know."""
@@ -187,22 +198,22 @@ class Out:
             self.status(text)
 
     def passage(self, pieces: Iterable[tuple[str, int]]) -> None:
-        """Show a foreign text on stderr, each line behind a bar, some of it in a colour (0: none); in square brackets
+        """Show a foreign text on stderr, each line after a bar, some of it in a colour (0: none); in square brackets
         where there are no colours."""
         if self.mode == "jsonl" or self.verbosity < 0:
             return
         text = render_quote((self._marked(*piece) for piece in pieces), self._stderr.columns)
-        with suppress(OSError, ValueError), spinner.aside():
+        with suppress(OSError, ValueError), hide_activity():
             self._stderr.write(text)
             self._stderr.flush()
 
     def quote(self, text: str) -> None:
-        """Put a foreign text for a person on stdout, each line behind a bar; nothing in the machine modes."""
+        """Put a foreign text for a person on stdout, each line after a bar; nothing in the machine modes."""
         if self.human:
             self._put(render_quote([(text, "{}")], self._stdout.columns))
 
     def warning(self, text: str, hint: str = "", *, even_quiet: bool = False, **facts: Any) -> None:
-        """Say what the user should know although the work goes on; with --quiet too where the exit code says so."""
+        """Warn the user while the work continues; with --quiet too where the exit code says so."""
         text, hint = scrubbed(text), scrubbed(hint)
         self.event("warning", message=text, hint=hint, **facts)
         if self.verbosity >= 0 or even_quiet:
@@ -211,7 +222,7 @@ class Out:
                 self._say(hint, label="hint", colour=36)
 
     def failed(self, what: str, reason: str) -> None:
-        """Say which part of the work failed while the rest goes on; with --quiet too."""
+        """Say which part of the work failed while the rest continues; with --quiet too."""
         self.event("warning", message=f"failed: {what}: {reason}", path=what, error=reason)
         self._say(one_line(f"{what}: {reason}"), label="failed", colour=31)
 
@@ -237,7 +248,7 @@ class Out:
         """
         label = one_line(label)
         if self._draws_bars():
-            with spinner.aside(until_new_words=True):
+            with hide_activity(until_new_words=True):
                 pass
             with rich_bars(self._stderr) as self._bars:
                 try:
@@ -281,7 +292,7 @@ class Out:
             self._above(self._bars, text)
             return
         try:
-            with spinner.aside(until_new_words=True) if shares_terminal else nullcontext():
+            with hide_activity(until_new_words=True) if shares_terminal else nullcontext():
                 self._stdout.write(text)
                 self._stdout.flush()
             self._in_line = not text.endswith("\n") if text else self._in_line
@@ -290,7 +301,7 @@ class Out:
 
     @staticmethod
     def _above(bars: RichProgress, text: str) -> None:
-        """Whole lines on a terminal that shows a bar: above it, where they would else stand behind it."""
+        """Whole lines on a terminal that shows a bar: above it, instead of on its line."""
         from rich.text import Text
 
         with suppress(OSError, ValueError):
@@ -306,13 +317,13 @@ class Out:
 
     def _say(self, text: str, label: str = "", colour: int = 0) -> None:
         if self._in_line and self._stdout.is_beside(self._stderr):
-            self.end_line()  # on one screen, or in one file, not behind half an answer
+            self.end_line()  # on one screen, or in one file, not after half an answer
         text = clean(f"{label}: {text}" if label else text)
         if label != "hint" and (columns := self._stderr.columns):  # a hint's command is copied in one piece
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
         line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
-        with suppress(OSError, ValueError), spinner.aside():  # nobody is left to hear that nobody hears
+        with suppress(OSError, ValueError), hide_activity():  # nobody is left to hear that nobody hears
             if self._bars is not None:
                 self._above(self._bars, line)
             else:
@@ -330,3 +341,116 @@ class Out:
 
     def _coloured(self, label: str, colour: int) -> str:
         return label if self._isplain() or not label else f"\x1b[1;{colour}m{label}\x1b[0m"
+
+
+class JobView:
+    """View of a job's events: a bar for each step from the moment its length is known, warnings, files by name."""
+
+    def __init__(self, out: Out) -> None:
+        self._out = out
+        self._progress: Any = None
+        self._bar: Any = None
+        self._label, self._doing = "", ""  # of the step; and the present activity
+        self._since = time.monotonic()  # when that began
+        self._reminder: Reminder | None = None
+        self.events = Events(
+            step=self._step,
+            expect=self._expect,
+            advance=self._advance,
+            status=self._status,
+            say=self._say,
+            warn=self._out.warning,
+            failed=self._out.failed,
+            skipped=lambda path, reason: self._out.detail(one_line(f"skipped {path}: {reason}")),
+        )
+
+    def __enter__(self) -> JobView:
+        self._reminder = self._out.reminding(self._told)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._close(*error)
+        if self._reminder is not None:
+            self._reminder.close()
+
+    def _told(self) -> str:
+        """Return the progress of the job, or its present activity if that has no count."""
+        if self._doing:
+            return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
+        return self._bar.told() if self._bar else "working"
+
+    def _step(self, label: str, total: int, unit: str) -> None:
+        self._close()
+        self._label, self._doing = label, ""
+        self._progress = self._out.progress(label, total=total, unit=unit)
+        self._bar = self._progress.__enter__()
+
+    def _close(self, *error: Any) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(*(error or (None, None, None)))
+            self._progress = self._bar = None
+
+    def _expect(self, total: float) -> None:
+        if self._bar is not None:
+            self._bar.expect(total)
+
+    def _advance(self, count: float) -> None:
+        if self._bar is not None:
+            if self._doing:
+                self._doing = ""
+                self._show(self._label, pace=True)
+            self._bar.advance(count)
+
+    def _status(self, text: str) -> None:
+        self._doing, self._since = text, time.monotonic()
+        if self._out.mode == "jsonl":
+            self._out.status(text)
+        else:
+            self._out.doing(text)
+        self._show(text, pace=False)
+
+    def _show(self, text: str, pace: bool) -> None:
+        if isinstance(self._bar, Bar):
+            self._bar.describe(text)
+            self._bar.show_pace(pace)
+
+    def _say(self, text: str, hint: str) -> None:
+        self._out.status(text)
+        if hint:
+            self._out.status(hint)
+
+
+# ---- JSON (kvtool/docs/json.md) ----
+
+
+def to_json(value: Any, *, encoding: str = "utf-8", indent: int | None = None) -> str:
+    """JSON that any parser takes and no terminal obeys: no NaN, and escapes also where the stream's encoding needs
+    them."""
+    known = plain(value)
+    text = escaped(json.dumps(known, ensure_ascii=False, allow_nan=False, indent=indent))
+    return text if degrade(text, encoding) == text else escaped(json.dumps(known, allow_nan=False, indent=indent))
+
+
+def error_json(error: KvtoolError, exit_code: int | None = None) -> dict[str, Any]:
+    """An error as every object and event has it: `message`, `hint`, `exit_code`; without passwords of URLs."""
+    code = error.exit_code if exit_code is None else exit_code
+    return {"message": scrubbed(error.message), "hint": scrubbed(error.hint), "exit_code": code}
+
+
+def plain(value: Any) -> Any:
+    """Dataclasses, mappings, tuples, paths and numpy scalars as what `json` knows; a number that is none as null."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(name): plain(inner) for name, inner in value.items()}
+    if hasattr(value, "tolist"):  # numpy and torch
+        return plain(value.tolist())
+    if isinstance(value, Iterable):
+        return [plain(inner) for inner in value]
+    raise TypeError(f"{type(value).__name__} cannot be put as JSON")

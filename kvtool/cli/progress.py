@@ -1,11 +1,15 @@
-"""Progress of a long job: a bar on a terminal, else a line or an event now and then."""
+"""Progress of a command: a spinner before its first line, then a bar on a terminal, or lines and events."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
@@ -44,7 +48,7 @@ _Say = Callable[[str, dict[str, Any]], None]  # a sentence, and the facts in it
 class Pace:
     """Progress and speed of a job over the last minute, or over its last steps if these take longer.
 
-    Between two steps the time that is left runs down; it changes at steps alone.
+    Between two steps the time that is left runs down; it changes only at steps.
     """
 
     def __init__(self, total: float | None, unit: str) -> None:
@@ -136,7 +140,7 @@ class Bar:
         self._bars.update(self._task, description=one_line(label))
 
     def show_pace(self, shown: bool) -> None:
-        """Show how far it is, or nothing of that while something goes on that has no count."""
+        """Show the progress, or nothing during an activity without a count."""
         self._bars.update(self._task, pace=self._pace if shown else None)
 
     def told(self) -> str:
@@ -167,7 +171,7 @@ class Reminder:
 
 
 def speed_text(speed: float | None, unit: str) -> str:
-    """A speed in `unit` a second, with a digit or two behind the point where it is slow; empty before there is one."""
+    """A speed in `unit` a second, with one or two decimals if it is slow; empty before there is one."""
     if not speed:
         return ""
     return f"{speed:,.{0 if speed >= 10 else 1 if speed >= 0.1 else 2}f} {unit}/s"
@@ -189,3 +193,103 @@ def rich_bars(stream: SafeStream) -> RichProgress:
     columns = (TextColumn("{task.description}", markup=False), BarColumn(12), PaceColumn())  # within 80 columns
     console = Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False)
     return RichProgress(*columns, console=console, transient=True)
+
+
+# ---- the spinner: drawn by a thread, from before torch is imported, which takes seconds ----
+
+PATIENCE_S = 0.2  # before the first word
+_FRAME_EVERY_S = 0.1
+_CLEARED = "\r\x1b[2K"
+_FRAMES = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_ASCII_FRAMES = "|/-\\"
+
+
+class Spinner:
+    """A line at the bottom of a terminal that shows the present activity; none if `stream` is no terminal.
+
+    Other writers to the same terminal write inside of `aside`.
+    """
+
+    def __init__(self, stream: SafeStream) -> None:
+        self._stream = stream
+        self._words = ""
+        self._drawn = False
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._frames = _FRAMES if stream.encoding.lower().replace("-", "") == "utf8" else _ASCII_FRAMES
+        self._thread: threading.Thread | None = None
+
+    def say(self, words: str) -> None:
+        """Show these words from now on."""
+        if os.environ.get("TERM") == "dumb" or not self._stream.isatty() or self._over.is_set():
+            return
+        with self._lock:
+            self._words = one_line(words)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtool-spinner", daemon=True)
+            self._thread.start()
+
+    @contextmanager
+    def aside(self, until_new_words: bool = False) -> Iterator[None]:
+        """Take the line away while somebody else writes; it comes back, or stays away until there are new words."""
+        with self._lock:
+            if until_new_words:
+                self._words = ""
+            if self._drawn:
+                self._write(_CLEARED)
+                self._drawn = False
+            yield
+
+    def stop(self) -> None:
+        """Take the line away for good."""
+        self._over.set()
+        with self.aside(until_new_words=True):
+            pass
+
+    def _run(self) -> None:
+        pause = PATIENCE_S
+        for frame in itertools.cycle(self._frames):
+            if self._over.wait(pause):
+                return
+            with self._lock:
+                if self._words and not self._over.is_set():
+                    self._draw(frame)
+            pause = _FRAME_EVERY_S
+
+    def _draw(self, frame: str) -> None:
+        room = max(10, shutil.get_terminal_size().columns - 3)
+        self._write(f"{_CLEARED}{frame} {self._words[:room]}")
+        self._drawn = True
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+
+# That of the command that runs, as there is one terminal; none before one does, and where it is to be quiet.
+_running: list[Spinner] = []
+
+
+@contextmanager
+def spinning(words: str, stream: SafeStream) -> Iterator[None]:
+    """Show a spinner while the block runs, first with these words."""
+    spinner = Spinner(stream)
+    _running.append(spinner)
+    spinner.say(words)
+    try:
+        yield
+    finally:
+        spinner.stop()
+        _running.remove(spinner)
+
+
+def show_activity(words: str) -> None:
+    """Show these words from now on, where anything is shown."""
+    for spinner in _running[-1:]:
+        spinner.say(words)
+
+
+def hide_activity(until_new_words: bool = False) -> AbstractContextManager[None]:
+    """See `Spinner.aside`; from any thread."""
+    return _running[-1].aside(until_new_words) if _running else nullcontext()

@@ -26,8 +26,8 @@ from kvtool.cli.answers import (
     source_line,
 )
 from kvtool.cli.commands import new_app
-from kvtool.cli.json_out import error_json
 from kvtool.cli.options import Question, Run, new_session, open_any_store, open_session, takes
+from kvtool.cli.out import error_json
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.collecting import paused_collection
 from kvtool.core.common.sizes import counted
@@ -44,13 +44,11 @@ from kvtool.serve.beside import connect, socket_path
 from kvtool.serve.client import Declined, ask, placed
 
 if TYPE_CHECKING:
-    from kvtool.cli.options import Run
     from kvtool.core.common.timeline import Timeline
     from kvtool.core.evaluate.audits import Audit
     from kvtool.core.evaluate.measures import Row
     from kvtool.core.query.audit import Auditor
-    from kvtool.core.query.options import QueryOptions
-    from kvtool.core.query.reply import Reply, Request
+    from kvtool.core.query.reply import Reply
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
 
@@ -202,7 +200,7 @@ class Batch:
         return self._modes is None and self._options.audit > 0
 
     def _audit(self, reply: Reply) -> None:
-        """Answer in full, too, where this question is drawn: its line is printed, and stands."""
+        """Answer in full, too, where this question is drawn: the printed line is final."""
         if not self._audits:
             return
         from kvtool.core.query.audit import Auditor
@@ -258,7 +256,6 @@ class QueryFlags(Options, settings=False):
         None,
         "Write the duration of each step (Chrome's trace format).",
         group=INSIDE,
-        synonyms=("--profile",),
         metavar="FILE",
         unit="path",
     )
@@ -462,7 +459,7 @@ def _answer(run: Run, session: Session, request: Request, options: QueryOptions)
 
 
 def _audit(run: Run, session: Session, reply: Reply, options: QueryOptions) -> None:
-    """Answer in full, too, where this question is drawn: the answer is printed, and stands."""
+    """Answer in full, too, where this question is drawn: the printed answer is final."""
     from kvtool.core.query.audit import Auditor
 
     auditor = Auditor(session)

@@ -36,7 +36,7 @@ def each_command() -> Iterator[tuple[str, Any, Any]]:
 
 
 def _commands(command: Any, path: str, group: Any = None) -> Iterator[tuple[str, Any, Any]]:
-    """A command, and behind a group those below it, which take over its flags for help (`group`: its context)."""
+    """Yield a command, and after a group its commands, which inherit its flags for help (`group`: its context)."""
     context = command.make_context(path, [], parent=group, resilient_parsing=True)
     yield path, command, context
     for name, child in getattr(command, "commands", {}).items():
@@ -77,7 +77,7 @@ def _cell(text: str) -> str:
 
 
 def _without_marks(text: str) -> str:
-    """A command's own words; typer's mark for "leave the line breaks" goes."""
+    """A command's own words; typer's mark for "leave the line breaks" is removed."""
     return "\n".join(line.rstrip() for line in text.replace("\b", "").strip().splitlines())
 
 

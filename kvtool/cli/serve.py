@@ -1,4 +1,4 @@
-"""`kvtool serve`: an engine that stays up, behind an OpenAI-compatible API."""
+"""`kvtool serve`: a resident engine with an OpenAI-compatible API."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _tls(options: ServeOptions, warn: Warn) -> SSLContext | None:
 
 
 def warning_to(out: Out) -> Warn:
-    """Warn whoever listens: that nobody does must not end the thread that answers."""
+    """Return a function that warns on `out`: a closed output must not end the thread that answers."""
 
     def warn(text: str, hint: str) -> None:
         with suppress(OutputClosed, KvtoolError):

@@ -79,7 +79,9 @@ def ls(run: Run, targets: Optional = None) -> None:
     if not rows:
         run.out.status("the store holds no whole document")
     if unfinished:
-        run.out.status(f"{counted(unfinished, 'chunk')} of files that an ingest did not finish; the next goes on there")
+        run.out.status(
+            f"{counted(unfinished, 'chunk')} of files that an ingest did not finish; the next ingest continues there"
+        )
 
 
 def _chunk(row: Row) -> tuple[object, ...]:
@@ -277,9 +279,9 @@ def _what_is_lost(report: PruneReport) -> tuple[str, str]:
     allowed = f"more than the {MAX_LOSS:g} that questions allow"
     return (
         f"{counted(report.lossy, 'chunk')} {left} at levels that lose up to {report.worst:.2g} nats a token, {allowed}",
-        "`kvtool compress --level 2` beforehand gives what loses less"
+        "run `kvtool compress --level 2` first for a level that loses less"
         if report.dry_run
-        else "exact records and finer levels come of ingest into a new store",
+        else "ingest into a new store for exact records and finer levels",
     )
 
 

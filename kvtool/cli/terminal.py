@@ -110,8 +110,8 @@ class SafeStream(io.TextIOBase):
             self.stream.flush()
 
     def close(self) -> None:
-        """Leave the stream open, and what is in it: who ends the process looks after both. A flush that fails when this
-        is let go of would be told on standard error, since Python 3.13."""
+        """Leave the stream open, and what is in it: who ends the process looks after both. Since
+        Python 3.13 a flush that fails at garbage collection prints to standard error."""
 
 
 def _write_all(raw: io.RawIOBase, data: bytes) -> None:
@@ -165,7 +165,7 @@ class WordWrap:
         return self._placed(self._held, columns) if self._held else ""
 
     def _placed(self, unit: str, columns: int) -> str:
-        """A unit with the break before it; blanks that a line has no room for go."""
+        """A unit with the break before it; blanks beyond the end of a line are dropped."""
         if unit == "\n":
             self._column, self._runs_on = 0, False
             return unit
@@ -243,7 +243,7 @@ class _Column:
 
 
 def _lines(columns: Sequence[_Column]) -> Iterator[str]:
-    """The lines of a table for a pipe: it may have a million rows, of which each is drawn by itself."""
+    """The lines of a table for a pipe: it may have a million rows, so each is drawn separately."""
     from rich.cells import cell_len
 
     for row in zip(*([column.name, *column.cells] for column in columns), strict=True):
@@ -258,7 +258,7 @@ def _wide(columns: Sequence[_Column]) -> int:
 
 
 def _bands(columns: list[_Column], width: int) -> Iterator[list[_Column]]:
-    """All columns where they fit when folded, else as many at a time as fit unfolded, each behind the first column."""
+    """All columns where they fit when folded, else as many at a time as fit unfolded, each after the first column."""
     if sum(column.least + _GAP for column in columns) - _GAP <= width:
         yield columns
         return
@@ -328,7 +328,7 @@ def render_quote(pieces: Iterable[tuple[str, str]], columns: int | None) -> str:
 
 
 def _line_ends(text: str, room: int) -> set[int]:
-    """Return the ends of lines of so many cells: at a blank, which is dropped, or before a letter if there is none."""
+    """Return the ends of lines of so many cells: at a blank, which is dropped, or before a letter without one."""
     ends, used, first = set[int](), 0, 0  # `first`: where the line begins
     blank: int | None = None  # its last one
     for at, letter in enumerate(text):

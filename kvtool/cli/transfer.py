@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvtool.cli.job_view import JobView, tell_budget
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import Run, takes, tell_budget
+from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -29,7 +29,7 @@ Url = Annotated[
 
 _SHARED = "redis://cache:6379/0"
 _AS_OWN = "--mine takes what you made yourself, --trust FILE what a key of FILE has signed"
-_REPLACE = "`kvtool store rm PATH` makes way for one; --mine or --trust FILE say whose files may replace yours"
+_REPLACE = "`kvtool store rm PATH` lets one in; --mine or --trust FILE allow others to replace your files"
 
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
@@ -37,7 +37,7 @@ def push(run: Run, url: Url) -> int | None:
     """Upload what a shared store lacks. Run it again to resume."""
     from kvtool.core.remote.push import push_to
 
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = push_to(url, run.folder, run.get(PushOptions), view.events)
     return told(run, [report], report.to_json())
 
@@ -50,7 +50,7 @@ def pull(run: Run, url: Url) -> int | None:
     options = run.get(PullOptions)
     if not options.dry_run:
         tell_budget(run, options.max_size)
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
     return told(run, [report], report.to_json())
 
@@ -70,7 +70,7 @@ def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int 
 
 
 def tell_origin(run: Run, report: TransferReport) -> None:
-    """Tell the user what came from somebody who is not trusted, and what that means."""
+    """Report data of untrusted origin, and the consequence."""
     if report.kept:
         some = ", ".join(report.kept[:3]) + (" …" if len(report.kept) > 3 else "")
         run.out.warning(f"{counted(len(report.kept), 'file')} of another origin stayed as they are: {some}", _REPLACE)
@@ -83,7 +83,7 @@ def tell_origin(run: Run, report: TransferReport) -> None:
 
 
 def tell_signer(run: Run, place: str, signer: str) -> None:
-    """Tell the user that none of the trusted keys has signed something; `signer`: "" for nobody."""
+    """Warn that no trusted key has signed the data; `signer`: "" for nobody."""
     from kvtool.core.remote.signing import UNSIGNED
 
     if signer:
@@ -100,7 +100,7 @@ def _in_words(report: TransferReport) -> str:
     removed = f"{report.removed} {would}removed" + (
         f" ({report.bytes_freed / 1e6:,.1f} MB)" if report.bytes_freed else ""
     )
-    forgotten = f", {counted(report.forgotten, 'document')} {would}forgotten" if report.forgotten else ""
+    forgotten = f", {counted(report.forgotten, 'document')} {would}removed" if report.forgotten else ""
     moved = f"{counted(report.files.moved, 'file')} and {counted(report.chunks.moved, 'chunk')} at a level"
     return (
         f"{what} {report.url}: {moved} {would}moved "
@@ -128,7 +128,7 @@ def export(run: Run, pack: Pack) -> int | None:
 
     options = run.get(ExportOptions)
     levels = options.levels or None
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = run_export(
             run.folder,
             pack,
@@ -168,7 +168,7 @@ def import_(run: Run, sources: Sources) -> int | None:
 
     options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         reports = merge(
             run.folder,
             sources,

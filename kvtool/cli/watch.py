@@ -11,8 +11,8 @@ import typer
 
 from kvtool.cli.commands import new_app
 from kvtool.cli.ingest import still_failing
-from kvtool.cli.job_view import JobView, tell_budget
-from kvtool.cli.options import Run, takes
+from kvtool.cli.options import Run, takes, tell_budget
+from kvtool.cli.out import JobView
 from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from kvtool.core.ingest.watcher import Watcher
 
-# it syncs, goes on, and tells what it does as it does it
+# it syncs, continues after errors, and reports each file at once
 _NOT_HERE = ("sync", "retry", "strict", "dry_run", "continue_on_error", "log")
 _TAKEN = [name for name in options_of(IngestOptions) if name not in _NOT_HERE]
 
@@ -79,7 +79,7 @@ def _round(run: Run, watcher: Watcher, done: Documents, catching_up: bool = Fals
     ----------
     done : is added to.
     """
-    with JobView(run) as view:
+    with JobView(run.out) as view:
         report = watcher.round(replace(view.events, took=_teller(run, quiet=catching_up)))
     if report is not None:
         run.out.event("summary", **report.to_json())
@@ -92,7 +92,7 @@ def _tell_end(run: Run, done: Documents) -> None:
     """The end is what was asked for, no error."""
     run.out.status(
         f"no longer watching: {done.added} added, {done.changed} changed, {done.removed} removed; "
-        "started again, it takes in what changed meanwhile"
+        "the next start ingests what changed meanwhile"
     )
 
 

@@ -53,44 +53,49 @@ _LISTED = re.compile(r"\([^()]*…: \[[^]]*families\]")
 PROMPT, CHUNK, QUESTION_ROWS = 4096, 512, 32  # tokens
 ALL, EXACT, FULL_ALONE = "all", "`full`, `prefix`", "`full`"
 _HEAD = (
-    "# Model families\n\n"
-    "Which models kvtool takes is decided by what their configuration and their layers say, not by their names: a "
-    "family that is not here is tried, and refused with a reason where it cannot be served. Over each of these the "
-    "tests run the [laws](design.md#laws), with a tiny random model of the configuration class that is named; "
-    "`samples/tools/families.py` writes this page from them.\n\n"
-    "- **KV** is the size of one token in a store, in bytes of bfloat16, of that tiny model: 512 with plain keys and "
-    "values of two heads of 16 in four layers.\n"
-    f"- **`reuse`** and **`union`** are the bytes that these modes (the second with 15 %) read of a prompt of "
-    f"{PROMPT:,} tokens in chunks of {CHUNK}, and what share that is of the prompt's. Windowed layers are read as far "
-    "back as a row can see, a window being an eighth of the prompt here; `union` may come to choose any row, so it "
-    "reads all. States are not counted. The sizes of real models and what they read are in [what kinds of layers store "
-    "and read](../../samples/results/layers.md).\n"
-    "- **Tested** in full, with every mode in float32 and bfloat16, are those that differ in a kind of layer; the "
-    "others with the modes that differ in what they do.\n"
-    "- **GGUF** is the architecture under which files of the family are read, with packed weights and all that "
-    "their metadata say of layers and positions; –: `transformers` does not read them, and kvtool refuses.\n"
+    "# Model families\n"
+    "\n"
+    "kvtool accepts a model by its configuration and its layers, not by its name. A family that is not listed"
+    " here is tried, and refused with a reason if it cannot work. The tests check the [laws](design.md#laws) "
+    "on a tiny random model of each configuration class; `samples/tools/families.py` writes this page from "
+    "them.\n"
+    "\n"
+    "- **KV**: size of one token of the tiny model in a store, in bytes of bfloat16. 512 means plain keys and"
+    " values: two heads of 16 in four layers.\n"
+    f"- **`reuse`**, **`union`**: bytes that these modes (`union` with 15 %) read of a prompt of {PROMPT:,} "
+    f"tokens in chunks of {CHUNK}, and their share of the prompt. A windowed layer is read as far back as a "
+    "row sees; the window is an eighth of the prompt here. `union` may choose any row, so it reads all. "
+    "States are not counted. [Layers](../../samples/results/layers.md) has the numbers of real models.\n"
+    "- **tested**: *in full* with every mode in float32 and bfloat16, for families with a kind of layer of "
+    "their own; otherwise with the modes that differ in their computation.\n"
+    "- **GGUF**: architecture name of the GGUF files that kvtool reads with packed weights. –: kvtool refuses"
+    " GGUF files of this family, because `transformers` does not read them.\n"
 )
 _ROW = "| {name} | `{config}` | {layers} | {kv} | {reuse} | {union} | {modes} | {tested} | {gguf} |"
 _TABLE = """| family | configuration | layers | KV | `reuse` | `union` | modes | tested | GGUF |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |"""
-_PATHS = """## What machine code computes on a CPU
+_PATHS = (
+    "## What machine code computes on a CPU\n"
+    "\n"
+    "Results for the same tiny models in float32 on a CPU with AVX2. A reason means that the model's own "
+    "layers, or torch, compute that part. `kvtool query --explain` reports the same for your model.\n"
+    "\n"
+    "- **Fused layers** compute a prompt's rows: everything between a layer's products and its attention, in "
+    "a few calls. Experts are computed by their own module.\n"
+    "- **Native decoding** computes a whole token in one call.\n"
+    "- **Native attention** computes the attention of a question's 32 rows over a prompt of 4,096 tokens.\n"
+    "\n"
+    "| family | fused layers | native decoding | native attention |\n"
+    "| --- | --- | --- | --- |"
+)
+_LEFT = """## Refused models, and what they would need
 
-Of the same tiny models in float32, where there is AVX2, and why not where it does not; the layers of the model itself and torch then serve. `kvtool query --explain` says the same of a model in use.
-
-- **Fused layers** compute a prompt's rows: everything between a layer's products and its attention in a few calls. Experts are called as the module that they are.
-- **Native decoding** computes a whole token in one call.
-- **Native attention** is that of a question's 32 rows over a prompt of 4,096 tokens.
-
-| family | fused layers | native decoding | native attention |
-| --- | --- | --- | --- |"""  # noqa: E501
-_LEFT = """## What is refused, and what it would need
-
-| what | would need |
+| refused | would need |
 | --- | --- |"""
 _REFUSED = (
     (
         "keys chosen by their content (DeepSeek V3.2, GLM-5, MiniMax M3)",
-        "records that also hold what tokens are chosen by, and the choice made again for moved chunks",
+        "records that also contain the index of the choice, and a new choice after a chunk has moved",
     ),
     (
         "a norm with a weight for each number of a key, after its rotation (HunYuan): a score depends on the "
@@ -98,33 +103,33 @@ _REFUSED = (
         "chunks computed at their final positions",
     ),
     (
-        "attention over other keys and values than are kept (DiffLlama, JetMoE)",
-        "the same change made to keys and values when they are loaded",
+        "attention over other keys and values than the cache contains (DiffLlama, JetMoE)",
+        "the same transformation of keys and values when they are loaded",
     ),
     (
         "attention by code of its own (Falcon, GPT-J, CodeGen, GPT-NeoX Japanese)",
-        "rows and masks of ours given to that code",
+        "kvtool's rows and masks in that code",
     ),
     (
         "bidirectional attention (PaliGemma), layers that attend to images (Mllama)",
         "a mask that is not causal; images",
     ),
     (
-        "`prefix` where a model's forward does not go on from a state with several tokens (Jamba): the gate finds it",
-        "a forward that does; `full` is answered",
+        "`prefix` of a model whose forward cannot continue from a state with several tokens (Jamba): the gate finds it",
+        "a forward that can; `full` works",
     ),
     (
         "states in a cache of a family's own (MiniMax), attention shared between layers (Zamba 2), a state in every "
         "layer (Mamba, RWKV), states combined with sliding windows or sparse attention",
-        "a layer of the prompt cache for each of these",
+        "a layer type of the prompt cache for each of these",
     ),
     (
         "GGUF files of other architectures than those above (Granite, Cohere, OLMo, DeepSeek), of Mixtral, of "
         "StableLM with normed queries and keys, and of Qwen3.5-MoE where the two halves of an expert are packed "
         "otherwise",
-        "a reader that knows their names and layouts; the model's original safetensors are taken",
+        "a reader for their names and layouts; the model's original safetensors work",
     ),
-    ("positions that are no rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),
+    ("positions without rotation (GPT-2, OPT, BLOOM, MPT); encoder-decoders", "another way to move a key"),
 )
 
 

@@ -1,8 +1,10 @@
 """Count the lines and files of a tree's product code by room, and the share of imports and docstrings.
 
     python samples/tools/lines.py [TREE ...]
+    python samples/tools/lines.py --budgets
 
 A tree is a checkout of the repository; the one that this script is in by default. The lines of kvtool/docs/design.md.
+`--budgets` prints the lines of each room for `LINES` in tests/test_rooms.py.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from collections import Counter
 from itertools import chain
 from pathlib import Path
 
+HERE = Path(__file__).resolve().parents[2]
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -33,7 +36,7 @@ def lines_of(source: str) -> Counter[str]:
 
 
 def rooms_of(tree: Path) -> dict[str, list[Path]]:
-    """Return the product's files by room: a package under `kvtool/core`, or one beside it."""
+    """Return the product's files by room: a package under `kvtool/core`, or another one."""
     package, rooms = tree / "kvtool", dict[str, list[Path]]()
     for file in sorted(package.rglob("*.py")):
         parts = file.relative_to(package).parts
@@ -42,10 +45,22 @@ def rooms_of(tree: Path) -> dict[str, list[Path]]:
     return rooms
 
 
+def budgets(tree: Path) -> dict[str, int]:
+    """Return the lines of each room by its name."""
+    rooms = {room.rpartition("/")[2]: files for room, files in rooms_of(tree).items()}
+    return {
+        room: sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        for room, files in sorted(rooms.items())
+    }
+
+
 def main() -> None:
+    if sys.argv[1:] == ["--budgets"]:
+        print("LINES = {", *(f'    "{room}": {lines},' for room, lines in budgets(HERE).items()), "}", sep="\n")
+        return
     print("| tree | room | files | lines | imports | docstrings |")
     print("| --- | --- | --- | --- | --- | --- |")
-    for tree in sys.argv[1:] or [str(Path(__file__).resolve().parents[2])]:
+    for tree in sys.argv[1:] or [str(HERE)]:
         rooms = rooms_of(Path(tree))
         for room, files in [*rooms.items(), ("all", [*chain(*rooms.values())])]:
             counts = sum((lines_of(file.read_text(encoding="utf-8")) for file in files), Counter[str]())

@@ -107,10 +107,11 @@ def _machines_lines(machines: Sequence[Machine]) -> Iterator[str]:
     yield "# Machines"
     yield ""
     yield (
-        "How soon the first token is there and how fast the others follow, machine by machine, beside llama.cpp on the "
-        "same GGUF file. Seconds to the first token; behind a mode's time its efficiency: its speedup over the quicker "
+        "How soon the first token is there and how fast the others follow, machine by machine, compared with llama.cpp "
+        "on the same GGUF file. Seconds to the first token; after a mode's time its efficiency: its speedup over the "
+        "quicker "
         "full prefill of kvtool and `transformers`, over the ratio of FLOPs. llama.cpp: the best of its settings, each "
-        "number by itself; *saved*: its saved prompt state loaded, then the question. What every number includes: "
+        "number separately; *saved*: its saved prompt state loaded, then the question. What every number includes: "
         "[peers](peers.md)."
     )
     yield ""
@@ -245,8 +246,9 @@ REASONS = {
         "Choosing and computing scattered rows costs more than it saves on so short a prompt."
     ),
     "first token, reuse against a saved state": (
-        "A saved state is one sequential read of rows that stand where they stood; kvtool reads, checks and rotates "
-        "chunk by chunk, because any chunk may stand anywhere. A saved state serves one list of documents in one order."
+        "A saved state is one sequential read of rows at unchanged positions; kvtool reads, checks and rotates "
+        "chunk by chunk, because any chunk may be at any position. A saved state serves one list of documents in one "
+        "order."
     ),
     "decoding": (
         "Both read the file's packed weights once a token. kvtool multiplies them with float32 numbers, which keeps "
@@ -257,8 +259,8 @@ REASONS = {
         "batch or the Python API pays it once."
     ),
     "memory at the peak": (
-        "torch and transformers are resident before any weight is; the prompt's records stay mapped beside its own "
-        "keys and values, and a prefill unpacks a layer at a time."
+        "torch and transformers are resident before any weight is; the prompt's records stay mapped in addition to its "
+        "own keys and values, and a prefill unpacks a layer at a time."
     ),
     "stored, exact": "A number is kept as the model computes it: in float32, twice llama.cpp's float16 before coding.",
 }
@@ -289,13 +291,13 @@ def peers_page(machines: Sequence[Machine]) -> str:
 
 
 def _peers_lines(machines: Sequence[Machine]) -> Iterator[str]:
-    yield "# Beside what else one could take"
+    yield "# Compared with other systems"
     yield ""
     yield (
         "kvtool, llama.cpp and plain `transformers` on the same GGUF file (SmolLM2-135M-Instruct, Q4_1), the same "
         "token ids, the same cores, in one run: every contender in a process of its own, in turn. llama.cpp is "
         "measured as it comes and with the quickest of its settings, with and without flash attention; of every "
-        "quantity its best counts. Whatever kvtool loses stands below with the reason. By machine and "
+        "quantity its best counts. Every loss of kvtool is listed below with its reason. By machine and "
         "length, with the figure: [machines](machines.md)."
     )
     for machine in machines:
@@ -350,6 +352,6 @@ def _losses(machines: Sequence[Machine]) -> Iterator[str]:
         worst, machine, context = min(places, key=lambda place: place[0])
         told = REASONS.get(what, "")
         yield (
-            f"- **{what}**: behind in {len(places)} of {sum(len(one.contexts) for one in machines)} cases, at worst "
+            f"- **{what}**: worse in {len(places)} of {sum(len(one.contexts) for one in machines)} cases, at worst "
             f"{1 / worst:.2g}x ({context:,} tokens, {machine.title}). {told}"
         )

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 KNOW_NOTHING = ("common", "errors", "options", "codec", "corpus")
-TERMINAL = ("cli/out.py", "cli/terminal.py", "cli/spinner.py", "cli/progress.py")
+TERMINAL = ("cli/out.py", "cli/terminal.py", "cli/progress.py")
 HELD = ("session/session.py", "session/identity.py", "cache/store.py", "retrieval/finder.py")
 TEXT = "The mill at Orrin was built by Ada Brook in 1842. It ground barley for the harbour until the flood of 1911."
 

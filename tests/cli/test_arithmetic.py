@@ -163,7 +163,7 @@ def test_what_one_machine_gave_answers_on_the_other(elsewhere: Path, model: Path
 
 @pytest.mark.slow
 def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as another arithmetic can be told from another text's KV."""
+    """As far as another arithmetic can be distinguished from another text's KV."""
     read = gate.read_chunk
 
     def swapped(*args: Any) -> ChunkKV:
@@ -187,7 +187,7 @@ def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: 
 def test_parts_of_several_machines_are_merged_and_it_is_told(
     elsewhere: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part by a machine of its own; then a changed file is ingested by one of them, which computes that alone."""
+    """Each part by a machine of its own; then a changed file is ingested by one of them, which computes only that."""
     corpus, everything = tmp_path / "corpus", ("--store", tmp_path / "all")
     for part, features in (("1/2", FAST), ("2/2", PLAIN)):
         monkeypatch.setenv("KVTOOL_CPU_FEATURES", features)
@@ -313,7 +313,7 @@ def fingerprint_of_before(files: ModelFiles, dtype: str) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-# ---- what goes on there ----------------------------------------------------------------------------------------------
+# ---- further questions -----------------------------------------------------------------------------------------------
 
 
 def test_answers_differ_by_rounding_only(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

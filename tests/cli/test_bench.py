@@ -88,7 +88,7 @@ def test_bench_codec_measures_what_the_store_would_be_compressed_to(
     for threads in (1, 2):
         for what in ("encode", "decode"):
             row = rows[what, "2", threads]
-            # A single level stands alone, so these are `compress`'s records: of the float32 numbers.
+            # A single level is stored without others, so these are `compress`'s records: of the float32 numbers.
             assert row["bytes"] == pytest.approx(size, rel=0.001)
             assert row["bits_per_element"] == pytest.approx(16 * row["bytes"] / raw_bytes)
         assert {row["raw_bytes"] for row in rows.values()} == {raw_bytes}

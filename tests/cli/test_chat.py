@@ -111,7 +111,7 @@ def test_commands(screen: Screen, tmp_path: Path) -> None:
     assert "nothing was said yet" in screen.says("/save")
     assert "sources: " in screen.says(QUESTION)
     assert "mode: union" in screen.says("/mode")
-    assert "stays as it is" in screen.says("/mode reuse")
+    assert "earlier turns stay as they are" in screen.says("/mode reuse")
     assert "'foo' is none of" in screen.says("/mode foo")
     assert "for a question: 1" in screen.says("/top-k 1")
     assert "top_k" in screen.says("/top-k nought")
@@ -197,7 +197,7 @@ def test_a_full_context_starts_over_with_a_word(screen: Screen) -> None:
             session.decoder.context = 10
             refused = screen.says("/reset") + screen.says(QUESTION)
             assert "error: the prompt has" in refused
-            assert "are the question's own: ask a shorter one" in refused  # no passage less would make room
+            assert "are the question's own: ask a shorter one" in refused  # fewer passages would not suffice
         finally:
             session.decoder.context = before
     assert "it starts over" in told

@@ -84,7 +84,7 @@ def needed(shell: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_it_completes_in_a_real_shell(home: Home, shell: str) -> None:
-    """Installed for the shell that calls, as it finds by itself."""
+    """Installed for the shell that calls, as it detects."""
     needed(shell)
     done = home.run(shell, "-c", "kvtool --install-completion; true")
     assert f"completion for {shell} is installed in" in done.stderr

@@ -9,8 +9,7 @@ import pytest
 from kvtool.cli import reference
 from kvtool.cli.app import main
 from kvtool.cli.help import TOPICS, page
-from kvtool.cli.json_out import SCHEMA
-from kvtool.cli.out import Out
+from kvtool.cli.out import SCHEMA, Out
 from tests.cli.working import kvtool
 
 Capture = pytest.CaptureFixture[str]

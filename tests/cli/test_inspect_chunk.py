@@ -125,7 +125,7 @@ def test_counts_that_cannot_be_read_count_nothing(tmp_path: Path) -> None:
 
 
 def test_the_glance_counts_the_chunks_that_ls_lists(store: Path) -> None:
-    """The prompt's own beginning is a chunk of the store that no document has; it is counted apart."""
+    """The prompt's own beginning is a chunk of the store that no document has; it is counted separately."""
     listed = {chunk["id"]: chunk["tokens"] for document in listing(store) for chunk in document["chunks"]}
     for command in (("inspect",), ("store", "stats")):
         row = kvtool(*command, "--store", store, "--json").fine().json

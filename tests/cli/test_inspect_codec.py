@@ -1,4 +1,4 @@
-"""`kvtool inspect codec`: bits beside loss, for every level and for what others do."""
+"""`kvtool inspect codec`: bits and loss, for every level and for what others do."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_the_table(fitted: Path, batch: Path) -> None:
 
 @pytest.mark.slow
 def test_it_agrees_with_what_compress_stores(fitted: Path, batch: Path) -> None:
-    """Bits of a level that stands alone, on one document's chunks, are those of its records."""
+    """Bits of a level that is stored without others, on one document's chunks, are those of its records."""
     one = batch.with_name("one.jsonl")
     one.write_text(json.dumps({"question": "Where?", "documents": ["mill0.md"]}) + "\n")
     for level in NESTED:

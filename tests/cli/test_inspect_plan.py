@@ -34,7 +34,7 @@ def measured(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever loads a model fails, once the fixtures are done."""
+    """Any load of a model fails, once the fixtures are done."""
     request.getfixturevalue("store")
     if "measured" in request.fixturenames:
         request.getfixturevalue("measured")

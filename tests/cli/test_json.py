@@ -101,7 +101,7 @@ def test_query(mode: str, store: Path) -> None:
     assert len(row["chunks"]) == 5
     assert "mill2.md" in row["chunks"][-1]["source"]
     scores = [chunk["score"] for chunk in row["chunks"]]
-    assert scores == sorted(scores)  # the best stands last, next to the question
+    assert scores == sorted(scores)  # the best is last, next to the question
     assert 1 <= row["tokens"]["generated"] <= 4
     assert row["resolved"]["dtype"] == "float32"
     assert "segments" not in row

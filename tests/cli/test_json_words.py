@@ -1,4 +1,4 @@
-"""JSON has one vocabulary: kvtool/docs/json.md tells every command's object field by field, and every name once."""
+"""JSON has one vocabulary: kvtool/docs/json.md lists every command's object field by field, and every name once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.cli.every_command import every_command
 
 PAGE = (files("kvtool") / "docs" / "json.md").read_text(encoding="utf-8")
 BODY, _, CHANGES = PAGE.partition("## From schema 1 to 2")
-# A shape is a dictionary by name, with "?" behind what is there only sometimes; a list of one; None for a value; OPEN
+# A shape is a dictionary by name, with "?" after an optional name; a list of one; None for a value; OPEN
 # for an object whose keys are not names. The key OPEN stands for any.
 OPEN = "ANY"
 Shape = Any
 
 
 def shapes() -> dict[str, Shape]:
-    """Every object of the page by what it stands behind: a command, `error`, or an event."""
+    """Every object of the page by its name: a command, `error`, or an event."""
     lines = (re.fullmatch(r"    ([a-z][^:]*): (\{.*\})", line) for line in BODY.splitlines())
     return {found[1]: parse(found[2]) for found in lines if found}
 
@@ -51,7 +51,7 @@ def _parse(text: str) -> tuple[Shape, str]:
 
 
 def differences(value: Any, shape: Shape, at: str, known: dict[str, Shape]) -> Iterator[str]:
-    """What an object has that the page does not tell, and the other way round."""
+    """What an object has that the page does not list, and the other way round."""
     if isinstance(shape, str):
         shape = known[shape]
     if isinstance(value, list):
@@ -90,7 +90,7 @@ def described() -> Counter[str]:
 
 
 def shape_of(command: str, row: dict[str, Any]) -> str:
-    """Where the page tells of an object of this command."""
+    """Where the page describes an object of this command."""
     if row.get("type") in ("status", "warning", "error"):
         return f"event {row['type']}"
     if "count" in row:
@@ -107,7 +107,7 @@ def test_every_name_has_one_meaning() -> None:
 
 
 def test_what_schema_1_said_is_gone() -> None:
-    """A name that the table of changes gives up stands nowhere on the page, unless it means something else there."""
+    """A name that the table of changes gives up is nowhere on the page, unless it means something else there."""
     gone = {"compacted", "objective_ms", "removed_bytes", "freed", "losses"}
     gone |= {"prompt_tokens", "kv_mb", "there", "hit", "n", "ms", "why"}
     assert gone & set(described()) == set()

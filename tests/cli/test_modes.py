@@ -25,7 +25,7 @@ def open_umask() -> Iterator[None]:
 
 
 def open_to_others(*folders: Path) -> dict[str, str]:
-    """What below folders, or the folder itself, is not its owner's alone."""
+    """What below folders, or the folder itself, is not only its owner's."""
     paths = [path for folder in folders for path in (folder, *folder.rglob("*"))]
     assert len(paths) > 10
     status = {str(path): path.lstat().st_mode for path in paths if not path.is_symlink()}

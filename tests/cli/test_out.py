@@ -11,16 +11,13 @@ import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
 
 from kvtool.cli import progress as module
-from kvtool.cli.job_view import JobView
-from kvtool.cli.json_out import to_json
-from kvtool.cli.out import Out, OutputClosed
+from kvtool.cli.out import JobView, Out, OutputClosed, to_json
 from kvtool.cli.terminal import clean, degrade, one_line
 from kvtool.core.common.sizes import counted, shown_size
 from kvtool.core.common.types import Events
@@ -71,7 +68,7 @@ def test_a_warning_on_the_same_screen_does_not_stand_in_the_answer(make: Make) -
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_warning_in_the_same_file_does_not_stand_in_the_answer(together: bool, tmp_path: Path) -> None:
-    """As `2>&1 | cat` has it; an answer that goes elsewhere stays in one piece."""
+    """As `2>&1 | cat` has it; an answer that is written elsewhere stays in one piece."""
     with (tmp_path / "out").open("w") as stdout, (tmp_path / ("out" if together else "err")).open("a") as stderr:
         out = Out(stdout=stdout, stderr=stderr)
         out.print("the answer", end="")
@@ -278,7 +275,7 @@ def test_no_line_of_a_passage_looks_like_one_of_ours(make: Make) -> None:
 def test_nor_where_the_terminal_wraps_it(
     make: Make, letter: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A line that is too wide goes on in the terminal's first column, so none is: not with wide letters either, which
+    """A line that is too wide continues in the terminal's first column, so none is: not with wide letters either, which
     are wide on some terminals alone."""
     monkeypatch.setenv("COLUMNS", columns)
     out, _, err = make(tty=True)
@@ -497,7 +494,7 @@ def test_a_job_without_a_bar_says_a_line_now_and_then(make: Make, monkeypatch: p
     monkeypatch.setattr("kvtool.cli.out.PLAIN_EVERY_S", 0.001)
 
     def told(out: Out, stderr: Any, act: Callable[[Events], None]) -> str:
-        with JobView(SimpleNamespace(out=out)) as view:  # type: ignore[arg-type]
+        with JobView(out) as view:
             act(view.events)
             seen = stderr.text
             while stderr.text.count("\n") < seen.count("\n") + 2:
@@ -524,7 +521,7 @@ def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeyp
     monkeypatch.setenv("TERM", "xterm")
 
     def run(out: Out) -> None:
-        with JobView(SimpleNamespace(out=out)) as view:  # type: ignore[arg-type]
+        with JobView(out) as view:
             view.events.step("computing KV", 4, "tokens")
             view.events.advance(4)
             view.events.status("trying the model")

@@ -1,4 +1,4 @@
-"""What retrieval alone can tell is told before the model is loaded; and what an interrupted question leaves."""
+"""Errors that retrieval finds are reported before the model is loaded; and what an interrupted question leaves."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def test_where_an_answer_comes_from(store: Path) -> None:
         own = text[chunk["start"] : chunk["end"]].strip().split("\n")[0]
         assert own in text.split("\n")[chunk["line"] - 1]
     said = kvtool("query", QUESTION, "--store", store, *SHORT).fine().err
-    assert f"sources: {chunks[-1]['source']}:{chunks[-1]['line']}" in said  # the best first, which stands last
+    assert f"sources: {chunks[-1]['source']}:{chunks[-1]['line']}" in said  # the best first, which comes last
 
 
 def test_only_some_documents(store: Path) -> None:
@@ -54,13 +54,13 @@ def test_orders(store: Path) -> None:
     for one, other in itertools.pairwise(chunks):
         assert one["source"] != other["source"] or one["start"] < other["start"]
     given = ask(store, "--order", "best-last", "--chunks", *best[:2])["chunks"]
-    assert [chunk["id"] for chunk in given] == best[:2]  # what is named stands as it was named
+    assert [chunk["id"] for chunk in given] == best[:2]  # named chunks keep their order
 
 
 def test_the_plan_tells_scores_and_keywords(store: Path) -> None:
     row = kvtool("inspect", "plan", QUESTION, "--store", store, "--json").fine().json
     scores = [chunk["score"] for chunk in row["chunks"]]
-    assert scores == sorted(scores)  # the best stands last, next to the question
+    assert scores == sorted(scores)  # the best is last, next to the question
     for chunk in row["chunks"]:
         text = Path(chunk["source"]).read_text(encoding="utf-8")
         assert 0 < len(chunk["keywords"]) <= 5

@@ -42,7 +42,7 @@ def test_a_question_is_answered_from_cached_chunks_by_a_real_model(run: Any) -> 
     assert "Bucket" in full["answer"]
     assert all(chunk["status"] == "hit" for reply in fused for chunk in reply["chunks"])
     by_mode = {reply["fusion"]: reply for reply in fused}
-    assert by_mode["prefix"]["kl_first"] < 0.01  # bfloat16 rounding alone
+    assert by_mode["prefix"]["kl_first"] < 0.01  # only bfloat16 rounding
     assert by_mode["reuse"]["tokens"]["recomputed"] == 0
     assert by_mode["blend"]["kl_answer"] < by_mode["reuse"]["kl_answer"]
     answer = run("query", QUESTION, "--fusion", "blend", "--max-tokens", "24")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.cli import spinner
+from kvtool.cli import progress
 from kvtool.cli.app import load_command
 from kvtool.cli.out import Out
 from kvtool.cli.terminal import SafeStream
@@ -42,7 +42,7 @@ class Terminal:
 
     @property
     def line(self) -> str:
-        """What stands on its last line now."""
+        """Return its last line."""
         return self.text.rsplit("\n", 1)[-1].rsplit("\r\x1b[2K", 1)[-1]
 
 
@@ -50,16 +50,16 @@ class Terminal:
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """One on which a spinner says "starting" at once."""
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(spinner, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(spinner, "_EVERY_S", 0.001)
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "_FRAME_EVERY_S", 0.001)
     terminal = Terminal()
-    with spinner.spinning("starting", SafeStream(terminal)):  # type: ignore[arg-type]
+    with progress.spinning("starting", SafeStream(terminal)):  # type: ignore[arg-type]
         wait_for(terminal, "starting")
         yield terminal
 
 
 def wait_for(terminal: Terminal, words: str) -> None:
-    """Until these words stand on the last line."""
+    """Wait until these words are on the last line."""
     until = time.monotonic() + 5
     while not terminal.line.endswith(words):
         assert time.monotonic() < until, terminal.text
@@ -86,7 +86,7 @@ def test_an_answer_takes_the_line_away_until_there_are_new_words(terminal: Termi
 
 
 def test_nothing_is_left_of_it(terminal: Terminal) -> None:
-    with spinner.aside(until_new_words=True):
+    with progress.hide_activity(until_new_words=True):
         terminal.write("the end")
     time.sleep(0.02)
     assert terminal.line == "the end"
@@ -101,16 +101,16 @@ def test_nothing_stands_before_a_help_that_was_waited_for(terminal: Terminal) ->
 
 def test_a_terminal_without_utf_8_has_plain_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(spinner, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
     terminal = Terminal("ascii")
-    with spinner.spinning("starting", SafeStream(terminal)):  # type: ignore[arg-type]
+    with progress.spinning("starting", SafeStream(terminal)):  # type: ignore[arg-type]
         wait_for(terminal, "starting")
     assert "?" not in terminal.text
     assert terminal.line == ""
 
 
 def on_a_terminal(*args: object, **variables: str) -> tuple[str, str, int]:
-    """Run kvtool with a terminal as its stderr; returns stdout, what stood on the terminal, and the exit code."""
+    """Run kvtool with a terminal as its stderr; returns stdout, the text on the terminal, and the exit code."""
     mine, its = pty.openpty()
     shown = bytearray()
 
@@ -148,7 +148,7 @@ def test_a_question_on_a_terminal_is_never_silent_for_long(store: Path) -> None:
 @pytest.mark.parametrize(("verbosity", "term"), [(-1, "xterm"), (0, "dumb")])
 def test_quiet_and_a_dumb_terminal_have_none(verbosity: int, term: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(spinner, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
     terminal = Terminal()
     with Out("human", verbosity, stderr=terminal).spinning("starting"):  # type: ignore[arg-type]
         time.sleep(0.02)
@@ -157,7 +157,7 @@ def test_quiet_and_a_dumb_terminal_have_none(verbosity: int, term: str, monkeypa
 
 def test_a_command_that_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(spinner, "PATIENCE_S", 60.0)
+    monkeypatch.setattr(progress, "PATIENCE_S", 60.0)
     terminal = Terminal()
     with Out(stderr=terminal).spinning("starting"):  # type: ignore[arg-type]
         time.sleep(0.02)

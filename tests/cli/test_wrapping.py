@@ -38,7 +38,7 @@ def test_no_word_is_broken_and_no_line_is_too_long(text: str, columns: int) -> N
         lines = [line.rstrip() for line in streamed(text, columns, seed).split("\n")]
         assert max(map(cell_len, lines)) <= columns
         assert " ".join(lines) == text
-        for line, after in pairwise(lines):  # as much as fits stands on each line
+        for line, after in pairwise(lines):  # each line has as much as fits
             assert cell_len(f"{line} {after.split(' ')[0]}") > columns
 
 

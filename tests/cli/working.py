@@ -40,7 +40,10 @@ from tests.families import save_tiny, tiny_tokenizer
 LAYERS = 4  # of the tiny model
 QUESTION = "Who built the third mill?"
 CHUNKS = ("--chunk-tokens", "64")
-PREFIX = ("--lead-in", "prefix")  # short: the warm passages are a thousand tokens in the tiny vocabulary
+PREFIX = (
+    "--lead-in",
+    "prefix",
+)  # short: the passages of the `warm` lead-in are a thousand tokens in the tiny vocabulary
 SHORT = ("--max-tokens", "4")
 _END = 1  # the token
 SEEN = ("first", "second", "third", "fourth", "fifth", "sixth")
@@ -83,7 +86,7 @@ class Done:
         return self
 
     def fine(self, code: int = 0) -> Done:
-        """Check that it went well; returns itself."""
+        """Check that it succeeded; returns itself."""
         assert self.code == code, (self.code, self.out, self.err)
         assert "error: " not in self.err
         return self

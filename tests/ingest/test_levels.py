@@ -51,7 +51,7 @@ def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
     kvtool("ingest", write_corpus(tmp_path / "first", 1, 3), *at).fine()
     run(path, "3")
     unknown = kvtool("ingest", corpus, "--store", path, "--level", "3").fine()
-    assert "nobody has measured what level 3 loses" in unknown.err
+    assert "the loss of level 3 is not measured here" in unknown.err
     assert unknown.out.splitlines()[-1] == last.format("not measured, 0.01 nats a token are allowed")
     digest = state_of(path)["profile"]
     for number, loss, warned in ((1, 0.002, 0), (2, 0.2, 1)):

@@ -86,7 +86,7 @@ def test_a_character_is_never_cut() -> None:
 
 def test_a_timeline(store: Path, tmp_path: Path) -> None:
     file = tmp_path / "t.json"
-    ask(store, "--fusion", "union", "--profile", file)
+    ask(store, "--fusion", "union", "--timeline", file)
     events = json.loads(file.read_text())["traceEvents"]
     names = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
     assert set(names) == {"MainThread", "kvtool-loader"}
@@ -107,7 +107,7 @@ def test_a_timeline(store: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "none/t.json"])
 def test_a_timeline_that_cannot_be_written(name: str, store: Path, tmp_path: Path) -> None:
-    done = kvtool("query", QUESTION, "--store", store, "--profile", tmp_path / name)
+    done = kvtool("query", QUESTION, "--store", store, "--timeline", tmp_path / name)
     assert done.code == 2
     assert "timeline" in done.err
 

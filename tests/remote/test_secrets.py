@@ -146,7 +146,7 @@ def test_a_store_behind_a_password_does_not_hold_it(
         for place in (url, server.url + "?password=zqxwva%2Fzqxwvb%40"):
             looked_at += [
                 kvtool("store", "push", place, "--store", store, "--json").fine(),
-                kvtool("query", QUESTION, "--store", place, "--profile", tmp_path / "trace.json", *SHORT).fine(),
+                kvtool("query", QUESTION, "--store", place, "--timeline", tmp_path / "trace.json", *SHORT).fine(),
                 kvtool("query", QUESTION, "--store", place, "--json", "--explain", *SHORT).fine(),
                 kvtool("inspect", "--store", place, "--json"),
                 kvtool("store", "pull", place, "--store", store, "--jsonl", "-v").fine(),

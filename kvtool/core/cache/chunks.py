@@ -31,7 +31,7 @@ from kvtool.core.errors import DamagedError, KvtoolError
 _SAMPLED = 10_000  # chunks that `arithmetics` looks at
 
 
-class Chunks(StoreConnection):
+class ChunkReader(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads the tables of chunks.
 
     Attributes

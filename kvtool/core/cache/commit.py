@@ -83,10 +83,8 @@ class Commits:
         environment = self._store.environment
         thinned = any(table in _OF_CHUNKS for table, _ in deletions) if thins is None else thins
         rows = [*rows, *self._revision_rows({*deletions, *((table, key) for table, key, _ in rows)}, thinned)]
-        rows, deletions = (
-            sorted(rows, key=itemgetter(0, 1)),
-            sorted(deletions),
-        )  # a page is then met once, not once a key
+        deletions = sorted(deletions)  # in the order of pages: each is met once, not once a key
+        rows = sorted(rows, key=itemgetter(0, 1))
         with environment.read() as snapshot:  # of a damaged page LMDB dies, or writes into pages that are in use
             snapshot.touch([*deletions, *((table, key) for table, key, _ in rows)])
 

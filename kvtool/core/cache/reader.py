@@ -11,19 +11,19 @@ from typing import Any
 
 from kvtool.core.cache import layout, space, tables
 from kvtool.core.cache.access_log import AccessLog, Served, ServedLog, combine_scores, latest, lrfu_scores, read_log
-from kvtool.core.cache.chunks import Chunks
+from kvtool.core.cache.chunks import ChunkReader
 from kvtool.core.cache.entries import DocumentEntry, FileEntry, load_json
 from kvtool.core.cache.identity import ID_BYTES, ORIGIN, UNKNOWN, Origin, origin_of
 from kvtool.core.cache.record import Kind
 from kvtool.core.cache.side_files import read_json, write_json
-from kvtool.core.cache.stretches import Stretches, count_alone
+from kvtool.core.cache.stretches import StretchReader, count_alone
 from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
 _NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
 
 
-class StoreReader(Chunks, Stretches):
+class StoreReader(ChunkReader, StretchReader):
     """Reads a folder of KV records, documents and chunks.
 
     Every read is its own short transaction, or part of a :meth:`view`: what comes out is a private copy whose digest

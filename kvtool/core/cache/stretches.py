@@ -128,7 +128,7 @@ def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
-class Stretches(StoreConnection):
+class StretchReader(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads stretches."""
 
     def stretches(self) -> dict[bytes, StretchInfo]:

@@ -301,9 +301,7 @@ class Writer:
             self._loosen(entry.path)
             kept = tuple(source for source in entry.documents if source not in gone)
             if kept != entry.documents or (entry.path in gone and not entry.documents):
-                deletions += [
-                    (tables.DOCUMENTS, tables.name_key(source)) for source in entry.documents if source in gone
-                ]
+                deletions += [(tables.DOCUMENTS, tables.name_key(name)) for name in entry.documents if name in gone]
                 if kept:
                     rows.append(file_row(replace(entry, documents=kept)))
                 else:
@@ -512,11 +510,9 @@ class Writer:
         """Take the readers' notes of what they used into the store."""
         self._store.flush()
         uses, aside = take_log(self._store.path)
-        before, warm = self._store.folded_uses(), self._store.folded_warmth()
+        before, scores = self._store.folded_uses(), self._store.folded_warmth()
         newer = {chunk_id: when for chunk_id, when in latest(uses).items() if when > before.get(chunk_id, -1)}
-        warmer = {
-            chunk_id: round(combine_scores(warm.get(chunk_id, 0), of)) for chunk_id, of in lrfu_scores(uses).items()
-        }
+        warmer = {chunk: round(combine_scores(scores.get(chunk, 0), one)) for chunk, one in lrfu_scores(uses).items()}
         self._put_times({tables.USED: newer, tables.WARM: warmer})
         with contextlib.suppress(OSError):
             aside.unlink(missing_ok=True)

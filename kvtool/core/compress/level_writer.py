@@ -207,9 +207,8 @@ class ReadBack:
         sources = {chunk: exact_level(self._store, chunk) for chunk in there}
         for report in (report for report in self._report.levels if report.level in levels):
             report.chunks += len(there)
-            for count, decoded_bytes, seconds in self._pool.map(
-                partial(self._layer, report.level, sources), range(layers)
-            ):
+            check = partial(self._layer, report.level, sources)
+            for count, decoded_bytes, seconds in self._pool.map(check, range(layers)):
                 report.bytes += count.bytes
                 report.elements += count.elements
                 report.error += count.error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -109,7 +109,11 @@ def take_inventory(store: Store) -> Inventory:
     ------
     DamagedError : a document cannot be read, so what it refers to is unknown.
     """
-    sizes, free = _sizes(store)
+    with store.snapshot() as snapshot:
+        sizes: dict[bytes, dict[str, int]] = {chunk: {} for chunk in snapshot.keys(tables.CHUNKS)}
+        sizes |= _level_sizes(snapshot)
+        texts = {key: pages(size) for key, size in snapshot.sizes(tables.DOCUMENTS)}
+        free = _free_bytes(store, snapshot)
     refs = {document.source: [ref.chunk_id for ref in document.chunks] for document in store.documents()}
     used, warm, added = store.last_used(), store.warmth(), _added(store, refs)
     pins = store.pins()
@@ -128,7 +132,6 @@ def take_inventory(store: Store) -> Inventory:
         )
         for chunk, levels in sizes.items()
     }
-    texts = _texts(store)
     documents = _documents(refs, chunks, added, pinned_documents | _holding_pins(refs, pinned), texts)
     loose = set(chunks) - {chunk for chunk_ids in refs.values() for chunk in chunk_ids} - kept_always(store)
     unfinished = loose & store.unfinished_chunks()
@@ -167,9 +170,9 @@ def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
     holders = index.holders(held)
     with store.snapshot() as snapshot:
         chunks = {chunk: ChunkHolding(chunk, level_bytes(snapshot, chunk), pinned=chunk in pinned) for chunk in held}
-        names = {source: tables.name_key(source) for source in refs}
-        texts = {key: pages(size) for key in names.values() for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
-        free = max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
+        names = map(tables.name_key, refs)
+        texts = {key: pages(size) for key in names for _, size in snapshot.sizes(tables.DOCUMENTS, key)}
+        free = _free_bytes(store, snapshot)
     documents = _documents(refs, chunks, {}, {*pins["sources"]} | _holding_pins(refs, pinned), texts)
     shared = frozenset(chunk for chunk, held_by in holders.items() if held_by - refs.keys())
     others = index.documents - len(entries)
@@ -261,37 +264,26 @@ def _added(store: Store, refs: Mapping[str, list[bytes]]) -> dict[bytes, int]:
     return times | known
 
 
-def _texts(store: Store) -> dict[bytes, int]:
-    with store.snapshot() as snapshot:
-        return {key: pages(size) for key, size in snapshot.sizes(tables.DOCUMENTS)}
-
-
-def _sizes(store: Store) -> tuple[dict[bytes, dict[str, int]], int]:
-    """Bytes by chunk and level, of complete levels; and bytes of free pages."""
-    sizes: dict[bytes, dict[str, int]] = {chunk: {} for chunk in store.chunk_ids()}
-    with store.snapshot() as snapshot:
-        for chunk, level, size in _records(snapshot):
-            levels = sizes.setdefault(chunk, {})
-            levels[level] = levels.get(level, 0) + size
-        live = snapshot.live_bytes()
-    return sizes, max(0, store.environment.allocated_bytes() - live)
+def _free_bytes(store: Store, snapshot: Snapshot) -> int:
+    return max(0, store.environment.allocated_bytes() - snapshot.live_bytes())
 
 
 def level_bytes(snapshot: Snapshot, chunk_id: bytes) -> dict[str, int]:
-    """Bytes of a chunk by level."""
-    levels: dict[str, int] = {}
-    for _, level, size in _records(snapshot, chunk_id):
-        levels[level] = levels.get(level, 0) + size
-    return levels
+    """Return the bytes of a chunk's records by level."""
+    return _level_sizes(snapshot, chunk_id).get(chunk_id, {})
 
 
-def _records(snapshot: Snapshot, chunk_id: bytes = b"") -> Iterator[tuple[bytes, str, int]]:
-    for key, size in snapshot.sizes(tables.RECORDS, chunk_id):
+def _level_sizes(snapshot: Snapshot, prefix: bytes = b"") -> dict[bytes, dict[str, int]]:
+    """Return the bytes of records by chunk and level."""
+    sizes: dict[bytes, dict[str, int]] = {}
+    for key, size in snapshot.sizes(tables.RECORDS, prefix):
         try:
             chunk, level, _ = tables.split_record_key(key)
         except DamagedError:  # found by verify
             continue
-        yield chunk, level, pages(size)
+        levels = sizes.setdefault(chunk, {})
+        levels[level] = levels.get(level, 0) + pages(size)
+    return sizes
 
 
 def pages(size: int) -> int:

@@ -16,9 +16,9 @@ _TTFT = (
     "process that has answered one short prompt before. kvtool: chunk descriptions looked up, records read (warm page "
     "cache), checked, decoded, rotated, rows computed; not in it: retrieval, tokenising. llama.cpp: llama_decode of "
     "all ids; from its saved state: llama_state_seq_load_file of the documents (warm page cache), then the question. "
-    "Such a state serves these documents in this order alone, kvtool's records any choice and order"
+    "Such a state serves these documents only in this order, kvtool's records any choice and order"
 )
-_DECODING = "tokens behind the first, one at a time, greedily, without an end: decode a second"
+_DECODING = "tokens after the first, one at a time, greedily, without an end: decode a second"
 _MEMORY = (
     "resident memory of the whole process, mapped files included: with its libraries, with the model, and the peak "
     "from then to the last token (before llama.cpp saves its state)"

@@ -57,7 +57,7 @@ def test_whatever_is_lost_is_named_with_its_reason(pages: Path) -> None:
     _, losses = text.split("## What kvtool loses, and why")
     named = [line.split("**")[1] for line in losses.splitlines() if line.startswith("- **")]
     assert named == ["decoding", "first token, reuse against a saved state"]
-    assert "behind in 4 of 4 cases, at worst 2x" in losses
+    assert "worse in 4 of 4 cases, at worst 2x" in losses
     assert "| decoding, tokens/s | 100 · 200 (**0.50x**) | 100 · 200 (**0.50x**) |" in text
     assert "| first token, full prefill, ms | 400 · 1,128 (2.8x) | 1,600 · 4,512 (2.8x) |" in text
 
