@@ -85,7 +85,7 @@ def show(run: Run, report: Report, about: str | None = None) -> int | None:
     """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
     with open_any_store(run) as store, JobView(run.out) as view:
-        findings = report.find(Desk(store, run.resolved, view.events, about))
+        result = report.find(ReportContext(store, run.resolved, view.events, about))
         if page.wanted:
             _write(run, page, result)
     run.out.result(result.value, human=lambda: _show(run, result.summary))
@@ -102,9 +102,9 @@ def _show(run: Run, summary: Sequence[Shown]) -> None:
             run.out.table(part.head, part.rows, part.title)
 
 
-def _write(run: Run, options: PageOptions, findings: Findings) -> None:
+def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
     """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
-    from kvtool.lab.charts.page import figure_files, page
+    from kvtool.reports.page import figure_files, page
 
     title, sections = result.title, result.page_sections
     files = []
