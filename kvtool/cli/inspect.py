@@ -16,7 +16,7 @@ from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.reports import REPORTS, load_report
-from kvtool.reports.report import PageOptions, Quote, Report, Shown
+from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
