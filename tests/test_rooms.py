@@ -45,7 +45,7 @@ LINES = {
     "bench": 2278,
     "cache": 5861,
     "checkpoint": 2643,
-    "cli": 5352,
+    "cli": 5350,
     "codec": 4636,
     "common": 1207,
     "compress": 1648,

@@ -13,7 +13,6 @@ from kvtool.core.common.marks import as_named_here
 from kvtool.core.common.sizes import counted
 
 if TYPE_CHECKING:
-    from kvtool.cli.out import Out
     from kvtool.core.query.explain import ChunkSpans
     from kvtool.core.query.reply import Reply, ReplyChunk
 

@@ -35,7 +35,7 @@ TOPICS = {
     "upkeep": "Keep a store small: budget, prune, rm, pin, compact.",
     "listing": "List documents and chunks, and sort them.",
     "packs": "Export a store, or a part of it, to one file, and import it.",
-    "tiers": "Stores that several machines share, in Redis, S3 or a folder.",
+    "shared-stores": "Stores that several machines share, in Redis, S3 or a folder.",
     "many-machines": "Ingest one corpus on several machines or GPUs.",
     "scale": "An estimate for a billion chunks: bytes, requests, cost, limits.",
     "consistency": "What a question sees while others write to the store.",

@@ -40,8 +40,7 @@ from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
 from kvtool.core.query.reply import ReplyChunk, Request
 from kvtool.core.query.summary import numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.serve.beside import connect, socket_path
-from kvtool.serve.client import Declined, ask, placed
+from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline
@@ -365,7 +364,7 @@ def _modes(compare: str | None) -> list[str] | None:
 
 
 def _requests(question: str | None, batch: Path | None, choice: ChunkChoice) -> list[Request]:
-    from kvtool.core.query.reply import Request, read_batch
+    from kvtool.core.query.reply import read_batch
 
     if batch is not None:
         if question is not None or choice.chunks or choice.documents:
@@ -484,7 +483,6 @@ def audited(audit: Audit) -> str:
 
 
 def _compare(run: Run, session: Session, request: Request, options: QueryOptions, modes: list[str]) -> None:
-    from kvtool.core.fusion.selectors import REFERENCE
     from kvtool.core.query.audit import compare
 
     replies = compare(session, request, options, modes)

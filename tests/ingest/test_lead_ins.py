@@ -85,7 +85,7 @@ def test_another_lead_in_for_one_more_document(store: Path, tmp_path: Path) -> N
     (tmp_path / "new.txt").write_text("The seventh mill was built by a miller.")
     count = sum(len(document["chunks"]) for document in listing(store))
     done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lead-in", "bos").fine()
-    assert f"{count} chunks of other documents stay behind theirs, and are found as before" in done.err
+    assert f"{count} chunks of other documents keep theirs, and are found as before" in done.err
     assert "miss" not in done.err
     asked = ("query", "seventh mill built", "--store", store, "--min-score", "0", *SHORT, "--json")
     found = kvtool(*asked).fine().json["chunks"]

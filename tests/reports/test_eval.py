@@ -55,7 +55,7 @@ def test_every_mode_as_it_is_by_default_and_words_for_people(questions: Path, st
     told = kvtool("eval", questions, "--store", store, "--limit", "1", "--max-tokens", "2", "--html", page).fine().out
     for mode in ("full", "reuse", "epic:", "blend:", "infoflow:", "union:"):
         assert f"\n{mode}" in told
-    assert "\n1 question: how others" in told
+    assert "\n1 question says nothing about others" in told
     assert "retrieval: 1.000 (n = 1)" in told
     assert "union" in page.read_text(encoding="utf-8")
 

@@ -275,7 +275,7 @@ def test_an_end_that_does_not_come_is_made() -> None:
         "Watchdog(0.1, lambda text, hint: print(text, flush=True)).start()\nthreading.Event().wait()"
     )
     assert done.returncode == EXIT_TERMINATED
-    assert "has not come to its end" in done.stdout
+    assert "has not shut down" in done.stdout
 
 
 def test_an_end_is_made_of_an_interpreter_that_is_held() -> None:

@@ -20,7 +20,7 @@ from kvtool.core.query.options import ChunkChoice, QueryOptions
 
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
-    from kvtool.core.ingest.ingest_report import IngestReport
+    from kvtool.core.ingest.report import IngestReport
     from kvtool.core.options import arguments
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply

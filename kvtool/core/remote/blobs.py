@@ -303,7 +303,7 @@ _PLUGINS = found("blobs", own=KINDS)
 
 
 def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
-    """The tier of a URL; nothing is asked of it yet.
+    """Return the backend of a URL; no request is sent yet.
 
     Raises
     ------

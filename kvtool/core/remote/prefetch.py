@@ -95,11 +95,11 @@ _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
 
 
 class Prefetcher:
-    """A tier's reader in a thread of its own, which ends with the process if it has to.
+    """A shared store's reader in a separate thread, which ends with the process if it has to.
 
     Attributes
     ----------
-    url : the tier's.
+    url : of the shared store.
     alive : nothing has gone wrong so far.
     """
 
@@ -120,7 +120,7 @@ class Prefetcher:
         self._asked.put(wanted)
 
     def take(self, timeout: float) -> Arrival:
-        """The next one asked for.
+        """Return the next value in the order of the requests.
 
         Parameters
         ----------
@@ -128,7 +128,7 @@ class Prefetcher:
 
         Raises
         ------
-        RemoteError : the tier is gone, or the time is over.
+        RemoteError : the shared store is gone, or the time is over.
         """
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
@@ -186,7 +186,7 @@ class Prefetcher:
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
 
     def _next(self) -> list[Wanted] | None:
-        """All that is asked for by now, at least one; None: it is over."""
+        """Return all requests so far, at least one; None: closed."""
         asked = [self._asked.get()]
         while not self._asked.empty():
             asked.append(self._asked.get())

@@ -22,11 +22,13 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.conversation import Conversation
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
+from kvtool.serve.conversations import _NOT_HELD, _begun
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, TooSlowError, Turns
-from kvtool.serve.talks import _NOT_HELD, _behind
+from kvtool.serve.options import ServeOptions
 from tests.cli.working import write_corpus
 from tests.families import HYBRIDS, save_tiny
+from tests.serve import asking
 from tests.serve.conftest import PATIENCE, Served, serving
 
 QUESTIONS = (
@@ -44,11 +46,12 @@ class Client:
 
     def __init__(self, store: Path, keep: int = PLENTY) -> None:
         self.warnings: list[str] = []
-        self.engine = Engine(store, ModelOptions(), lambda text, _: self.warnings.append(text), keep_conversations=keep)
+        options = ServeOptions(keep_conversations=keep)
+        self.engine = Engine(store, ModelOptions(), lambda text, _: self.warnings.append(text), options)
         self.engine.start()
 
     def ask(self, question: str, turns: Turns = (), options: QueryOptions = SHORT, **request: Any) -> Answer:
-        return self.engine.ask(Ask(Request(question, **request), options, turns=turns))
+        return asking.ask(self.engine, Ask(Request(question, **request), options, turns=turns))
 
     def talk(self, questions: tuple[str, ...] = QUESTIONS, options: QueryOptions = SHORT) -> tuple[Turns, list[Answer]]:
         turns: Turns = ()
@@ -81,9 +84,9 @@ def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) 
     with Client(ready) as one, Client(ready, keep=0) as other:
         turns, kept = one.talk(options=options)
         again, anew = other.talk(options=options)
-        assert len(one.engine.talks) == 1
-        assert one.engine.talks.nbytes > 0
-        assert len(other.engine.talks) == 0
+        assert len(one.engine.conversations) == 1
+        assert one.engine.conversations.nbytes > 0
+        assert len(other.engine.conversations) == 0
     assert turns == again
     for number, (answer, other_answer) in enumerate(zip(kept, anew, strict=True), 1):
         turn, its = answer.facts["turn"], other_answer.facts["turn"]
@@ -208,13 +211,13 @@ def test_nothing_is_held_of_what_would_be_laid_otherwise_now(store: Path, change
 def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
     with Client(ready) as measuring:
         measuring.talk(QUESTIONS[:1])
-        one = measuring.engine.talks.nbytes
+        one = measuring.engine.conversations.nbytes
     with Client(ready, keep=int(2.5 * one)) as client:
         first, _ = client.talk(QUESTIONS[:1])
         client.talk(QUESTIONS[1:2])
         third, _ = client.talk(("Who built the first mill?",))
-        assert len(client.engine.talks) <= 2
-        assert client.engine.talks.nbytes <= 2.5 * one
+        assert len(client.engine.conversations) <= 2
+        assert client.engine.conversations.nbytes <= 2.5 * one
         gone = client.ask("What else?", first)
         assert gone.facts["turn"]["reason"] == _NOT_HELD
         assert counts(client.ask("What else?", third))[0] > 0
@@ -222,7 +225,7 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
 
 def test_who_leaves_in_the_middle_finds_it_as_it_was(ready: Path, client: Client) -> None:
     turns, _ = client.talk(QUESTIONS[:2])
-    stream = client.engine.stream(Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
+    stream = asking.stream(client.engine, Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
     next(stream)
     stream.close()
     after = client.ask(QUESTIONS[2], turns)
@@ -286,7 +289,7 @@ def test_turns_that_will_not_stand_are_not_computed(
         session.warn = lambda text, hint: None
         talk = Conversation.over(session, SHORT, by_text=True)
         for question, said in long:
-            _behind(session, talk, partial(talk.give, session, Request(question), said))
+            _begun(session, talk, partial(talk.give, session, Request(question), said))
         with suppress(ContextFullError):
             talk.begin(session, QUESTIONS[0])
             pytest.fail("the last question starts over, too")
@@ -336,7 +339,7 @@ def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytes
         def slow(self: Conversation, *args: Any) -> Any:
             begun = give(self, *args)
             if len(self.turns) == 3:
-                client.engine.scheduler._running[0].patience = 0.0
+                client.engine.scheduler._running[0].timeout = 0.0
             return begun
 
         monkeypatch.setattr(Conversation, "give", slow)
@@ -351,7 +354,7 @@ def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytes
 def test_options_for_a_single_question_are_left_aside_with_a_word(client: Client) -> None:
     turns, _ = client.talk(QUESTIONS[:1])
     answer = client.ask(QUESTIONS[1], turns, replace(SHORT, defer=True))
-    assert any("left aside" in text for text, _ in answer.warnings)
+    assert any("are ignored" in text for text, _ in answer.warnings)
     assert counts(answer)[0] > 0
 
 

@@ -1,4 +1,4 @@
-"""Access control and time limits of requests, before every endpoint."""
+"""Access control and the time limit of bodies, before every endpoint."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvtool.core.agent.options import is_key
 from kvtool.serve.options import ANY_ORIGIN
 from kvtool.serve.wire import Refusal, refused
 
-_OPEN = ("/health",)  # for whoever looks whether it runs
-_HERE = ("localhost", "127.0.0.1", "::1")
+_OPEN = ("/health",)  # for monitoring
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Guard:
-    """Lets in who has the key.
+    """Middleware that requires the key.
 
     Parameters
     ----------
-    key : None: nobody needs one, and only this machine is listened to. Then a web page must not ask unseen: requests
-        have to name this machine as their host (a name of the page's own might lead here), and pages an origin that
-        is let in.
-    origins : of web pages that may ask.
+    key : None: none is required, and the server listens at a loopback address only. Then web pages must not ask
+        unnoticed: a request has to name this machine as its host (another name may lead here), and a page an origin
+        that is allowed.
+    origins : allowed origins of web pages.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, origins: Sequence[str]) -> None:
@@ -39,11 +39,11 @@ class Guard:
 
     def _refusal(self, scope: Scope) -> Refusal | None:
         headers = Headers(scope=scope)
-        if not self._is_let_in(headers.get("origin"), scope):
+        if not self._is_allowed(headers.get("origin"), scope):
             return Refusal(403, "origin", "pages of this origin may not ask", "start the server with --cors-origin")
         if self._key is None:
             host = _host(headers)
-            if host not in _HERE:
+            if host not in _LOOPBACK:
                 return Refusal(403, "host", f"this server is not {host!r}", "ask localhost, or start it with a key")
             return None
         if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
@@ -54,7 +54,7 @@ class Guard:
         hint = "send it as `Authorization: Bearer KEY`; `kvtool serve --show-key` shows it"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
 
-    def _is_let_in(self, origin: str | None, scope: Scope) -> bool:
+    def _is_allowed(self, origin: str | None, scope: Scope) -> bool:
         if origin is None or ANY_ORIGIN in self._origins or origin in self._origins:
             return True
         own = URL(scope=scope)
@@ -62,15 +62,15 @@ class Guard:
 
 
 def _host(headers: Headers) -> str | None:
-    """The host that a request names; None: none. A URL of starlette's has this machine for what it cannot read."""
+    """Return the host that a request names, if it is valid. Starlette's URL replaces an invalid one by this machine."""
     try:
         return urlsplit(f"//{headers.get('host', '')}").hostname
     except ValueError:
         return None
 
 
-class Patience:
-    """Gives up clients of whose body nothing comes for so many seconds."""
+class BodyTimeout:
+    """Middleware that disconnects a client whose body does not arrive for so many seconds."""
 
     def __init__(self, app: ASGIApp, seconds: float) -> None:
         self._app, self._seconds = app, seconds
@@ -83,7 +83,7 @@ class Patience:
 
         async def receiving() -> Message:
             nonlocal reading, late
-            if not reading:  # for what comes behind the body, the client's leaving, one may wait
+            if not reading:  # after the body only the client's leaving is awaited
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), self._seconds)

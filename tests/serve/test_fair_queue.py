@@ -13,11 +13,9 @@ import pytest
 
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
-from kvtool.serve import client
-from kvtool.serve.beside import connect, socket_path
-from kvtool.serve.job import Ask, Job
-from kvtool.serve.line import Line
+from kvtool.serve.job import Ask, FairQueue, Job
 from kvtool.serve.scheduler import Scheduler
+from kvtool.serve.unix_socket import ask, connect, socket_path
 from tests.serve.conftest import Served, of_shell, serving, turned, wait_until
 from tests.serve.test_hostile import CHAT, body, posted
 
@@ -26,66 +24,66 @@ def job(user: str, name: str = "") -> Job:
     return Job(Ask(Request(name), QueryOptions(), client=("", user)), lambda event: None, 1.0)
 
 
-def names(line: Line) -> list[str]:
+def names(queue: FairQueue) -> list[str]:
     """The questions in the order of their turns."""
-    return [line.take().ask.request.question for _ in range(len(line))]
+    return [queue.take().ask.request.question for _ in range(len(queue))]
 
 
-def filled(most: int, *questions: str) -> Line:
-    """A line of questions, each named by its client and a number."""
-    line = Line(most)
+def filled(most: int, *questions: str) -> FairQueue:
+    """A queue of questions, each named by its client and a number."""
+    queue = FairQueue(most)
     for name in questions:
-        assert line.add(job(name[0], name)) is None
-    return line
+        assert queue.add(job(name[0], name)) is None
+    return queue
 
 
 def test_clients_take_turns_and_each_ones_questions_keep_their_order() -> None:
-    line = filled(9, "a1", "a2", "a3", "a4", "b1", "c1", "c2")
-    assert [each.ask.request.question for each in line] == ["a1", "a2", "a3", "a4", "b1", "c1", "c2"]
-    assert names(line) == ["a1", "b1", "c1", "a2", "c2", "a3", "a4"]
-    assert len(line) == 0
-    assert not list(line)
+    queue = filled(9, "a1", "a2", "a3", "a4", "b1", "c1", "c2")
+    assert [each.ask.request.question for each in queue] == ["a1", "a2", "a3", "a4", "b1", "c1", "c2"]
+    assert names(queue) == ["a1", "b1", "c1", "a2", "c2", "a3", "a4"]
+    assert len(queue) == 0
+    assert not list(queue)
 
 
 def test_who_comes_again_stands_behind_the_others() -> None:
-    line = filled(9, "a1", "b1", "b2")
-    assert line.take().ask.request.question == "a1"
-    line.add(job("a", "a2"))
-    assert names(line) == ["b1", "a2", "b2"]
+    queue = filled(9, "a1", "b1", "b2")
+    assert queue.take().ask.request.question == "a1"
+    queue.add(job("a", "a2"))
+    assert names(queue) == ["b1", "a2", "b2"]
 
 
 def test_who_leaves_gives_the_place_up() -> None:
-    line = filled(3, "a1", "b1", "a2")
-    line.remove(next(iter(line)))
-    line.remove(next(each for each in line if each.ask.client == ("", "b")))
-    assert [len(line), *names(line)] == [1, "a2"]
+    queue = filled(3, "a1", "b1", "a2")
+    queue.remove(next(iter(queue)))
+    queue.remove(next(each for each in queue if each.ask.client == ("", "b")))
+    assert [len(queue), *names(queue)] == [1, "a2"]
 
 
-def test_a_full_line_turns_the_newest_of_the_longest_away() -> None:
-    line = filled(4, "a1", "a2", "a3", "b1")
+def test_a_full_queue_turns_the_newest_of_the_longest_away() -> None:
+    queue = filled(4, "a1", "a2", "a3", "b1")
     for coming, going in [("c1", "a3"), ("a4", "a4"), ("b2", "b2"), ("d1", "a2"), ("e1", "e1"), ("a5", "a5")]:
-        last = line.add(job(coming[0], coming))
+        last = queue.add(job(coming[0], coming))
         assert last is not None
         assert last.ask.request.question == going
-        assert len(line) == 4
-    assert names(line) == ["a1", "b1", "c1", "d1"]
+        assert len(queue) == 4
+    assert names(queue) == ["a1", "b1", "c1", "d1"]
 
 
 def test_one_place_is_who_has_it() -> None:
-    line = filled(1, "a1")
-    assert [line.add(late) is late for late in (job("b"), job("a"))] == [True, True]
+    queue = filled(1, "a1")
+    assert [queue.add(late) is late for late in (job("b"), job("a"))] == [True, True]
 
 
 def test_nobody_has_two_turns_between_two_of_another_who_waits() -> None:
     chance = random.Random(7)
-    line, served, waited = Line(12), Counter[str](), dict[str, Counter[str]]()
+    queue, served, waited = FairQueue(12), Counter[str](), dict[str, Counter[str]]()
     for _, step in itertools.product(range(3000), ("come", "come", "go")):
         if step == "come":
-            line.add(job(chance.choice("aaaaabbc")))
-        elif len(line):
-            taken = line.take().ask.client[1]
+            queue.add(job(chance.choice("aaaaabbc")))
+        elif len(queue):
+            taken = queue.take().ask.client[1]
             served[taken] += 1
-            here = {each.ask.client[1] for each in line}
+            here = {each.ask.client[1] for each in queue}
             waited = {other: turns for other, turns in waited.items() if other in here and other != taken}
             for other in here:
                 turns = waited.setdefault(other, Counter())
@@ -123,7 +121,7 @@ def test_a_question_waits_for_one_of_each_client_and_not_for_all_of_one(
         connected = connect(socket_path(store))
         assert connected is not None
         with ThreadPoolExecutor(1) as pool:
-            beside = pool.submit(lambda: list(client.ask(connected, of_shell())))
+            beside = pool.submit(lambda: list(ask(connected, of_shell())))
             wait_until(lambda: scheduler.waiting == 6)
             permits.release(10**6)
             assert isinstance(beside.result()[-1], dict)
@@ -151,9 +149,9 @@ def test_a_client_that_fills_the_queue_keeps_no_other_out(ready: Path) -> None:
             permits.release(10**6)
             assert b"200 OK" in many[0].recv(4096)
             assert b"200 OK" in few.recv(4096)
-        lines = served.logged(4)
-    assert sorted(line["status"] for line in lines) == [200, 200, 429, 429]
-    assert "many" not in str(lines)
+        rows = served.logged(4)
+    assert sorted(row["status"] for row in rows) == [200, 200, 429, 429]
+    assert "many" not in str(rows)
     assert served.warnings == []
 
 
@@ -168,7 +166,7 @@ def test_who_has_left_takes_no_place_while_another_prompt_is_computed(ready: Pat
             wait_until(lambda: scheduler.waiting == 1)
             permits.release(10**6)
             assert b"200 OK" in stays.recv(4096)
-        assert sorted(line["status"] for line in served.logged(3)) == [200, 499, 499]
+        assert sorted(row["status"] for row in served.logged(3)) == [200, 499, 499]
     assert served.warnings == []
 
 
