@@ -18,8 +18,8 @@ from kvtool.core.cache.entries import ChunkRef, DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
 from kvtool.core.corpus import reading as reading_module
-from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
-from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, opened
+from kvtool.core.corpus.readers import READERS, read_documents
+from kvtool.core.corpus.readers.document import EXTRA, MissingPackage, UnreadableFile, opened
 from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions

@@ -9,7 +9,7 @@ from typing import Any
 from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
-from kvtool.core.corpus.readers import Document
+from kvtool.core.corpus.readers.document import Document
 from kvtool.core.corpus.split import split
 from kvtool.core.ingest.survey import ChangedFile
 from kvtool.core.model.prompt import chunk_tokens

@@ -20,7 +20,7 @@ from kvtool.core import __version__
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import read_regular
-from kvtool.core.corpus.readers import (
+from kvtool.core.corpus.readers.document import (
     BinaryFile,
     Document,
     EmptyFile,
