@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def chunk(context: ReportContext) -> ReportResult:
     """Show one chunk: its document, its text, what is stored of it; the model is not loaded."""
     from kvtool.core.cache.identity import chunk_named, is_id
-    from kvtool.core.retrieval.places import Places
+    from kvtool.core.retrieval.finder import Places
 
     if context.about is None:
         raise UsageError("inspect chunk needs a chunk's id, or its place", "`kvtool store ls --chunks` lists both")

@@ -123,7 +123,7 @@ def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOp
     The function raises KvtoolError if a chunk that the question needs is not stored exactly.
     """
     from kvtool.core.compress.loss import Question, measure_one
-    from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.prompt import lay_out
 
     _ = session.decoder  # whose context a prompt has to fit
 

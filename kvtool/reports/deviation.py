@@ -15,7 +15,7 @@ from kvtool.reports.page import HeatMap, Passage, Section, Table
 from kvtool.reports.report import RETRIEVAL, BatchOptions, Report, ReportContext, ReportResult, Shown
 
 if TYPE_CHECKING:
-    from kvtool.core.query.layout import PromptLayout
+    from kvtool.core.query.prompt import PromptLayout
 
 _CHOICES = {"hkvd": "highest deviation", "random": "at random", "first": "first of each chunk"}
 _SHIFT = {"k_before": "keys", "k_after": "keys, shifted", "v_before": "values", "v_after": "values, shifted"}

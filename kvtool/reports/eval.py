@@ -59,7 +59,7 @@ def evaluate_own(context: ReportContext) -> ReportResult:
 
 
 def _measure(context: ReportContext, path: Path) -> ReportResult:
-    from kvtool.core.retrieval.places import Places
+    from kvtool.core.retrieval.finder import Places
     from kvtool.reports.paired_run import parse_runs, usual_runs
     from kvtool.reports.summary import best, check_sources
 

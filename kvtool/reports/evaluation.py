@@ -15,8 +15,8 @@ from kvtool.core.common.files import make_folder
 from kvtool.core.common.json_text import escaped, parsed
 from kvtool.core.errors import GateError, KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
+from kvtool.core.retrieval.embed import remembered
 from kvtool.core.retrieval.index import INDEX_FORMAT
-from kvtool.core.retrieval.vectors import remembered
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store

@@ -12,10 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import UsageError, did_you_mean
-from kvtool.core.evaluate.measures import Row
+from kvtool.core.evaluate.measures import Row, run_name, score
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
-from kvtool.core.evaluate.runs import run_name
-from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, selector_for
@@ -23,8 +21,8 @@ from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
 from kvtool.core.options.option import Option, options_of
-from kvtool.core.query.layout import PromptLayout, lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import PromptLayout, lay_out
 from kvtool.reports.evaluation import RowsOf, name_of
 from kvtool.reports.report import NO_CONTEXT
 from kvtool.reports.summary import retrieval_recall

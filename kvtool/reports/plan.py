@@ -10,7 +10,6 @@ from kvtool.core.common.marks import Place, as_named_here
 from kvtool.core.common.sizes import counted
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.model.options import ModelOptions
-from kvtool.core.query.defer import spans
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.reports.page import Section, Table
 from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult, Shown
@@ -18,7 +17,7 @@ from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult
 if TYPE_CHECKING:
     from kvtool.core.fusion.cost import Speeds
     from kvtool.core.fusion.plan import Plan
-    from kvtool.core.query.layout import PromptLayout
+    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.session.session import Session
 
 _ASKED = (*RETRIEVAL, "level", "max_loss", "ratio", "link_tokens", "defer", "defer_first")
@@ -30,7 +29,7 @@ def plan(context: ReportContext) -> ReportResult:
     """Show which parts of a question's prompt are cached, and the expected time of each mode. Runs no model."""
     request, options = context.question("plan"), context.query_options(*_ASKED)
     from kvtool.core.checkpoint.load import resolve_device
-    from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.prompt import lay_out
     from kvtool.core.session.speeds import recalled
 
     session, device = context.session, resolve_device(context.get(ModelOptions).device)
@@ -60,7 +59,7 @@ def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, spe
     """
     plan, chunks = asked.plan, _chunk_rows(session, asked)
     if options.defer:
-        for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
+        for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
             for chunk in chunks[start:stop]:
                 chunk["round"] = number
     value: dict[str, Any] = {"chunks": chunks, "cut": asked.cut, "tokens": _tokens(plan)}

@@ -22,12 +22,12 @@ from kvtool.core.model.attention import QueryRows, Watch
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.query.layout import lay_out
+from kvtool.core.query.prompt import lay_out
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Ids
-    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
 

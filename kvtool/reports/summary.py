@@ -29,9 +29,9 @@ from kvtool.reports.intervals import (
 from kvtool.reports.report import NO_CONTEXT
 
 if TYPE_CHECKING:
-    from kvtool.core.query.layout import PromptLayout
+    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.query.reply import Request
-    from kvtool.core.retrieval.places import Places
+    from kvtool.core.retrieval.finder import Places
 
 MOST_RECOMPUTED = 0.15  # of the cached tokens, in whole percents
 _SCORES = ("f1", "contains")

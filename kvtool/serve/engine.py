@@ -237,7 +237,7 @@ class Engine:
     @property
     def embedder_name(self) -> str | None:
         """Return the embedding model of the store's vectors; None if it has none."""
-        from kvtool.core.retrieval.vectors import remembered
+        from kvtool.core.retrieval.embed import remembered
 
         if isinstance(self.place, str) or not self._loaded.exists():
             return None

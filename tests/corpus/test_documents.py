@@ -24,7 +24,7 @@ from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options.resolve import resolve
-from kvtool.core.retrieval.places import Places
+from kvtool.core.retrieval.finder import Places
 from samples.tools import documents
 from samples.tools.office.portable import pdf, scanned
 from samples.tools.office.writers import WRITERS

@@ -21,7 +21,7 @@ from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.since import changes
+from kvtool.core.query.staleness import changes
 from kvtool.core.remote.mirror import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
 from kvtool.core.codec.levels import LEVELS, coarser, nested, whole
@@ -200,14 +200,14 @@ def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
-def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
+def records_wanted(key: str, chunk: Chunk, level: str) -> list[BlobRequest]:
     """Return the requests for a chunk's records at a level, layer by layer; none reads more bytes than are stated."""
     stored, names = chunk.levels[level], kv_names(key, chunk, level)
     if stored.place is None:
-        return [Wanted(name, stored.size) for name in names]
+        return [BlobRequest(name, stored.size) for name in names]
     pack, start, lengths = stored.place
     starts = accumulate(lengths, initial=start)
-    return [Wanted(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
+    return [BlobRequest(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
 
 
 _MARK = "[0-9a-f]{32}"

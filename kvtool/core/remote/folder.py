@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
@@ -156,7 +156,7 @@ class FolderBlobs:
         with self._explained("read"):
             return read_bounded(self._root / name, min(most_bytes(name), most))
 
-    def _wanted(self, wanted: Wanted) -> bytes | None:
+    def _wanted(self, wanted: BlobRequest) -> bytes | None:
         if not wanted.pack:
             return self._read(wanted.name, wanted.most)
         with self._explained("read"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
 from kvtool.core.cache.options import StoreOptions
@@ -428,8 +428,10 @@ def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]
 
 def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
     """Return the group of one value: of a name, or at a place in a pack."""
-    wanted = Wanted(name, MOST_BYTES) if place is None else Wanted(name, place.lengths[0], place.pack.name, place.start)
-    return Group(key, what, [wanted], wanted.most)
+    request = BlobRequest(name, MOST_BYTES)
+    if place is not None:
+        request = BlobRequest(name, place.lengths[0], place.pack.name, place.start)
+    return Group(key, what, [request], request.most)
 
 
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:

@@ -17,7 +17,7 @@ from redis import exceptions as errors
 from redis._parsers.hiredis import _HiredisParser
 from redis.utils import HIREDIS_AVAILABLE
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
@@ -226,7 +226,7 @@ class RedisReader:
         self._connection: Any = pool.get_connection()
         self._asked = deque[int]()
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         limits = [one.most if one.pack else min(most_bytes(one.name), one.most) for one in wanted]
         with self._blobs._explained():
             commands = [

@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvtool.core.streaming.book import Fetch, Task, text_row
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator, Harmonic
-from kvtool.core.streaming.ladder import Ladder
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Estimator, Fetch, Harmonic, Ladder, Task, text_row
 from kvtool.core.streaming.policy import Adaptive
 
 MEANWHILE = "text, computed meanwhile"
@@ -30,7 +28,7 @@ class _Running:
     decoded: float
 
 
-class BothEnds(Adaptive):
+class OverlapPolicy(Adaptive):
     """Fetches as `Adaptive` does, and computes chunks beside it.
 
     - With an objective: the processor goes on until it. Chunks that are missing come first, then those that stand at a

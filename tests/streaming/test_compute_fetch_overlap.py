@@ -10,10 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.book import Task
-from kvtool.core.streaming.both_ends import MEANWHILE, BothEnds
-from kvtool.core.streaming.estimate import PREDICTORS, make_estimator
-from kvtool.core.streaming.ladder import Ladder
+from kvtool.core.streaming.compute_fetch_overlap import MEANWHILE, OverlapPolicy
+from kvtool.core.streaming.fetch_state import PREDICTORS, Ladder, Task, make_estimator
 from samples.benchmarks.streaming.simulate import meets, simulate
 from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, adaptive, ladder, steady, task, tasks, traces
@@ -22,8 +20,8 @@ CHOICES = st.sampled_from(sorted(PREDICTORS)), st.sampled_from((0.0, 0.1, 0.5)),
 DEAD = LinkTrace("dead", "dead", ((0.0, 0.0), (60.0, 1.0)))
 
 
-def both(one: Task, predictor: str = "last", margin: float = 0.0) -> BothEnds:
-    return BothEnds(one, make_estimator(predictor), margin)
+def both(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPolicy:
+    return OverlapPolicy(one, make_estimator(predictor), margin)
 
 
 @st.composite

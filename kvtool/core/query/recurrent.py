@@ -3,8 +3,8 @@ of it stored for the next question."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.identity import chunk_id, ids_digest
@@ -15,11 +15,9 @@ from kvtool.core.fusion.prefix_cache import DAMAGED, PrefixFused, StoredPrefix, 
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
-    from kvtool.core.common.types import Ids
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.query.options import QueryOptions
-    from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
 
 
@@ -40,26 +38,19 @@ def answer_chain(session: Session, plan: Plan, selector: Selector, options: Quer
 
 
 def find(session: Session, plan: Plan) -> StoredPrefix:
-    """Name the stretches of a prompt's segments, and look which are stored."""
-    ids = tuple(_names(session, plan))
-    return StoredPrefix(ids, tuple(_stored(session.store, stretch) for stretch in ids))
+    """Name the stretches of a prompt's segments, and look which are stored.
 
-
-def _names(session: Session, plan: Plan) -> Iterator[bytes]:
-    before: list[int] = []
-    for segment in plan.segments[:-1]:
-        yield _name(session.identity, before, segment.ids)
-        before.extend(segment.ids)
-
-
-def _name(identity: StoreIdentity, before: Sequence[int], ids: Ids) -> bytes:
-    """Name a segment: by the model, the format it is kept in, all ids before it and its own."""
-    return chunk_id(
-        namespace=identity.namespace,
-        model_fingerprint=f"{identity.fingerprint} states in {identity.dtype}",
-        lead_in=ids_digest(before),
-        token_ids=ids,
+    A name is made of the model, the format that states are kept in, all ids before the segment and its own.
+    """
+    identity, before = session.identity, list[int]()
+    named = partial(
+        chunk_id, namespace=identity.namespace, model_fingerprint=f"{identity.fingerprint} states in {identity.dtype}"
     )
+    ids: list[bytes] = []
+    for segment in plan.segments[:-1]:
+        ids.append(named(lead_in=ids_digest(before), token_ids=segment.ids))
+        before.extend(segment.ids)
+    return StoredPrefix(tuple(ids), tuple(_stored(session.store, stretch) for stretch in ids))
 
 
 def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
@@ -69,8 +60,8 @@ def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
     return None
 
 
-def keep(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> int:
-    """Note what was used, and store the stretches that were computed; returns how many.
+def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool = False) -> None:
+    """Note what was used, and store the stretches that were computed.
 
     A query is no writer: where the store is locked, full or read-only, they are not kept, with a warning.
 
@@ -95,7 +86,6 @@ def keep(session: Session, chained: PrefixFused, limit: int, again: bool = False
             session.warn(f"what was computed of the prompt could not be stored: {error.message}", error.hint)
             new = []
     store.note_use([*chained.used, *(one.id for one in new)])
-    return len(new)
 
 
 def _store(session: Session, chained: PrefixFused, limit: int) -> None:

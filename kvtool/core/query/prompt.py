@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.session.session import Session
 
+
 _NOTHING = ids_digest([])  # the lead-in of what stands first
 Marks = tuple[bytes | None, ...]
 """Marks of a chunk's records at a level, one a layer: other records have other marks."""
@@ -240,7 +241,7 @@ def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
 
 
 def _stored(session: Session, wanted: Candidate, info: ChunkInfo | None, level: str, max_loss: float) -> Candidate:
-    """A segment with the level at which it is read, or with why nothing of it serves."""
+    """Return a segment with the level at which it is read, or with why nothing of it serves."""
     if info is None:
         return replace(wanted, reason="not stored")
     if info.token_ids != wanted.ids:
@@ -280,7 +281,7 @@ def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
 
 
 def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:
-    """The chunk's description; None where it is lost or damaged."""
+    """Return the chunk's description; None where it is lost or damaged."""
     with suppress(DamagedError):
         return session.store.chunk_info(chunk_id)
     return None

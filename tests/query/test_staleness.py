@@ -14,7 +14,7 @@ import pytest
 
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
-from kvtool.core.query import since
+from kvtool.core.query import staleness
 from kvtool.core.query.reply import ReplyChunk
 
 GUARD = 30.0  # seconds; the check at its worst takes two
@@ -40,7 +40,7 @@ def states(*entries: FileEntry) -> list[str]:
     chunks = cast(list[ReplyChunk], [_Cited(entry.path) for entry in entries])
     said: list[str] = []
     asking = threading.Thread(
-        target=lambda: said.extend(chunk.since_ingest for chunk in since.with_changes(store, chunks)), daemon=True
+        target=lambda: said.extend(chunk.since_ingest for chunk in staleness.with_changes(store, chunks)), daemon=True
     )
     asking.start()
     asking.join(GUARD)
@@ -59,7 +59,7 @@ def test_a_device_and_a_fifo_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("/dev/zero")
     (tmp_path / "a.txt").write_bytes(b"text")
     entries = entry("/dev/zero"), entry(tmp_path / "fifo"), entry(tmp_path / "link"), entry(tmp_path / "a.txt", b"text")
-    assert states(*entries) == [since.CHANGED, since.CHANGED, since.CHANGED, ""]
+    assert states(*entries) == [staleness.CHANGED, staleness.CHANGED, staleness.CHANGED, ""]
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="no /proc here")
@@ -85,15 +85,15 @@ def test_no_more_than_the_noted_size_is_read(monkeypatch: pytest.MonkeyPatch) ->
             taken.append(len(part))
             return part
 
-    opener = since.open_regular
-    monkeypatch.setattr(since, "open_regular", lambda path: Counted(opener(path)))
-    assert states(entry("/proc/self/maps")) == [since.CHANGED]
+    opener = staleness.open_regular
+    monkeypatch.setattr(staleness, "open_regular", lambda path: Counted(opener(path)))
+    assert states(entry("/proc/self/maps")) == [staleness.CHANGED]
     assert sum(taken) <= 1
 
 
 def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is said of its file, the others are looked at, and a second question adds no second thread."""
-    opener, let_go, opened = since.open_regular, threading.Event(), list[str]()
+    opener, let_go, opened = staleness.open_regular, threading.Event(), list[str]()
 
     def stuck(path: str) -> BinaryIO:
         opened.append(path)
@@ -103,13 +103,13 @@ def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.
 
     for name in ("stuck.txt", "a.txt"):
         (tmp_path / name).write_bytes(b"text")
-    monkeypatch.setattr(since, "open_regular", stuck)
-    monkeypatch.setattr(since, "_PATIENCE", 0.2)
+    monkeypatch.setattr(staleness, "open_regular", stuck)
+    monkeypatch.setattr(staleness, "_PATIENCE", 0.2)
     entries = [entry(tmp_path / name, b"other") for name in ("stuck.txt", "a.txt")]
     entries = [entry(one.path, b"atom") for one in entries]
     try:
-        assert states(*entries) == ["", since.CHANGED]
-        assert states(*entries) == ["", since.CHANGED]
+        assert states(*entries) == ["", staleness.CHANGED]
+        assert states(*entries) == ["", staleness.CHANGED]
         assert [Path(path).name for path in opened].count("stuck.txt") == 1
     finally:
         let_go.set()
@@ -122,5 +122,5 @@ def test_what_has_changed_is_still_said(tmp_path: Path, change: Callable[[Path],
     known = entry(path, b"text")
     assert states(known) == [""]
     change(path)
-    assert states(known) == [since.CHANGED if path.exists() else since.GONE]
+    assert states(known) == [staleness.CHANGED if path.exists() else staleness.GONE]
     assert states(entry("/nowhere/at/all.txt", b"text")) == [""]
