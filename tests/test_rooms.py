@@ -31,7 +31,7 @@ ORDER = (
         "records",
     ),
     *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "query"),
-    *("pack", "api", "agent", "serve", "lab", "cli"),
+    *("pack", "api", "agent", "serve", "reports", "bench", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
@@ -42,6 +42,7 @@ KNOWN: set[tuple[str, str]] = set()
 LINES = {
     "agent": 589,
     "api": 464,
+    "bench": 2278,
     "cache": 5861,
     "checkpoint": 2643,
     "cli": 5350,
@@ -54,7 +55,6 @@ LINES = {
     "fusion": 3483,
     "ingest": 2556,
     "kernels": 4855,
-    "lab": 7726,
     "model": 5415,
     "native": 1768,
     "options": 819,
@@ -62,6 +62,7 @@ LINES = {
     "query": 3509,
     "records": 389,
     "remote": 5893,
+    "reports": 4620,
     "retrieval": 2069,
     "serve": 3412,
     "session": 1454,
@@ -75,7 +76,7 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module given by its parts, such as ("kvtool", "core", "cache", "store")."""
     if parts[1:2] == ("core",):
         return parts[2] if len(parts) > 2 else "top"
-    return parts[1] if len(parts) > 1 and parts[1] in ("cli", "lab", "serve") else "top"
+    return parts[1] if len(parts) > 1 and parts[1] in ("bench", "cli", "reports", "serve") else "top"
 
 
 @dataclass(frozen=True)
