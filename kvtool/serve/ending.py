@@ -1,4 +1,4 @@
-"""Shutdown of an ingest when its server ends: stored files stay stored, and the next ingest goes on from there."""
+"""Shutdown of an ingest when its server ends: stored files stay stored, and the next ingest continues from there."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Metrics:
         self._ttft = _seconds("ttft", "From a question's turn to the first token of its answer.", registry)
         self._generation = _seconds("generation", "From an answer's first token to its end.", registry)
         self._queue = _seconds("queue", "That a question waited for its turn.", registry)
-        self._turns = Counter("kvtool_turns", "Turns behind others.", ("found",), registry=registry)
+        self._turns = Counter("kvtool_turns", "Turns after others.", ("found",), registry=registry)
         self._tokens = Counter("kvtool_tokens", "Tokens of prompts and answers.", ("kind",), registry=registry)
         self._chunks = Counter("kvtool_chunks", "Chunks of prompts.", ("status",), registry=registry)
         self._read = Counter("kvtool_read_bytes", "Bytes of records that were read.", ("tier",), registry=registry)

@@ -339,4 +339,4 @@ class Scheduler:
             job.left = True
         except Exception as error:
             job.failed = as_error(error)
-            self._warn(f"an event could not be told: {job.failed.message}", job.failed.hint)
+            self._warn(f"an event could not be sent: {job.failed.message}", job.failed.hint)

@@ -160,7 +160,7 @@ class Watchdog:
 
     def _run(self) -> None:
         time.sleep(self._seconds)
-        what = f"the server has not come to its end in {self._seconds:g} s after it was told to"
+        what = f"the server has not come to its end in {self._seconds:g} s after the request"
         self._warn(f"{what}: it is ended", "what was answered or ingested so far is kept")
         os._exit(EXIT_TERMINATED)
 

@@ -84,7 +84,7 @@ class Talks:
             self._session = session
         turns, options = ask.turns or (), ask.options
         if turns and (options.defer or options.slo_ms is not None):
-            session.warn("`defer` and `slo_ms` are for a first question: they are left aside behind other turns", "")
+            session.warn("`defer` and `slo_ms` are for a first question: they do not apply after other turns", "")
             options = replace(options, defer=False, slo_ms=None)
         clock = _Clock()
         talk, reason = self._taken(session, _Key.of(options, ask.request, turns))

@@ -64,7 +64,7 @@ def test_a_run_explains_itself_where_most_of_it_was_no_chunk() -> None:
     report.phases = {"model_load": 8.0, "lead_in": 3.0, "gate": 9.25}
     assert is_mostly_beside(report)
     assert time_of(report) == (
-        "of these 1.0 s computing chunks, 8.0 s loading the model, 3.0 s computing what stands before every chunk, "
+        "of these 1.0 s computing chunks, 8.0 s loading the model, 3.0 s computing the lead-in, "
         "9.2 s trying the model on this store (the gate), once"
     )
     report.seconds = 60.0

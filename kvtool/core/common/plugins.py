@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Group = Literal["readers", "embedders", "selectors", "codecs", "blobs"]
 GROUPS: tuple[Group, ...] = get_args(Group)  # each as `kvtool.readers`, …
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,30}")
-AT_FAULT = "remove the package, or ask those who made it"
+AT_FAULT = "remove the package, or ask its makers"
 _troubles: dict[Plugin, PluginError] = {}  # plugins that were left out, and why
 
 

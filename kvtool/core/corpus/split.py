@@ -47,7 +47,7 @@ class SplitSettings:
         if self.max_tokens < 1:
             raise UsageError(f"max_tokens must be at least 1, not {self.max_tokens}")
         if not 0 <= self.min_tokens <= self.max_tokens:
-            raise UsageError(f"min_tokens must lie in 0…{self.max_tokens}, not {self.min_tokens}")
+            raise UsageError(f"min_tokens must be in 0…{self.max_tokens}, not {self.min_tokens}")
 
 
 @dataclass(frozen=True, slots=True)

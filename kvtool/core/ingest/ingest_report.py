@@ -14,7 +14,7 @@ PHASES = {
     "model_unpack": "unpacking the model from its GGUF file, once",
     "model_files": "reading the model's settings and tokenizer",
     "model_load": "loading the model",
-    "lead_in": "computing what stands before every chunk",
+    "lead_in": "computing the lead-in",
     "index": "indexing words",
     "gate": "trying the model on this store (the gate), once",
 }

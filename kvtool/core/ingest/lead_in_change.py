@@ -24,8 +24,8 @@ def lead_in_change(
     if not kept:
         return text, ""
     return (
-        f"{text}; {kept} chunks of other documents stay behind theirs, and are found as before",
-        "ingest the other documents again to have them behind the new one, too",
+        f"{text}; {kept} chunks of other documents keep theirs, and are found as before",
+        "ingest the other documents again to have them after the new one, too",
     )
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-_READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
+_READ_ONLY = "audits are stored next to the store, which cannot be written: none is made"
 
 
 class Auditor:

@@ -200,7 +200,7 @@ class Conversation:
             self.start_over()
             return None
         if options.system != stands.system:
-            raise UsageError("the instruction stands at the beginning of the conversation", "start a new one")
+            raise UsageError("the instruction is at the beginning of the conversation", "start a new one")
         session.refresh()
         if not all(laid.still_stands(session, options) for laid in self._now.laid):
             self._go_through_anew(session)

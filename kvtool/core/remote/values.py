@@ -123,7 +123,7 @@ def _checked_file(
     """The file and its documents, if it is the file that was asked for and its chunks lie within its documents."""
     sources = [document.source for document in documents]
     if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
-        raise DamagedError("another file, or other documents than it names, stand in its place")
+        raise DamagedError("another file, or other documents than it names, are in its place")
     if "\0" in entry.path or not {".", ".."}.isdisjoint(_SEPARATOR.split(entry.path)):
         raise DamagedError("its path is none that an ingest gives a file")
     if any(source != entry.path and not source.startswith(f"{entry.path}#") for source in sources):
@@ -186,7 +186,7 @@ def open_profile(digest: str, value: bytes) -> bytes:
     key = bytes.fromhex(digest)
     data = bytes(unseal(key, Kind.PROFILE, value))
     if hashlib.blake2b(data, digest_size=len(key)).digest() != key:
-        raise DamagedError("another profile stands in its place")
+        raise DamagedError("another profile is in its place")
     return data
 
 

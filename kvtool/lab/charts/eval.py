@@ -40,7 +40,7 @@ def own_text(value: Mapping[str, Any]) -> Iterator[str]:
         )
     yield _advice(value["best"], value["max_kl"])
     if value["questions"] == 1:
-        yield "1 question: how others would be answered cannot be told from one"
+        yield "1 question, which says nothing about others"
     elif value["questions"] < _FEW:
         yield f"{counted(value['questions'], 'question')}: the intervals of fewer than {_FEW} are too narrow"
     if value["made"]:

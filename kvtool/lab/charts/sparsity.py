@@ -24,11 +24,11 @@ def tallies_of(value: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 def _masses(value: dict[str, Any]) -> Section:
     text = (
-        "The part of the attention that goes to each class of key, mean over rows, layers and heads: the prompt's "
+        "The part of the attention that each class of key gets, mean over rows, layers and heads: the prompt's "
         f"first token (sink), the instruction, the first {value['start_tokens']} tokens of every chunk, the rest of "
         "the row's own chunk, of the other chunks, and the question."
     )
-    return Section("Where attention goes", (text,), tables=(mass_table(value),))
+    return Section("Attention by class of key", (text,), tables=(mass_table(value),))
 
 
 def mass_table(value: dict[str, Any]) -> Table:

@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 # By name: `kvtool.lab.reports.NAME` declares `REPORT`, and imports no torch at its top.
 REPORTS = {
-    "plan": "What of a question's prompt is cached, and what that is worth.",
-    "chunk": "One chunk of the store.",
-    "quality": "Fusion modes beside full recompute, over a file of questions.",
-    "audit": "How far answers were from full prefill's (`query --audit`).",
-    "codec": "What each codec level costs and loses.",
-    "deviation": "How far reused keys and values are from full prefill's.",
-    "sparsity": "Where attention goes, and how few keys take most of it.",
-    "gate": "The laws that the gate has checked on this model.",
+    "plan": "Show the cached parts of a prompt, and the expected times.",
+    "chunk": "Show one chunk of the store.",
+    "quality": "Compare fusion modes with full recompute on your questions.",
+    "audit": "Show the distance of audited answers from full prefill.",
+    "codec": "Measure the size and loss of each compression level.",
+    "deviation": "Compare reused keys and values with full prefill.",
+    "sparsity": "Show which keys get attention, and how few get most of it.",
+    "gate": "Show the results of this model's self-check.",
 }
 
 

@@ -11,7 +11,7 @@ from kvtool.lab.reports.report import Desk, Findings, Report
 
 
 def audit(desk: Desk) -> Findings:
-    """Show how far the answers that `query --audit` has held against full prefill were from it, by mode and level."""
+    """Show how far audited answers (`query --audit`) were from full prefill, by mode and level."""
     from kvtool.core.evaluate.audits import kept_audits
     from kvtool.lab.charts.audit import audit_sections
     from kvtool.lab.measure.audits import audit_overview

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def chunk(desk: Desk) -> Findings:
-    """Show one chunk: its document, its text, what is stored of it; the model is not loaded."""
+    """Show one chunk: its document, text and stored levels. Loads no model."""
     from kvtool.core.cache.identity import chunk_named, is_id
     from kvtool.core.retrieval.places import Places
 

@@ -49,7 +49,7 @@ def evaluate_own(desk: Desk) -> Findings:
         raise UsageError("--make needs a file to write the questions into", f"`kvtool eval made.jsonl --make {wanted}`")
     if wanted is not None and (runs := desk.get(RunOptions).runs):
         then = f"`kvtool eval {desk.about} --runs {','.join(runs)}` measures on them once they are made"
-        raise UsageError("--make measures nothing yet, so --runs has no meaning beside it", then)
+        raise UsageError("--make measures nothing yet, so --runs has no meaning with it", then)
     if desk.about is None:
         raise UsageError("eval needs a file of questions", _WHY)
     path = Path(desk.about)

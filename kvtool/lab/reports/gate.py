@@ -8,7 +8,7 @@ from kvtool.lab.reports.report import Desk, Findings, Report
 
 
 def gate(desk: Desk) -> Findings:
-    """Show how near the model is to each law, as it was measured at its first meeting with the store."""
+    """Show the results of the model's self-check: the difference from each law, and the limit."""
     from kvtool.core.session.identity import known_result
 
     verdict = known_result(desk.store, desk.identity.fingerprint)

@@ -248,7 +248,7 @@ def _normalizer_guess(sample: bytes) -> str:
 
     best = from_bytes(sample).best()
     if best is None:
-        raise BinaryFile("binary, or in an encoding that cannot be told", "save it as UTF-8")
+        raise BinaryFile("binary, or in an unknown encoding", "save it as UTF-8")
     return str(best.encoding)
 
 
