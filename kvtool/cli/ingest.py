@@ -17,9 +17,8 @@ from kvtool.core.codec.levels import level_of, shown_loss
 from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.walk import Skip
 from kvtool.core.errors import EXIT_DONE, EXIT_FAILED, EXIT_PARTIAL, KvtoolError
-from kvtool.core.ingest.ingest_report import PHASES, IngestReport
-from kvtool.core.ingest.log import EventLog
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.ingest.report import PHASES, EventLog, IngestReport
 
 _NOTICED_S = 3.0  # seconds of other work from which on they are explained
 

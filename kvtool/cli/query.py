@@ -37,11 +37,9 @@ from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option, options_of
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import ReplyChunk, Request
-from kvtool.core.query.summary import numbers, summarise
+from kvtool.core.query.reply import ReplyChunk, Request, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.serve.beside import connect, socket_path
-from kvtool.serve.client import Declined, ask, placed
+from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
 
 if TYPE_CHECKING:
     from kvtool.core.common.timeline import Timeline

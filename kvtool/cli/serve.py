@@ -6,6 +6,7 @@ import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -18,19 +19,19 @@ from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import escaped
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, StoreNotFoundError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.beside import listen, socket_path
 from kvtool.serve.options import ACCESS, ServeOptions
+from kvtool.serve.unix_socket import listen, socket_path
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
     from kvtool.serve.engine import Engine
-    from kvtool.serve.noting import Notes
+    from kvtool.serve.metrics import AccessLog
     from kvtool.serve.server import Listener
 
 app = new_app()
@@ -72,43 +73,46 @@ def serve(run: Run) -> None:
 def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None:
     from kvtool.serve.app import make_app
     from kvtool.serve.engine import Engine
-    from kvtool.serve.noting import Notes
+    from kvtool.serve.metrics import AccessLog
     from kvtool.serve.server import Listener, address_of, bind
     from kvtool.serve.server import serve as run_server
 
     warn = warning_to(run.out)
     tls = _tls(options, warn)
+    _check_store(run, options)
     with bind(options) as bound:
-        engine = Engine(
-            run.get(StoreOptions).place,
-            run.get(ModelOptions),
-            warn,
-            parallel=options.parallel,
-            queue=options.queue,
-            patience=options.request_timeout,
-            memory_cache=options.memory_cache,
-            keep_conversations=options.keep_conversations,
-        )
+        engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options)
         log = _Log(run, options.request_log)
-        notes = Notes(engine, log.write)
-        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, notes)
-        listeners = [Listener(app, bound, tls, patience=options.client_timeout), *_beside(run, engine, notes, options)]
+        requests = AccessLog(engine, log.write)
+        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, requests)
+        local = _local(run, engine, requests, options)
+        listeners = [Listener(app, bound, tls, timeout=options.client_timeout), *local]
         address = address_of(bound, tls is not None)
         run.out.doing("loading the model")
         try:
             engine.start()
-            run_server(
-                engine,
-                listeners,
-                options.drain_timeout,
-                lambda: _say(run, options, address, key, file),
-                warn,
-            )
+            said = partial(_say, run, options, address, key, file)
+            run_server(engine, listeners, options.drain_timeout, said, warn)
         finally:
             for listener in listeners:
                 listener.close()
             engine.close()
             log.close()
+
+
+def _check_store(run: Run, options: ServeOptions) -> None:
+    """Refuse a missing store, unless clients may ingest into it. Raises StoreNotFoundError."""
+    from kvtool.core.cache.layout import read_store_file
+
+    place = run.get(StoreOptions).place
+    if isinstance(place, str):
+        return  # the engine opens a shared store
+    try:
+        read_store_file(place)
+    except StoreNotFoundError:
+        if options.uploads is None and not options.root:
+            raise
+        run.out.status(f"there is no store at {place} yet: the first document of a client creates it")
 
 
 def _tls(options: ServeOptions, warn: Warn) -> SSLContext | None:
@@ -129,10 +133,10 @@ def warning_to(out: Out) -> Warn:
     return warn
 
 
-def _beside(run: Run, engine: Engine, notes: Notes, options: ServeOptions) -> list[Listener]:
-    """The socket for the shell, where there can be one; without it `kvtool query` loads the model itself."""
+def _local(run: Run, engine: Engine, requests: AccessLog, options: ServeOptions) -> list[Listener]:
+    """Listen at the local socket, if possible; without it `kvtool query` loads the model itself."""
+    from kvtool.serve.app import local_app
     from kvtool.serve.server import Listener
-    from kvtool.serve.shell import shell_app
 
     place = run.get(StoreOptions).place
     if not options.socket or not isinstance(place, Path):
@@ -147,7 +151,7 @@ def _beside(run: Run, engine: Engine, notes: Notes, options: ServeOptions) -> li
     if bound is None:
         run.out.warning("another server of this store answers the shell", "--no-socket does without")
         return []
-    return [Listener(shell_app(engine, notes), bound, beside=path)]
+    return [Listener(local_app(engine, requests), bound, path=path)]
 
 
 def _ingesting(run: Run) -> IngestOptions:

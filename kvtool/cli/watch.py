@@ -17,8 +17,8 @@ from kvtool.cli.terminal import one_line
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.common.sizes import counted
 from kvtool.core.errors import EXIT_INTERRUPTED, EXIT_TERMINATED, UsageError
-from kvtool.core.ingest.ingest_report import Documents, IngestReport
 from kvtool.core.ingest.options import IngestOptions, WatchOptions
+from kvtool.core.ingest.report import Documents, IngestReport
 from kvtool.core.options.option import options_of
 
 if TYPE_CHECKING:

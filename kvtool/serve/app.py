@@ -1,8 +1,13 @@
-"""The HTTP application: endpoints, and what stands before them."""
+"""Applications of a server: the HTTP API, and the local client's at the Unix socket next to the store."""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,21 +18,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from kvtool.core.errors import KvtoolError
+from kvtool.core.checkpoint.files import looks_local
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.answers import Answers
+from kvtool.core.query.reply import Request as Question
+from kvtool.serve.auth import BodyTimeout, Guard
 from kvtool.serve.documents import Documents
-from kvtool.serve.embeddings import Embeddings
 from kvtool.serve.engine import Engine
-from kvtool.serve.facts import facts_of
-from kvtool.serve.guard import Guard, Patience
-from kvtool.serve.metrics import Metrics
-from kvtool.serve.noting import Notes
+from kvtool.serve.job import Answer, Ask, BusyError, LeftError
+from kvtool.serve.metrics import AccessLog, RequestStats, stats_of
+from kvtool.serve.openai import EventStream, OpenAI, listening, while_there
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.wire import Refusal, briefly, failed, refused
+from kvtool.serve.unix_socket import PATH, placed
+from kvtool.serve.wire import Refusal, body_of, briefly, failed, refused, texts
 
 _TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"  # Prometheus'
+_HTTP_ERRORS = {
+    404: "there is no such address",
+    405: "this address knows no such method",
+    413: "the request is too long",
+}
+_ALIVE_EVERY = 10.0  # seconds between two empty lines to the local client
+_CLIENT = "shell"  # its name in the log
 
 
 def make_app(
@@ -36,17 +50,37 @@ def make_app(
     asking: QueryOptions,
     ingesting: IngestOptions,
     key: str | None,
-    notes: Notes,
+    log: AccessLog,
 ) -> ASGIApp:
-    """Put the application together.
+    """Make the HTTP application.
 
     Parameters
     ----------
-    asking, ingesting : what holds where a client says nothing.
-    key : that clients have to send; None: none.
+    asking, ingesting : defaults of questions and ingests.
+    key : that clients have to send; None: no key.
     """
+    openai = OpenAI(engine, asking)
+    documents = Documents(engine, ingesting, options.root, options.uploads)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse(await briefly(engine.status))
+
+    async def metrics(request: Request) -> Response:
+        return Response(await asyncio.to_thread(log.metrics.text), media_type=_TEXT_FORMAT)
+
+    routes = [
+        Route("/v1/chat/completions", openai.chat, methods=["POST"]),
+        Route("/v1/completions", openai.completion, methods=["POST"]),
+        Route("/v1/models", openai.models),
+        Route("/v1/embeddings", openai.embed, methods=["POST"]),
+        Route("/v1/documents", documents.add, methods=["POST"]),
+        Route("/v1/documents", documents.show, methods=["GET"]),
+        Route("/v1/documents", documents.forget, methods=["DELETE"]),
+        Route("/health", health),
+        Route("/metrics", metrics),
+    ]
     app = Starlette(
-        routes=_routes(engine, options, asking, ingesting, notes.metrics),
+        routes=routes,
         middleware=[
             Middleware(Guard, key=key, origins=options.cors_origin),
             Middleware(
@@ -57,67 +91,98 @@ def make_app(
                 expose_headers=["X-Request-Id", "Retry-After"],
             ),
         ],
-        exception_handlers={
-            Refusal: _on_refusal,
-            KvtoolError: _on_error,
-            HTTPException: _on_http,
-            ClientDisconnect: _on_left,
-            Exception: _on_bug,
-        },
+        exception_handlers=_HANDLERS,
         max_body_size=options.max_body,
     )
-    known = {route.path for route in app.routes if isinstance(route, Route)}
-    return notes.of(Patience(app, options.client_timeout), known)
-
-
-def _routes(
-    engine: Engine, options: ServeOptions, asking: QueryOptions, ingesting: IngestOptions, metrics: Metrics
-) -> list[Route]:
-    answers, embeddings = Answers(engine, asking), Embeddings(engine)
-    documents = Documents(engine, ingesting, options.root, options.uploads)
-
-    async def health(request: Request) -> Response:
-        return JSONResponse(await briefly(engine.status))
-
-    async def measured(request: Request) -> Response:
-        return Response(await asyncio.to_thread(metrics.text), media_type=_TEXT_FORMAT)
-
-    return [
-        Route("/v1/chat/completions", answers.chat, methods=["POST"]),
-        Route("/v1/completions", answers.completion, methods=["POST"]),
-        Route("/v1/models", answers.models),
-        Route("/v1/embeddings", embeddings.embed, methods=["POST"]),
-        Route("/v1/documents", documents.add, methods=["POST"]),
-        Route("/v1/documents", documents.show, methods=["GET"]),
-        Route("/v1/documents", documents.forget, methods=["DELETE"]),
-        Route("/health", health),
-        Route("/metrics", measured),
-    ]
-
-
-async def _on_refusal(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return refused(error)
+    return log.of(BodyTimeout(app, options.client_timeout), {route.path for route in routes})
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, KvtoolError)
+    """Return the response to an exception of an endpoint."""
+    if isinstance(error, Refusal):
+        return refused(error)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):
+        response = refused(Refusal(error.status_code, "http", _HTTP_ERRORS.get(error.status_code, error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+    if not isinstance(error, KvtoolError):
+        return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"))
     response = failed(error)
-    facts_of(request).failed(error, response.status_code)
+    stats_of(request).failed(error, response.status_code)
     return response
 
 
-async def _on_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    words = {404: "there is no such address", 405: "this address knows no such method", 413: "the request is too long"}
-    response = refused(Refusal(error.status_code, "http", words.get(error.status_code, error.detail)))
-    response.headers.update(error.headers or {})
-    return response
+_HANDLERS = dict.fromkeys((Refusal, KvtoolError, HTTPException, ClientDisconnect, Exception), _on_error)
 
 
-async def _on_left(request: Request, error: Exception) -> Response:
-    return Response(status_code=499)
+# ---- the local client ----
 
 
-async def _on_bug(request: Request, error: Exception) -> Response:
-    return failed(KvtoolError(f"unexpected {type(error).__name__}", "this is a bug in kvtool"))
+def local_app(engine: Engine, log: AccessLog) -> ASGIApp:
+    """Make the application for this user's `kvtool query`, with all of its options; only the user can connect."""
+
+    async def query(request: Request) -> Response:
+        value = await body_of(request)
+        if not _is_same_model(engine.model, value.get("model", {})):
+            raise Refusal(409, "another_model", "another model is loaded here, or elsewhere")
+        if not _names_the_same(value):
+            raise Refusal(409, "another_folder", "names of files are read from another folder here")
+        lines = _lines(engine, _ask(value), stats_of(request))
+        first = await while_there(request, anext(lines))
+        return EventStream(first, lines, "application/x-ndjson")
+
+    app = Starlette(routes=[Route(PATH, query, methods=["POST"])], exception_handlers=_HANDLERS)
+    return log.of(app, [PATH], _CLIENT)
+
+
+def _is_same_model(loaded: ModelOptions, wanted: Mapping[str, Any]) -> bool:
+    """Return True if the client's model options are the loaded model's, or defaults."""
+    plain, own = ModelOptions(), replace(loaded, model=placed(loaded.model))
+    return all(wanted.get(name) in (getattr(plain, name), getattr(own, name)) for name in ("model", "device", "dtype"))
+
+
+def _names_the_same(value: Mapping[str, Any]) -> bool:
+    """Return True if file names mean the same here: both processes run in one folder, or no name is relative."""
+    names = [*texts(value, "chunks"), *texts(value, "documents")]
+    embedder = value["options"].get("embedder")
+    if embedder and (looks_local(embedder) or os.path.exists(embedder)):
+        names.append(embedder)
+    return all(map(os.path.isabs, names)) or value.get("folder") == os.getcwd()
+
+
+def _ask(value: Mapping[str, Any]) -> Ask:
+    question = Question(value["question"], texts(value, "chunks"), texts(value, "documents"))
+    try:
+        return Ask(question, QueryOptions.of(value["options"]), client=(_CLIENT, ""))
+    except UsageError as error:  # options of another version, or of plugins that this process lacks
+        raise Refusal(409, "other_options", error.message, error.hint) from error
+
+
+async def _lines(engine: Engine, ask: Ask, stats: RequestStats) -> AsyncGenerator[str]:
+    async with listening(engine, ask) as heard:
+        begun = False
+        ended: KvtoolError | None = LeftError("the shell has left")
+        try:
+            while not isinstance(event := await heard.next(_ALIVE_EVERY), Answer):
+                begun = True
+                yield _line({} if event is None else {"text": event})
+            stats.answer, ended = event, None
+            shown = ("text", "facts", "steps", "stepper", "warnings")
+            yield _line({"answer": {name: getattr(event, name) for name in shown}})
+        except BusyError as error:
+            ended = error
+            if not begun:
+                raise
+            # the lines have no end: a client that has seen no text yet answers by itself
+        except KvtoolError as error:
+            ended = error
+            yield _line({"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}})
+        finally:
+            if ended is not None:
+                stats.failed(ended, Refusal.of(ended).status)
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, ensure_ascii=False) + "\n"

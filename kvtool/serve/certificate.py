@@ -1,4 +1,4 @@
-"""The certificate of a server that speaks https: checked before a model is loaded, read anew when it is renewed."""
+"""Certificate of an https server: checked before a model is loaded, reloaded when its files change."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Certificate:
 
     Attributes
     ----------
-    context : what connections are made with. Each asks whether the files have changed: whoever comes behind a renewal
-        gets the new certificate; where the new files cannot be used, the one before stays, and that is told once.
+    context : for connections. Each checks whether the files have changed, and gets the new certificate; if the new
+        files cannot be used, the old one stays, with one warning.
 
     Raises
     ------
-    UsageError : a file cannot be read, holds something else, the key is encrypted or another one's, or the certificate
-        is not valid today.
+    UsageError : a file cannot be read or is no PEM file, the key is encrypted or belongs to another certificate, or the
+        certificate is not valid today.
     """
 
     def __init__(self, chain: Path, key: Path, warn: Warn) -> None:
@@ -35,7 +35,7 @@ class Certificate:
         self.context.sni_callback = self._met
 
     def _met(self, connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-        """Called at the beginning of every connection, whether it names a host or not."""
+        """Choose the context of a new connection."""
         stamp = self._stamped()
         if stamp != self._stamp:
             self._stamp = stamp
@@ -85,7 +85,7 @@ def _check_holds(path: Path, mark: bytes, what: str) -> None:
 
 
 def _check_valid(chain: Path, server: ssl.SSLContext) -> None:
-    """Refuse a certificate that every client would, by shaking hands with a client that trusts it and no other."""
+    """Refuse a certificate that every client would refuse, by a handshake with a client that trusts only it."""
     client = ssl.create_default_context(cafile=str(chain))
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -103,4 +103,4 @@ def _check_valid(chain: Path, server: ssl.SSLContext) -> None:
             if error.verify_code in (_BEFORE, _AFTER):
                 what = "has expired" if error.verify_code == _AFTER else "is not valid yet"
                 raise UsageError(f"the certificate in {chain} {what}", "renew it, or set the clock") from error
-            return  # who trusts it otherwise than by itself may have no objection
+            return  # a client that trusts it in another way may accept it

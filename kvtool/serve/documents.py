@@ -1,10 +1,15 @@
-"""`/v1/documents`: ingest, list, forget."""
+"""Documents of clients: `/v1/documents`, and the folder of uploads."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
+import hashlib
+import json
 import os
-from collections.abc import Mapping, Sequence
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -13,27 +18,31 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvtool.core.cache.layout import atomic_write, read_small
+from kvtool.core.cache.store import Store
+from kvtool.core.common.files import make_folder
+from kvtool.core.common.sizes import counted
 from kvtool.core.corpus.ignoring import Roots
 from kvtool.core.corpus.readers import file_of
-from kvtool.core.errors import NoSpaceError, StoreNotFoundError, UsageError
+from kvtool.core.errors import KvtoolError, NoSpaceError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.upkeep.forget import MuchError
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import BusyError
-from kvtool.serve.uploads import Uploads
 from kvtool.serve.wire import Refusal, body_of, taken, texts, within
 
-_LONGEST_NAME = 255  # bytes, as file systems have it
-_LONGEST_DOCUMENT = 10**9  # characters: --max-body is less
-_SOON = 5  # seconds
+_MAX_NAME = 255  # bytes, as in file systems
+_MAX_DOCUMENT = 10**9  # characters: --max-body is less
+_RETRY_AFTER = 5  # seconds
+_NOTES = ".kvtool-sent"  # hidden: no client can name it, and no ingest reads it
 
 
 class Documents:
-    """The endpoints of documents.
+    """Endpoints of documents.
 
     Parameters
     ----------
-    roots : folders below which clients may name files; `uploads`: where what they send is kept.
+    roots : folders below which clients may name files. `uploads`: folder of the documents that they send.
     """
 
     def __init__(self, engine: Engine, options: IngestOptions, roots: tuple[Path, ...], uploads: Path | None) -> None:
@@ -58,7 +67,7 @@ class Documents:
         return JSONResponse(report)
 
     async def show(self, request: Request) -> Response:
-        """`GET /v1/documents`: all of them; with `?source=` the one that it means, with its chunks, or those."""
+        """`GET /v1/documents`: list them; with `?source=` the selected ones, a single one with its chunks."""
         wanted = within(request.query_params.get("source"), "source")
         try:
             documents = await asyncio.to_thread(self._engine.documents, wanted)
@@ -69,11 +78,11 @@ class Documents:
         return JSONResponse({"object": "list", "data": [_summary(row) for row in documents]})
 
     async def forget(self, request: Request) -> Response:
-        """`DELETE /v1/documents?source=`: forget a document; a file that a client sent is removed with it.
+        """`DELETE /v1/documents?source=`: forget documents, and remove the files that clients sent.
 
-        More than half of several documents go with `all=true` alone: a pattern soon means more than was thought of.
-        Nothing is forgotten where a file of the uploads folder would bring it back: one that no client sent, or one
-        that holds further documents.
+        More than half of several documents need `all=true`: a pattern soon selects more than was meant. Nothing is
+        forgotten that a file of the uploads folder would bring back: a file that no client sent, or one with further
+        documents.
         """
         source = within(request.query_params.get("source", ""), "source")
         if not source:
@@ -88,9 +97,9 @@ class Documents:
         return JSONResponse({"object": "list", "forgotten": list(gone)})
 
     def _check_free(self) -> None:
-        """Raise BusyError while another request writes or removes documents: a thread that waits is one fewer."""
+        """Raise BusyError while another request writes or removes documents: waiting would occupy a thread."""
         if self._one.locked():
-            raise BusyError("documents are being written or removed", _SOON)
+            raise BusyError("documents are being written or removed", _RETRY_AFTER)
 
     # ---- in another thread ----
 
@@ -120,46 +129,42 @@ class Documents:
                 file = self._uploads.folder / source
                 if isinstance(error, MuchError) or self._engine.has_file(file) or not self._uploads.is_sent(file):
                     raise
-                self._uploads.remove(file)  # an ingest could not read it, or was stopped before
+                self._uploads.remove(file)  # an ingest could not read it, or was interrupted
                 return (str(file),)
 
     def _held(self) -> AbstractContextManager[None]:
         return nullcontext() if self._uploads is None else self._uploads.locked()
 
-    # ---- what may be named ----
+    # ---- names ----
 
     def _named(self, paths: Sequence[str]) -> list[Path]:
-        roots = Roots(self._roots)
-        return [self._allowed(path, roots) for path in paths]
-
-    def _allowed(self, text: str, roots: Roots) -> Path:
-        """A path of this machine that a client may have ingested. Others are refused alike, there or not."""
-        try:
-            path = Path(os.path.realpath(os.path.expanduser(text)))
-        except ValueError as error:
-            raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
-        if not roots.show(path):
-            hint = (
-                "start the server with --root FOLDER"
-                if not self._roots
-                else "name one below a --root: nothing hidden, no secret, nothing that ignore files name"
-            )
-            raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
-        return path
+        """Return the paths of files below the roots. Others are refused alike, whether they exist or not."""
+        roots, found = Roots(self._roots), []
+        for text in paths:
+            try:
+                path = Path(os.path.realpath(os.path.expanduser(text)))
+            except ValueError as error:
+                raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
+            if not roots.show(path):
+                hint = "name one below a --root: nothing hidden, no secret, nothing that ignore files name"
+                hint = hint if self._roots else "start the server with --root FOLDER"
+                raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
+            found.append(path)
+        return found
 
     def _sent(self, row: Any) -> tuple[Path, bytes]:
-        """The place and the bytes of a document that a client sends."""
+        """Return the path and the bytes of a document that a client sends."""
         if self._uploads is None:
             hint = "start it with --uploads FOLDER"
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
         if not isinstance(row, dict) or set(row) != {"name", "text"}:
             raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
-        text: str = taken(row, "text", str, "", _LONGEST_DOCUMENT)
+        text: str = taken(row, "text", str, "", _MAX_DOCUMENT)
         return self._uploads.folder / _safe_name(row), text.encode("utf-8", "replace")
 
 
 def _is_true(request: Request, name: str) -> bool:
-    """A parameter of an address that is true or false. Raises Refusal."""
+    """Return a parameter of the URL that is true or false. Raises Refusal."""
     found = request.query_params.get(name, "false")
     if found not in ("true", "false"):
         raise Refusal(400, "wrong_type", f"{name} is not true or false", param=name)
@@ -167,10 +172,10 @@ def _is_true(request: Request, name: str) -> bool:
 
 
 def _safe_name(row: Mapping[str, Any]) -> PurePosixPath:
-    """A name that stays below a folder, is read by an ingest of it, and is not that of a part of another file."""
+    """Return a name below the folder that an ingest reads, and that is not a part of another file. Raises Refusal."""
     name = taken(row, "name", str, "")
     parts = name.split("/")
-    sound = all(part.strip(" .") and not part.startswith(".") and len(part.encode()) <= _LONGEST_NAME for part in parts)
+    sound = all(part.strip(" .") and not part.startswith(".") and len(part.encode()) <= _MAX_NAME for part in parts)
     if not sound or "\\" in name or not name.isprintable() or file_of(name) != name:
         raise Refusal(400, "wrong_name", f"{name!r} is no name of a document", "such as notes/river.md", "documents")
     return PurePosixPath(name)
@@ -180,3 +185,172 @@ def _summary(row: Mapping[str, Any]) -> dict[str, Any]:
     chunks = row["chunks"]
     sums = {name: sum(chunk[name] for chunk in chunks) for name in ("tokens", "bytes")}
     return {**row, "chunks": len(chunks), **sums}
+
+
+class Uploads:
+    """Folder of documents that clients send, created if missing, with a note of the name and SHA-256 of each.
+
+    A file belongs to clients while its note has the digest of its bytes. A file without a note, or one that was edited
+    since, belongs to the server's owner: clients can neither replace nor remove it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self._notes = self.folder / _NOTES
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lock the folder against other requests and servers.
+
+        Raises
+        ------
+        BusyError : another request, or another server with the same folder, has the lock.
+        KvtoolError : the folder cannot be written.
+        """
+        import filelock
+
+        lock = filelock.FileLock(self._notes / "lock", mode=0o600, thread_local=False)
+        try:
+            make_folder(self._notes)
+            lock.acquire(timeout=0)
+        except filelock.Timeout as error:
+            raise BusyError("documents are being written or removed", _RETRY_AFTER) from error
+        except OSError as error:
+            why = (error.strerror or str(error)).lower()
+            raise KvtoolError(f"{self.folder} cannot be written: {why}", "serve with another --uploads") from error
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def holds(self, path: Path) -> bool:
+        """Return True if a path, as it is written, is below the folder."""
+        return path.is_relative_to(self.folder) and os.path.normpath(path) == str(path) and path != self.folder
+
+    def check(self, path: Path) -> None:
+        """Raise Refusal for a path of the folder that is, or leads through, a file or link of the owner."""
+        if os.path.realpath(path) == str(path) and (os.path.isdir(path) or not os.path.lexists(path)):
+            return
+        if not (known := self._known(path)):
+            why = "is a file that no client has sent"
+        elif _digest(path) not in known:
+            why = "has changed since a client sent it"
+        else:
+            return
+        raise Refusal(403, "not_sent", f"{str(path)!r} {why}", "choose another name; the server's owner can remove it")
+
+    def is_sent(self, path: Path) -> bool:
+        """Return True if a file exists, as a client has sent it."""
+        return self.holds(path) and (digest := _digest(path)) != "" and digest in self._known(path)
+
+    def keep(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+        """Store documents, all or none. Former versions are kept until `settle` or `undo`.
+
+        Raises
+        ------
+        Refusal : see `check`; or the file system does not allow such a name.
+        NoSpaceError : the disk is full.
+        """
+        for path, _ in sent:
+            self.check(path)
+        for index, (path, data) in enumerate(sent):
+            try:
+                self._write(path, data)
+            except (OSError, KvtoolError, Refusal) as error:
+                self.undo(sent[:index])
+                if not isinstance(error, OSError):
+                    raise
+                why = (error.strerror or str(error)).lower()  # a file where a folder is named, or the other way round
+                raise Refusal(400, "wrong_name", f"{path.name!r} cannot be kept: {why}", param="documents") from error
+
+    def settle(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+        """Delete the former versions of documents."""
+        for path, _ in sent:
+            with contextlib.suppress(OSError):
+                self._former(path).unlink(missing_ok=True)
+
+    def undo(self, sent: Sequence[tuple[Path, bytes]]) -> None:
+        """Restore the former versions of documents. A file that has changed since is not touched."""
+        for path, data in reversed(sent):
+            former = self._former(path)
+            with contextlib.suppress(OSError, Refusal):
+                if _digest(path) != hashlib.sha256(data).hexdigest():
+                    former.unlink(missing_ok=True)
+                elif former.exists():
+                    os.replace(former, path)
+                else:
+                    self.remove(path)
+
+    def remove_files(self, store: Store, going: Sequence[str]) -> None:
+        """Remove the files of documents, before these are forgotten: after a crash in between, an ingest of the folder
+        brings back no forgotten document.
+
+        Raises
+        ------
+        Refusal : see `check`; or a file contains further documents.
+        """
+        named = (Path(file) for file in sorted({file_of(source) for source in going}))
+        files = [file for file in named if self.holds(file) and os.path.lexists(file) and not os.path.isdir(file)]
+        for file in files:
+            self.check(file)
+            entry = store.file(str(file))
+            if entry is not None and (staying := set(entry.documents) - set(going)):
+                text = (
+                    f"{str(file)!r} holds {counted(len(staying), 'further document')}, which would be forgotten with it"
+                )
+                raise Refusal(409, "part_of_file", text, "name the file to forget all of it, or send it anew", "source")
+        for file in files:
+            self.remove(file)
+
+    def remove(self, file: Path) -> None:
+        """Remove a document's file, then its note. Raises Refusal as `check` does."""
+        self.check(file)
+        file.unlink(missing_ok=True)
+        self._note(file).unlink(missing_ok=True)
+
+    def _write(self, path: Path, data: bytes) -> None:
+        """Write a document. The note is written first, with the digests of the old and the new file: after a crash it
+        fits the file that exists."""
+        self.check(path)
+        make_folder(path.parent)
+        if os.path.isdir(path):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        digests = {hashlib.sha256(data).hexdigest(), _digest(path)} - {""}
+        if path.exists():
+            atomic_write(self._former(path), path.read_bytes())
+        else:
+            self._former(path).unlink(missing_ok=True)  # of a server that was killed
+        note = {"name": self._name(path), "sha256": sorted(digests)}
+        atomic_write(self._note(path), json.dumps(note).encode() + b"\n")
+        atomic_write(path, data)
+
+    def _known(self, path: Path) -> frozenset[str]:
+        """Return the digests that a client's file may have; none for a link, or a missing or damaged note."""
+        if os.path.realpath(path) != str(path):
+            return frozenset()
+        try:
+            note = json.loads(read_small(self._note(path)))
+            return frozenset(map(str, note["sha256"])) if note["name"] == self._name(path) else frozenset()
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, KvtoolError):
+            return frozenset()
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.folder).as_posix()
+
+    def _note(self, path: Path) -> Path:
+        return self._notes / (hashlib.sha256(os.fsencode(self._name(path))).hexdigest() + ".json")
+
+    def _former(self, path: Path) -> Path:
+        """Return the path of a document's former version during its ingest."""
+        return self._note(path).with_suffix(".former")
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a regular file in hex, "" for anything else. Does not follow a link or wait for a FIFO."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except (OSError, ValueError):  # a name with NUL is none
+        return ""
+    with open(handle, "rb") as file:
+        is_file = stat.S_ISREG(os.fstat(handle).st_mode)
+        return hashlib.file_digest(file, "sha256").hexdigest() if is_file else ""

@@ -1,29 +1,63 @@
-"""Operations of a server, independent of the protocol: answers, ingests, lists, forgets, embeds. It knows no HTTP."""
+"""Operations of a server, independent of HTTP: answer, ingest, list, forget, embed."""
 
 from __future__ import annotations
 
 import hashlib
-import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.store import Store
-from kvtool.core.common.types import Warn
-from kvtool.core.errors import KvtoolError, ModelError, UsageError
+from kvtool.core.common.types import Events, Warn
+from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
-from kvtool.serve.ending import Ending
-from kvtool.serve.job import Answer, Ask, Event, Job, Tell
-from kvtool.serve.resident import Resident
-from kvtool.serve.scheduler import Scheduler
-from kvtool.serve.talks import Talks
+from kvtool.serve.conversations import ConversationCache
+from kvtool.serve.job import Ask, EndedError, Job, Tell
+from kvtool.serve.options import ServeOptions
+from kvtool.serve.scheduler import LoadedModel, Scheduler
 
 if TYPE_CHECKING:
-    from kvtool.core.ingest.ingest_report import IngestReport
+    from kvtool.core.ingest.report import IngestReport
     from kvtool.core.retrieval.embed import Embeds
     from kvtool.core.retrieval.tables import Array
+
+
+class IngestShutdown:
+    """Shutdown of ingests by their progress callbacks, as Ctrl-C does: stored files stay, and the next ingest goes on.
+
+    Attributes
+    ----------
+    after_file : end after the current file.
+    now : end after the current batch of chunks.
+    """
+
+    def __init__(self) -> None:
+        self.after_file = self.now = False
+
+    def events(self) -> Events:
+        """Return the callbacks for one ingest."""
+        kept = 0
+
+        def stop() -> None:
+            went = f"{kept} {'file was' if kept == 1 else 'files were'} kept"
+            raise EndedError(f"the server ends: the ingest has stopped, {went}", "send it again to continue")
+
+        def took(path: str, what: str, chunks: int) -> None:
+            nonlocal kept
+            kept += what != "removed"
+            left(path, "")
+
+        def left(path: str, why: str) -> None:
+            if self.after_file or self.now:
+                stop()
+
+        def advance(count: float) -> None:
+            if self.now:
+                stop()
+
+        return Events(advance=advance, failed=left, skipped=left, took=took)
 
 
 class Engine:
@@ -31,31 +65,19 @@ class Engine:
 
     Parameters
     ----------
-    place : the store's folder, or the URL of a shared one, which can only be asked.
-    model : the model as the user names it; needed if the store is still to be made.
-    warn : called with warnings for the server's owner that belong to no single question.
-    parallel, queue, patience : see `Scheduler`. `memory_cache`: bytes of chunks kept in memory; `keep_conversations`:
-        of conversations.
+    place : the store's folder, or the URL of a shared one, which is read-only.
+    model : the model as the user names it; needed for a new store.
+    warn : called with warnings that belong to no single question.
     """
 
-    def __init__(
-        self,
-        place: Path | str,
-        model: ModelOptions,
-        warn: Warn,
-        *,
-        parallel: int = 8,
-        queue: int = 64,
-        patience: float = 300.0,
-        memory_cache: int = 10**9,
-        keep_conversations: int = 5 * 10**8,
-    ) -> None:
+    def __init__(self, place: Path | str, model: ModelOptions, warn: Warn, options: ServeOptions | None = None) -> None:
+        options = options or ServeOptions()
         self.place, self.model = place, model
         self._warn = warn
-        self._resident = Resident(place, model, memory_cache, self._warned)
-        self.talks = Talks(keep_conversations)
-        self.scheduler = Scheduler(self._resident, warn, parallel, queue, patience, self.talks)
-        self.ending = Ending()
+        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned)
+        self.conversations = ConversationCache(options.keep_conversations)
+        self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
+        self._shutdown = IngestShutdown()
         self._writing = threading.Lock()
         self._embedding = threading.Lock()
         self._embedder: Embeds | None = None
@@ -64,10 +86,10 @@ class Engine:
         if not self.scheduler.warned(text, hint):
             self._warn(text, hint)
 
-    # ---- beginning and end ----
+    # ---- start and shutdown ----
 
     def start(self) -> None:
-        """Load the model where there is a store, and begin to answer.
+        """Load the model if the store exists, and start to answer.
 
         Raises
         ------
@@ -75,98 +97,72 @@ class Engine:
         """
         from kvtool.core.model.decode.native import prepare_compiled_model
 
-        if self._resident.exists():
-            session = self._resident.session()
-            with self._resident.turn():
+        if self._loaded.exists():
+            session = self._loaded.session()
+            with self._loaded.turn():
                 session.check_gate()
             prepare_compiled_model(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:
-        """Take no more questions; those that were taken are answered, an ingest stops behind its document."""
-        self.ending.behind_a_document = True
+        """Refuse new questions. Questions in the queue are answered; an ingest stops after its current file."""
+        self._shutdown.after_file = True
         self.scheduler.refuse()
 
     def halt(self) -> None:
-        """An ingest stops behind the chunks that are computed just now."""
-        self.ending.at_once = True
+        """Stop an ingest after its current batch of chunks."""
+        self._shutdown.now = True
 
     def close(self) -> None:
-        """End; what was not answered is told so."""
+        """End, with an error for unanswered questions."""
         self.halt()
         self.scheduler.close()
-        self._resident.close()
+        self._loaded.close()
 
     # ---- questions ----
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Take a question in, and tell what comes of it, in another thread. Raises BusyError."""
+        """Add a question; `tell` gets its events, in another thread. Raises BusyError."""
         return self.scheduler.submit(ask, tell)
-
-    def stream(self, ask: Ask) -> Iterator[str | Answer]:
-        """Give the pieces of an answer as they come, and at last the whole. Who stops listening stops it.
-
-        Raises
-        ------
-        KvtoolError : whatever keeps it from being answered; BusyError where too many ask.
-        """
-        events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        job = self.submit(ask, events.put)
-        try:
-            while True:
-                event = events.get()
-                if isinstance(event, KvtoolError):
-                    raise event
-                yield event
-                if isinstance(event, Answer):
-                    return
-        finally:
-            self.scheduler.leave(job)
-
-    def ask(self, ask: Ask) -> Answer:
-        """Answer one question. Raises as `stream` does."""
-        *_, answer = self.stream(ask)
-        assert isinstance(answer, Answer)
-        return answer
 
     # ---- documents ----
 
     @property
     def folder(self) -> Path:
-        """The store's own folder. Raises UsageError where a URL is served."""
+        """Return the store's folder. Raises UsageError for a shared store."""
         if isinstance(self.place, str):
             raise UsageError("a shared store can only be asked", "serve a local one, and push it")
         return self.place
 
     def ingest(self, options: IngestOptions) -> IngestReport:
-        """Bring the store up to date with files and folders; questions are answered between two batches of chunks.
+        """Bring the store up to date with files; questions are answered between two batches of chunks.
 
         Raises
         ------
-        EndedError : the server ends; what was kept so far stands.
+        EndedError : the server shuts down; stored files stay.
         """
         from kvtool.core.ingest.job import KeptModel, ingest
 
         with self._writing:
-            kept = KeptModel(self._resident.decoder)
-            report = ingest(self.folder, options, self.ending.events(), kept)
-            if self._resident.decoder is None:
-                self._resident.spare = kept.decoder
+            kept = KeptModel(self._loaded.decoder)
+            report = ingest(self.folder, options, self._shutdown.events(), kept)
+            if self._loaded.decoder is None:
+                self._loaded.spare = kept.decoder
             return report
 
     def forget(
         self, source: str, much: bool = False, before: Callable[[Store, Sequence[str]], None] | None = None
     ) -> tuple[str, ...]:
-        """Forget a document, or all that a path, a glob or a chunk's id means; returns what went.
+        """Forget the documents that a path, a glob or a chunk id selects; return their names.
 
         Parameters
         ----------
-        much : also where that is more than half of several documents.
+        much : allow more than half of several documents.
         before : see `upkeep.forget`.
 
         Raises
         ------
-        UsageError : it means nothing in the store, or is pinned; MuchError: it means more than that.
+        UsageError : it selects nothing, or a pinned document; MuchError: it selects too many.
         """
         from kvtool.core.upkeep.forget import forget
 
@@ -175,7 +171,7 @@ class Engine:
 
     def has_file(self, path: Path, data: bytes | None = None) -> bool:
         """Return True if the store has an entry of a file; with `data`, of these bytes of it."""
-        if not self._resident.exists():
+        if not self._loaded.exists():
             return False
         with Store.open(self.folder) as store:
             entry = store.file(str(path))
@@ -201,15 +197,15 @@ class Engine:
         documents = listed(documents_of(rows), rows)["documents"]
         return [row for row in documents if meant is None or row["source"] in meant]
 
-    # ---- what it is ----
+    # ---- state ----
 
     @property
     def model_name(self) -> str:
-        """Return the model's name for clients; "" before there is a store."""
+        """Return the model's name for clients; "" if the store does not exist."""
         from kvtool.core.checkpoint.files import looks_local
         from kvtool.core.session.identity import store_identity
 
-        if not self._resident.exists():
+        if not self._loaded.exists():
             return ""
         if isinstance(self.place, str):
             return self.model.model or "kvtool"
@@ -218,38 +214,38 @@ class Engine:
         return Path(ref).name if looks_local(ref) else ref
 
     def status(self) -> dict[str, Any]:
-        """Return the state: whether it can answer, how many questions wait and are answered."""
+        """Return the state, and the numbers of waiting and running questions."""
         return {
-            "status": "ok" if self._resident.exists() else "empty",
+            "status": "ok" if self._loaded.exists() else "empty",
             "model": self.model_name,
             "queue": self.scheduler.waiting,
             "running": self.scheduler.running,
-            "conversations": len(self.talks),
+            "conversations": len(self.conversations),
         }
 
     def store_stats(self) -> dict[str, Any]:
-        """Counts and sizes of the store; nothing where there is none, or it stands elsewhere."""
-        if isinstance(self.place, str) or not self._resident.exists():
+        """Return counts and sizes of the store; nothing for a shared or missing store."""
+        if isinstance(self.place, str) or not self._loaded.exists():
             return {}
         from kvtool.core.upkeep.inventory import sizes_of
 
         with Store.open(self.place) as store:
             return sizes_of(store)
 
-    # ---- meaning ----
+    # ---- embeddings ----
 
     @property
     def embedder_name(self) -> str | None:
-        """The embedding model that the store's vectors are of; None: there is none."""
-        from kvtool.core.retrieval.vectors import remembered
+        """Return the embedding model of the store's vectors; None if it has none."""
+        from kvtool.core.retrieval.embed import remembered
 
-        if isinstance(self.place, str) or not self._resident.exists():
+        if isinstance(self.place, str) or not self._loaded.exists():
             return None
         with Store.open(self.place) as store:
             return remembered(store, self._warn)
 
     def embed(self, texts: Sequence[str]) -> tuple[Array, int]:
-        """Turn texts into unit vectors, float32 `[texts, dimensions]`; and how many tokens they have.
+        """Return unit vectors of texts, float32 `[texts, dimensions]`, and the number of their tokens.
 
         Raises
         ------

@@ -1,9 +1,10 @@
-"""A question on its way through a server: what was asked, what comes of it, and what may go wrong on the way."""
+"""Jobs of a server: a question, its answer, the errors in between, and a fair queue of jobs."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,12 +21,7 @@ if TYPE_CHECKING:
 
 
 class BusyError(KvtoolError):
-    """The server takes no more questions just now.
-
-    Parameters
-    ----------
-    retry_after : seconds after which it may be worth asking again.
-    """
+    """Error of a server that takes no more questions; `retry_after`: seconds after which to ask again."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message, f"ask again in {retry_after} s")
@@ -33,20 +29,20 @@ class BusyError(KvtoolError):
 
 
 class TooSlowError(KvtoolError):
-    """An answer has taken as long as one may take."""
+    """Error of an answer that took longer than `--request-timeout`."""
 
 
 class LeftError(KvtoolError):
-    """Whoever asked has left."""
+    """Error of a question whose client has left."""
 
 
 class EndedError(KvtoolError):
-    """The server ends before the work is done."""
+    """Error of unfinished work at the server's shutdown."""
 
 
 Turns = tuple[tuple[str, str], ...]
 Client = tuple[str, str]
-"""Who asks: an address, and the `user` that it names, "" where it names none."""
+"""An address, and the `user` that the client names; "" if none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +52,8 @@ class Ask:
     Attributes
     ----------
     stop : texts that end the answer.
-    turns : questions and answers before it; None: it is a single question, and none will follow.
-    client : whose it is: clients come to their turns one after another.
+    turns : earlier questions and answers; None: a single question that belongs to no conversation.
+    client : clients take turns.
     """
 
     request: Request
@@ -69,17 +65,16 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A whole answer, without what it was made with in memory.
+    """A complete answer, without its caches.
 
     Attributes
     ----------
-    finish : how it ended, as the API has it: `stop`, or `length` where it was cut off; `facts` tell a repetition.
-    chunks : what was loaded for it. `places`: where it is from, best first, what stood of earlier turns included.
-    facts : what `kvtool query --json` says of it.
-    steps, generate_ms, stepper : tokens behind the first, the time that they took among others', and how.
-    queue_ms : how long the question waited for its turn. `others_ms`: how long its prompt stood still for answers that
-        were being written.
-    warnings : texts and hints of what should be known although there is an answer.
+    finish : as in the API: `stop`, or `length` for an answer that was cut off; `facts` report a repetition.
+    chunks : the chunks of the prompt. `places`: its sources, best first, with those of earlier turns.
+    facts : the JSON object of `kvtool query --json`.
+    steps, stepper : tokens after the first, and how they were decoded.
+    queue_ms : time before the question's turn. `others_ms`: time that other answers took during its prefill.
+    warnings : messages and hints.
     """
 
     text: str
@@ -95,12 +90,11 @@ class Answer:
 
     @classmethod
     def of(cls, reply: Reply, job: Job) -> Answer:
-        """The answer of a reply, whose prompt can be let go of."""
+        """Make the answer of a reply, whose prompt can then be freed."""
         said = reply.generated
-        finish: Literal["stop", "length"] = "stop" if said.finish == "repeat" else said.finish
         return cls(
             text=reply.answer,
-            finish=finish,
+            finish="stop" if said.finish == "repeat" else said.finish,
             chunks=tuple(reply.chunks),
             places=tuple(reply.places),
             facts=reply.to_json(),
@@ -113,34 +107,34 @@ class Answer:
 
 
 Event = str | Answer | KvtoolError
-"""What comes of a question: pieces of its answer's text, then the whole answer, or an error."""
+"""Pieces of an answer's text, then the complete answer or an error."""
 
 Tell = Callable[[Event], None]
 
 
 @dataclass(slots=True)
-class Talk:
-    """A question on its way, with the conversation that it belongs to.
+class CachedConversation:
+    """A question at its first token, with its conversation.
 
     Attributes
     ----------
-    kept : rows that stood before. `reason`: why not all turns stood; "": they did, or there are none.
-    ms : what bringing those turns back has taken. `gone_through`: of them, those that had to be.
+    kept : rows of earlier turns that were cached. `reason`: why not all turns were; "" if they were, or there are none.
+    ms : milliseconds to restore the other turns. `restored`: those turns.
     """
 
-    talk: Conversation
+    conversation: Conversation
     begun: PreparedAnswer
     kept: int
     reason: str
     ms: float
-    gone_through: Sequence[PreparedAnswer]
+    restored: Sequence[PreparedAnswer]
 
     def reply(self, said: Generated) -> Reply:
-        """Return the reply of the answer, which becomes a turn."""
-        reply = self.talk.take(self.begun, said)
-        stands = reply.tokens["standing"]
-        kept = min(self.kept, stands)
-        reply.turn |= {"number": len(self.talk.said), "kept": kept, "renewed": stands - kept}
+        """Return the reply; its answer becomes a turn of the conversation."""
+        reply = self.conversation.take(self.begun, said)
+        resident = reply.tokens["standing"]
+        kept = min(self.kept, resident)
+        reply.turn |= {"number": len(self.conversation.said), "kept": kept, "renewed": resident - kept}
         if self.reason:
             reply.turn["reason"] = self.reason
         reply.timing_ms["earlier"] = self.ms
@@ -148,8 +142,8 @@ class Talk:
         return reply
 
     def keep(self) -> None:
-        """Store what was missing in the store."""
-        for begun in self.gone_through:
+        """Store the chunks that the store lacked."""
+        for begun in self.restored:
             begun.keep(again=True)
         self.begun.keep()
 
@@ -160,18 +154,17 @@ class Job:
 
     Attributes
     ----------
-    tell : called with each event, in the answering thread; it must not wait. Raises LeftError if the client has left.
-    arrived : by `time.monotonic()`.
-    steps : bring it to the first token, over `session`; None before the first of them. `aside`: when the last one
-        ended, by `time.monotonic()`.
-    begun, sequence : once its prompt is there; `talk`: the conversation that it is a turn of.
-    left : the client does not wait any more.
-    failed : the error of `tell`; `ended`: no more events follow.
+    tell : called with each event, in the engine's thread; must not wait. Raises LeftError if the client has left.
+    timeout : seconds from its arrival to its end.
+    arrived, aside : times by `time.monotonic()`: of its arrival, and of the end of its last step.
+    steps : iterator to the first token, over `session`.
+    begun, sequence, cached : its prompt, answer and conversation, once the prompt is computed.
+    left : the client has left. `failed`: error of `tell`. `ended`: no more events follow.
     """
 
     ask: Ask
     tell: Tell
-    patience: float
+    timeout: float
     arrived: float = field(default_factory=time.monotonic)
     queue_ms: float = 0.0
     others_ms: float = 0.0
@@ -181,28 +174,80 @@ class Job:
     aside: float = 0.0
     begun: PreparedAnswer | None = None
     sequence: AnswerSequence | None = None
-    talk: Talk | None = None
+    cached: CachedConversation | None = None
     left: bool = False
     failed: KvtoolError | None = None
     ended: bool = False
 
     @property
     def lost(self) -> KvtoolError | None:
-        """Why it need not go on; None: it has to."""
+        """Return the reason to abandon it, if there is one."""
         if self.failed is not None:
             return self.failed
         if self.left:
             return LeftError("the client has left")
-        if time.monotonic() - self.arrived > self.patience:
+        if time.monotonic() - self.arrived > self.timeout:
             hint = "ask for fewer tokens or chunks, or start the server with a longer --request-timeout"
-            return TooSlowError(f"the answer took longer than {self.patience:g} s", hint)
+            return TooSlowError(f"the answer took longer than {self.timeout:g} s", hint)
         return None
 
 
 def as_error(error: Exception) -> KvtoolError:
-    """Whatever went wrong, as a client is told it."""
+    """Return an exception as a client sees it."""
     if isinstance(error, KvtoolError):
         return error
     if is_out_of_memory(error):
         return KvtoolError("out of memory", "ask for fewer chunks, or serve with a smaller --parallel")
     return KvtoolError(f"unexpected {type(error).__name__}: {error}", "this is a bug in kvtool")
+
+
+class FairQueue:
+    """Queue of jobs in which clients take turns, each client's jobs in their order.
+
+    A client that comes, or comes again, is last. When the queue is full, the client with the most jobs loses its newest
+    one, so that no client blocks the others; a single client may fill the queue. Callers use a lock, except for `len`.
+
+    Parameters
+    ----------
+    limit : maximum number of jobs.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._count = limit, 0
+        self._of: dict[Client, deque[Job]] = {}  # in the order of their turns; none of them is empty
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Job]:
+        for jobs in self._of.values():
+            yield from jobs
+
+    def add(self, job: Job) -> Job | None:
+        """Add a job; return the one that is removed for it, which may be the same, or None."""
+        own = self._of.setdefault(job.ask.client, deque())
+        own.append(job)
+        self._count += 1
+        if self._count <= self._limit:
+            return None
+        longest = max(self._of.values(), key=len)
+        last = longest[-1] if len(longest) > len(own) else job
+        self.remove(last)
+        return last
+
+    def take(self) -> Job:
+        """Remove and return the next job; the queue must not be empty."""
+        client = next(iter(self._of))
+        job = self._of[client][0]
+        self.remove(job)
+        if client in self._of:
+            self._of[client] = self._of.pop(client)
+        return job
+
+    def remove(self, job: Job) -> None:
+        """Remove a job of the queue."""
+        client = job.ask.client
+        self._of[client].remove(job)
+        self._count -= 1
+        if not self._of[client]:
+            del self._of[client]

@@ -1,87 +1,195 @@
-"""Scheduler of questions: one thread runs the model, one prompt at a time, and writes all begun answers in turn."""
+"""Scheduler of questions: one thread runs the model, one prompt at a time, and decodes all answers in turn."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
+from collections.abc import Generator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvtool.core.cache.environment import Closed
+from kvtool.core.cache.layout import read_store_file
 from kvtool.core.common.types import Warn
-from kvtool.core.errors import ModelError, StoreFormatError
-from kvtool.serve.job import Answer, Ask, BusyError, Event, Job, LeftError, Talk, Tell, as_error
-from kvtool.serve.line import Line
-from kvtool.serve.resident import Resident
-from kvtool.serve.talks import Talks, begun_for
+from kvtool.core.errors import ModelError, StoreFormatError, StoreNotFoundError
+from kvtool.core.model.options import ModelOptions
+from kvtool.serve.conversations import ConversationCache
+from kvtool.serve.job import (
+    Answer,
+    Ask,
+    BusyError,
+    CachedConversation,
+    Event,
+    FairQueue,
+    Job,
+    LeftError,
+    Tell,
+    as_error,
+)
+from kvtool.serve.options import ServeOptions
 
 if TYPE_CHECKING:
+    from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.generate import ContinuousBatch
     from kvtool.core.query.answer import PreparedAnswer
+    from kvtool.core.session.identity import StoreIdentity
+    from kvtool.core.session.session import Session
 
-_ANOTHER_STORE = 2  # times that a question may find another store than the one that was there a moment before
+_ANOTHER_STORE = 2  # attempts of a question whose store is replaced meanwhile
 _RETRY_AFTER = (1, 60)  # seconds, at least and at most
-# Seconds of a prompt between two tokens of other answers; a step that takes longer itself has the prompt go on as long.
+# Seconds of a prompt between two tokens of other answers; at least as long as the last decoding step took.
 _SLICE = 0.05
 _ENDED = "the server has ended"
 
 
-class Scheduler:
-    """Answers jobs, one of each client after another (`Line`).
+class LoadedModel:
+    """A store's session, with its model in memory. One thread at a time may ask for the session.
 
-    A turn takes one prompt to its first token, where an answer may begin, and then one step of every answer that was
-    begun. A prompt of many turns is put aside between two of them where other questions wait, and goes on behind the
-    first of those. Between the layers of a prompt, too, steps are taken, so that no answer waits for the end of
-    another, nor for a long prompt. What is stored of an answer is made when its turn is over, in the same way.
+    The session is opened at its first use, and again if another store replaces the open one.
 
     Parameters
     ----------
-    parallel : answers that are written at a time; `queue`: jobs that may wait beside.
-    patience : seconds that a job may take from its coming to its end.
-    talks : conversations between their requests.
+    place : the store's folder, or the URL of a shared one.
+    memory_cache : bytes of loaded chunks that are kept for further questions.
+
+    Attributes
+    ----------
+    spare : a loaded model for a store that is not open yet.
     """
 
-    def __init__(
-        self, resident: Resident, warn: Warn, parallel: int, queue: int, patience: float, talks: Talks
-    ) -> None:
-        self._resident, self._warn = resident, warn
-        self._parallel, self._patience, self._talks = parallel, patience, talks
+    def __init__(self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn) -> None:
+        self.place = place
+        self._model, self._memory_cache, self._warn = model, memory_cache, warn
+        self._session: Session | None = None
+        self.spare: Decoder | None = None
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """Return the model, if it is loaded."""
+        return self._session.decoder if self._session is not None else None
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Return the lock of the model; a context that does nothing if no model is loaded."""
+        return nullcontext() if self._session is None else self._session.decoder.turns.turn()
+
+    def session(self) -> Session:
+        """Return the session of the current store.
+
+        Raises
+        ------
+        StoreNotFoundError : the store does not exist, or nothing was ever ingested into it.
+        ModelError : its model cannot be loaded.
+        """
+        if self._session is not None and not self._is_current(self._session):
+            self._open(self.close())
+        return self._session or self._open(None)
+
+    def _is_current(self, session: Session) -> bool:
+        if isinstance(self.place, Path) and read_store_file(self.place).uuid != session.store.uuid:
+            return False
+        try:
+            session.store.follow()
+            session.refresh()
+        except (ModelError, StoreFormatError):
+            return False
+        return True
+
+    def _open(self, decoder: Decoder | None) -> Session:
+        """Open the store with its model. `decoder`: a loaded model, used if it is the store's."""
+        from kvtool.core.remote.mirror import open_store
+        from kvtool.core.session.identity import store_identity
+        from kvtool.core.session.session import Session
+
+        store, decoder = open_store(self.place, warn=self._warn), decoder or self.spare
+        self.spare = None
+        try:
+            identity = store_identity(store)
+            if decoder is not None and not _is_of(decoder, identity):
+                decoder = None
+            session = Session(store, self._model, decoder=decoder, warn=self._warn)
+            session.cache_chunks(self._memory_cache)
+            session.recent_chunks = None  # cached chunks are faster, but must not change the search
+        except BaseException:
+            store.close()
+            raise
+        self._session = session
+        return session
+
+    def exists(self) -> bool:
+        """Return True if the store exists."""
+        if not isinstance(self.place, Path):
+            return True
+        try:
+            read_store_file(self.place)
+        except StoreNotFoundError:
+            return False
+        return True
+
+    def close(self) -> Decoder | None:
+        """Close the store; return the model, if it was loaded."""
+        session, self._session = self._session, None
+        if session is None:
+            return None
+        session.store.close()
+        return session.decoder
+
+
+def _is_of(decoder: Decoder, identity: StoreIdentity) -> bool:
+    """Return True if a store was made with this model."""
+    kept = str(decoder.kv_dtype).removeprefix("torch.")
+    return (decoder.loaded.fingerprint, kept) == (identity.fingerprint, identity.dtype)
+
+
+class Scheduler:
+    """Scheduler that answers jobs in the order of a `FairQueue`.
+
+    A turn brings one prompt to its first token, if an answer may begin, and then decodes one token of every answer.
+    Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another
+    one or for a long prompt. A prompt with earlier turns of a conversation is interrupted between two turns while other
+    questions wait, and continues after the first of them. Chunks are stored after the answer, in the same way.
+    """
+
+    def __init__(self, model: LoadedModel, warn: Warn, options: ServeOptions, conversations: ConversationCache) -> None:
+        self._model, self._warn, self._conversations = model, warn, conversations
+        self._parallel, self._timeout = options.parallel, options.request_timeout
         self._changed = threading.Condition()
-        self._waiting = Line(queue)
+        self._waiting = FairQueue(options.queue)
         self._running: list[Job] = []
-        self._aside: deque[Job] = deque()  # of those, the ones whose prompts have begun and are to go on
-        self._current: Job | None = None  # of which something is computed just now, so that warnings are about it
-        self._stepped = self._step_took = 0.0  # when the last step ended, by `time.monotonic()`, and its seconds
-        self._unkept: deque[PreparedAnswer | Talk] = deque()
-        self._seconds = 1.0  # that an answer has taken lately
+        self._aside: deque[Job] = deque()  # of those, interrupted prompts
+        self._current: Job | None = None  # that is being computed, so that warnings belong to it
+        self._stepped = self._step_took = 0.0  # end of the last step by `time.monotonic()`, and its seconds
+        self._unkept: deque[PreparedAnswer | CachedConversation] = deque()
+        self._seconds = 1.0  # moving average of an answer's duration
         self._taking, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
 
     # ---- from any thread ----
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread."""
         self._thread.start()
 
     @property
     def waiting(self) -> int:
-        """Return the number of jobs that wait for their turn."""
+        """Return the number of waiting jobs."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Return the number of answers that are being written."""
+        """Return the number of running jobs."""
         return len(self._running)
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
-        """Take a question in. Where too many wait, one of the client that has most waiting is told that it is too busy.
+        """Add a question. If the queue is full, the newest one of the client with the most is refused.
 
         Raises
         ------
-        BusyError : this one is it, or the server is about to end.
+        BusyError : this one is refused, or the server is shutting down.
         """
-        job = Job(ask, tell, self._patience)
+        job = Job(ask, tell, self._timeout)
         with self._changed:
             if not self._taking:
                 raise BusyError("the server is about to end", _RETRY_AFTER[0])
@@ -97,12 +205,12 @@ class Scheduler:
 
     @property
     def _retry_after(self) -> int:
-        """Seconds after which a place may be free."""
+        """Return the seconds after which the queue may have space."""
         least, most = _RETRY_AFTER
         return int(min(most, max(least, self._seconds * len(self._waiting) / self._parallel)))
 
     def leave(self, job: Job) -> None:
-        """Nobody waits for a job any more: it ends before its next token, and its place in the queue is free."""
+        """Abandon a job: it ends before its next token, or leaves the queue."""
         with self._changed:
             job.left = True
             if job in self._waiting:
@@ -111,46 +219,46 @@ class Scheduler:
             self._changed.notify_all()
 
     def warned(self, text: str, hint: str) -> bool:
-        """Note a warning with the job that it is about; False: it is about none."""
+        """Add a warning to the current job; return False if there is none."""
         job = self._current
         if job is not None:
             job.warnings.append((text, hint))
         return job is not None
 
     def refuse(self) -> None:
-        """Take no more jobs in; those that were are done."""
+        """Refuse new jobs; jobs in the queue are answered."""
         with self._changed:
             self._taking = False
 
     def close(self) -> None:
-        """End at once; what is left is told so."""
+        """End at once, with an error for unfinished jobs."""
         with self._changed:
             self._taking, self._stopped = False, True
             self._changed.notify_all()
         if self._thread.ident is not None:
             self._thread.join()
 
-    # ---- in the thread that answers ----
+    # ---- in the engine's thread ----
 
     def _run(self) -> None:
         from kvtool.core.model.generate import ContinuousBatch
 
         batch = ContinuousBatch()
         while self._is_work():
-            with self._resident.turn():
+            with self._model.turn():
                 self._turn(batch)
         for job in self._jobs():
             self._end(job, BusyError(_ENDED, _RETRY_AFTER[0]))
 
     def _is_work(self) -> bool:
-        """Wait for something to do; False: it is over."""
+        """Wait for a job; return False after `close`."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._running or self._stopped)
             return not self._stopped
 
     def _turn(self, batch: ContinuousBatch) -> None:
         jobs = [self._next(), self._aside.popleft() if self._aside else None]
-        self._drop_lost(batch)  # whoever left before the next one came: what it held of a conversation is free then
+        self._drop_lost(batch)  # before the next job begins: their conversations can be reused
         for job in jobs:
             if job is not None and not job.ended:
                 self._begin(job, batch)
@@ -159,11 +267,11 @@ class Scheduler:
             self._keep(self._unkept.popleft(), batch)
 
     def _step(self, batch: ContinuousBatch) -> None:
-        """Write a token of every answer that was begun, and end those that are done."""
+        """Decode a token of every answer, and end complete ones."""
         started = time.monotonic()
         try:
             done = batch.step()
-        except Exception as error:  # out of memory, most likely: nobody knows which of them could go on
+        except Exception as error:  # most likely out of memory: unknown which of them could go on
             for job in [job for job in self._running if job.sequence is not None]:
                 self._end(job, as_error(error))
             batch.sequences.clear()
@@ -174,16 +282,12 @@ class Scheduler:
         self._stepped = time.monotonic()
         self._step_took = self._stepped - started
 
-    def _give_way(self, batch: ContinuousBatch, job: Job | None = None) -> None:
-        """Let other answers go on between two layers of a prompt, if it has had its share of the time.
-
-        Parameters
-        ----------
-        job : whose prompt it is.
+    def _run_others(self, batch: ContinuousBatch, job: Job | None = None) -> None:
+        """Decode tokens of other answers between two layers of a job's prompt, if it is time.
 
         Raises
         ------
-        KvtoolError : nobody waits for it any more.
+        KvtoolError : the job is abandoned.
         """
         if job is not None and self._stopped:
             raise BusyError(_ENDED, _RETRY_AFTER[0])
@@ -213,11 +317,11 @@ class Scheduler:
             return [*self._running, *self._waiting]
 
     def _is_time(self) -> bool:
-        """Return True if begun answers have waited long enough while a prompt is computed."""
+        """Return True if other answers have waited long enough for a prompt."""
         return time.monotonic() - self._stepped >= max(_SLICE, self._step_took)
 
     def _drop_lost(self, batch: ContinuousBatch, but: Job | None = None) -> None:
-        """Let go of jobs that nobody waits for, or that have taken too long; `but`: the one that is begun just now."""
+        """End jobs that are abandoned or take too long; `but`: the one whose prompt is computed."""
         for job in self._jobs():
             if job is not but and (lost := job.lost) is not None:
                 if job.sequence is not None:
@@ -225,14 +329,14 @@ class Scheduler:
                 self._end(job, lost)
 
     def _begin(self, job: Job, batch: ContinuousBatch) -> None:
-        """Bring a job to its first token, or nearer to it."""
+        """Compute a job's prompt, or a part of it."""
         from kvtool.core.model.generate import AnswerSequence
         from kvtool.core.model.preemption import between_layers
 
         job.queue_ms += (time.monotonic() - (job.aside or job.arrived)) * 1e3
         self._current = job
         try:
-            with between_layers(lambda: self._give_way(batch, job)):
+            with between_layers(lambda: self._run_others(batch, job)):
                 begun = job.begun = self._begun(job)
             if begun is None:
                 job.aside = time.monotonic()
@@ -248,22 +352,32 @@ class Scheduler:
             self._current = None
 
     def _begun(self, job: Job) -> PreparedAnswer | None:
-        """A job's prompt, fused; begun once more where another store has just come into the place of the open one.
-
-        Returns
-        -------
-        None : it has more turns to go through, and others wait.
-        """
+        """Return a job's computed prompt; None: it is interrupted. Tried again if the store was just replaced."""
         for attempt in range(_ANOTHER_STORE):
-            session = self._resident.session()
+            session = self._model.session()
             if job.session is not session:
-                job.session, job.steps = session, begun_for(job, session, self._talks)
+                job.session, job.steps = session, self._steps_of(job, session)
             try:
                 return self._stepped_through(job)
             except (ModelError, StoreFormatError):
-                if attempt == _ANOTHER_STORE - 1 or session is self._resident.session():
+                if attempt == _ANOTHER_STORE - 1 or session is self._model.session():
                     raise
-        raise AssertionError("it is tried once at least")
+        raise AssertionError("at least one attempt is made")
+
+    def _steps_of(self, job: Job, session: Session) -> Generator[PreparedAnswer | None]:
+        """Bring a job to its first token. Yields None between two turns of its conversation, at last the prompt."""
+        from kvtool.core.query.answer import begin_answer
+        from kvtool.core.query.prompt import lay_out
+
+        ask = job.ask
+        if ask.turns is None:
+            with session.lock, session.store.view():
+                begun = begin_answer(session, lay_out(session, ask.request, ask.options), ask.options)
+            yield begun
+            return
+        for cached in self._conversations.begin(session, ask):
+            job.cached = cached
+            yield None if cached is None else cached.begun
 
     def _stepped_through(self, job: Job) -> PreparedAnswer | None:
         from kvtool.core.model.preemption import run_pending
@@ -278,50 +392,50 @@ class Scheduler:
 
     @property
     def _others_can_begin(self) -> bool:
-        """Return True if a waiting question could start, or another prompt has been put aside."""
+        """Return True if a waiting question could begin, or another prompt is interrupted."""
         return bool(self._aside or (self._waiting and len(self._running) < self._parallel))
 
     def _answer(self, job: Job) -> None:
-        """End a job whose answer is written; what is to be kept of it is kept after it was told."""
+        """End a job with its answer; its chunks are stored afterwards."""
         assert job.begun is not None
         assert job.sequence is not None
         begun = job.begun
         try:
             said = job.sequence.end()
-            reply = begun.reply(said) if job.talk is None else job.talk.reply(said)
+            reply = begun.reply(said) if job.cached is None else job.cached.reply(said)
             event: Event = Answer.of(reply, job)
         except Exception as error:
             event = as_error(error)
         if isinstance(event, Answer):
-            self._unkept.append(job.talk or begun)
+            self._unkept.append(job.cached or begun)
         self._end(job, event)
 
-    def _keep(self, begun: PreparedAnswer | Talk, batch: ContinuousBatch) -> None:
-        """Keep what is to be kept of an answer that was told."""
+    def _keep(self, begun: PreparedAnswer | CachedConversation, batch: ContinuousBatch) -> None:
+        """Store the chunks that an answer has computed."""
         from kvtool.core.model.preemption import between_layers
 
         try:
-            with between_layers(lambda: self._give_way(batch)):
+            with between_layers(lambda: self._run_others(batch)):
                 begun.keep()
-        except Closed:  # another store stands in its place by now
+        except Closed:  # replaced by another store
             return
-        except Exception as error:  # the answer stands
+        except Exception as error:  # the answer is valid
             failed = as_error(error)
-            self._warn(f"what was computed of a prompt could not be kept: {failed.message}", failed.hint)
+            self._warn(f"the computed chunks of a prompt could not be stored: {failed.message}", failed.hint)
 
     def _end(self, job: Job, event: Event) -> None:
-        """Tell a job its last event; of one that has ended already nothing more is told."""
+        """Send a job its last event, unless it has ended already."""
         with self._changed:
-            jobs: Line | list[Job] = self._running if job in self._running else self._waiting
+            jobs: FairQueue | list[Job] = self._running if job in self._running else self._waiting
             if job not in jobs:
                 return
             jobs.remove(job)
             self._changed.notify_all()
         if job.steps is not None:
-            job.steps.close()  # what it has gone through is held
-        if job.talk is not None:
-            self._talks.hold(job.talk.talk, job.ask.request)
-        job.begun = job.sequence = job.talk = job.steps = job.session = None
+            job.steps.close()  # which caches its conversation
+        if job.cached is not None:
+            self._conversations.hold(job.cached.conversation, job.ask.request)
+        job.begun = job.sequence = job.cached = job.steps = job.session = None
         if isinstance(event, Answer):
             took = time.monotonic() - job.arrived - job.queue_ms / 1e3
             self._seconds += (took - self._seconds) / 8
@@ -332,7 +446,7 @@ class Scheduler:
         job.ended = True
 
     def _tell(self, job: Job, event: Event) -> None:
-        """Tell an event. A job whose listener has left ends; one that cannot be told for another reason fails."""
+        """Send an event. A job ends if its client has left, and fails if sending fails otherwise."""
         try:
             job.tell(event)
         except LeftError:

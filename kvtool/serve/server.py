@@ -1,4 +1,4 @@
-"""The process of a server: its sockets, its signals, its end."""
+"""The process of a server: its sockets, its signals, its shutdown."""
 
 from __future__ import annotations
 
@@ -17,82 +17,78 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvtool.core.common.types import Warn
 from kvtool.core.errors import EXIT_TERMINATED, KvtoolError
-from kvtool.serve.beside import leave
 from kvtool.serve.engine import Engine
 from kvtool.serve.options import ServeOptions
-from kvtool.serve.protocol import patient
+from kvtool.serve.unix_socket import leave
 
 _BACKLOG = 128
 _HEADER_BYTES = 64 * 1024
-_LAST_RESORT = 10.0  # seconds behind its own deadline
-_GRACE = 30.0  # seconds that an end may take after its answers: a batch of an ingest, a layer of a prompt
+_LAST_RESORT = 10.0  # seconds after the deadline of a shutdown
+_GRACE = 30.0  # seconds for the shutdown after its answers: a batch of an ingest, a layer of a prompt
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An application, and the bound socket at which it is reached.
+    """An application with its bound socket.
 
     Attributes
     ----------
-    tls : what https is spoken with.
-    beside : the path of a socket beside a store.
-    patience : seconds that a client may take over the head of a request, and over reading.
+    tls : for https.
+    path : of a Unix socket.
+    timeout : seconds within which a client has to send the head of a request, and to read.
     """
 
     app: ASGIApp
     socket: socket.socket
     tls: ssl.SSLContext | None = None
-    beside: Path | None = None
-    patience: float = 60.0
+    path: Path | None = None
+    timeout: float = 60.0
 
     def close(self) -> None:
-        """Let go of the address."""
+        """Close the socket."""
         self.socket.close()
-        if self.beside is not None:
-            leave(self.beside)
+        if self.path is not None:
+            leave(self.path)
 
 
 def bind(options: ServeOptions) -> socket.socket:
-    """Take the address before anything is loaded. Raises KvtoolError where it cannot be had."""
+    """Bind the address, before anything is loaded. Raises KvtoolError."""
     try:
         family, *_, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
         hint = "another server may be running; name another --port, or 0 for a free one" if taken else "check --host"
-        # Python's words repeat the address; those of names that are not found have numbers below 0, and are good
+        # Python's message repeats the address; messages of names that are not found have numbers below 0
         number = error.errno or 0
         why = os.strerror(number) if number > 0 else error.strerror or str(error)
         raise KvtoolError(f"cannot listen at {options.host}:{options.port}: {why.lower()}", hint) from error
 
 
 def address_of(bound: socket.socket, tls: bool) -> str:
-    """The URL at which clients reach a socket."""
+    """Return the URL of a socket."""
     host, port = bound.getsockname()[:2]
     return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(engine: Engine, listeners: Sequence[Listener], drain: float, ready: Callable[[], None], warn: Warn) -> None:
-    """Answer until a signal ends it: begun answers are finished, for so many seconds at most.
-
-    Parameters
-    ----------
-    ready : called when clients are answered.
-    """
+    """Answer until a signal. `drain`: seconds to finish answers. `ready`: called once clients are answered."""
     servers = [server_of(listener, drain) for listener in listeners]
     watchdog = Watchdog(drain + _GRACE, warn)
-    with _told(warn):
+    with _warning(warn):
         asyncio.run(_until_signalled(engine, servers, [each.socket for each in listeners], ready, watchdog))
 
 
 class _Server(uvicorn.Server):
-    """A server among several in a process, which leaves the process's signals alone."""
+    """Server that installs no signal handlers: a process has several."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -109,13 +105,13 @@ async def _until_signalled(
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
     def end() -> None:
-        if stop.is_set():  # once more: at once
+        if stop.is_set():  # a second signal: at once
             for server in servers:
                 server.force_exit = True
         stop.set()
 
     def signalled(number: int, frame: object) -> None:
-        watchdog.start()  # here, not in the loop: that may be what does not come back
+        watchdog.start()  # here, not in the loop, which may hang
         loop.call_soon_threadsafe(end)
 
     before = {number: signal.signal(number, signalled) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -130,20 +126,16 @@ async def _until_signalled(
             server.should_exit = True
         await asyncio.gather(*running)
     finally:
-        engine.halt()  # whatever still runs would be waited for
+        engine.halt()  # asyncio would wait for a running ingest
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 class Watchdog:
-    """A deadline for the end of the process: whatever holds it up then, the process ends, with a line that says so.
+    """Deadline of a shutdown in seconds, after which the process ends with a warning.
 
-    The bounds of requests (`wire`) keep the interpreter from being held for long. This one does not trust them: its
-    last resort is a thread of `faulthandler`, which needs no interpreter.
-
-    Parameters
-    ----------
-    seconds : that an end may take.
+    The limits of requests (`wire`) keep the interpreter free. In case they fail, the last resort is a thread of
+    `faulthandler`, which needs no interpreter.
     """
 
     def __init__(self, seconds: float, warn: Warn) -> None:
@@ -151,7 +143,7 @@ class Watchdog:
         self._started = False
 
     def start(self) -> None:
-        """Count from now on; once more changes nothing."""
+        """Start the countdown, once."""
         if self._started:
             return
         self._started = True
@@ -160,16 +152,16 @@ class Watchdog:
 
     def _run(self) -> None:
         time.sleep(self._seconds)
-        what = f"the server has not come to its end in {self._seconds:g} s after the request"
+        what = f"the server has not shut down within {self._seconds:g} s"
         self._warn(f"{what}: it is ended", "what was answered or ingested so far is kept")
         os._exit(EXIT_TERMINATED)
 
 
 def server_of(listener: Listener, drain: float) -> uvicorn.Server:
-    """Return the server for one socket; at its end, begun answers may take `drain` seconds."""
+    """Return the server of one socket. `drain`: seconds to finish answers at shutdown."""
     config = uvicorn.Config(
         listener.app,
-        http=patient(listener.patience),
+        http=protocol(listener.timeout),
         ws="none",
         lifespan="off",
         loop="asyncio",
@@ -187,15 +179,15 @@ def server_of(listener: Listener, drain: float) -> uvicorn.Server:
 
 
 @contextmanager
-def _told(warn: Warn) -> Iterator[None]:
-    """Report the HTTP library's own errors as warnings."""
+def _warning(warn: Warn) -> Iterator[None]:
+    """Report errors of the HTTP library as warnings."""
 
-    class Told(logging.Handler):
+    class Handler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
             failed = record.exc_info[1] if record.exc_info else None
             warn(record.getMessage() + (f": {failed!r}" if failed else ""), "")
 
-    log, handler = logging.getLogger("uvicorn"), Told(logging.ERROR)
+    log, handler = logging.getLogger("uvicorn"), Handler(logging.ERROR)
     before = log.propagate
     log.addHandler(handler)
     log.propagate = False
@@ -204,3 +196,62 @@ def _told(warn: Warn) -> Iterator[None]:
     finally:
         log.removeHandler(handler)
         log.propagate = before
+
+
+class TimeoutProtocol(H11Protocol):
+    """HTTP/1.1 connection that is closed if the head of a request, or reading by the client, takes too long.
+
+    `auth.BodyTimeout` limits bodies, with a response. Between two requests the library closes a connection sooner; here
+    a connection ends, too, whose last response is not read.
+    """
+
+    timeout: float  # seconds, set by `protocol`
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._read_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """See `asyncio.Protocol`."""
+        super().connection_made(transport)
+        self._await_head()
+
+    def on_response_complete(self) -> None:
+        """Wait for the next request."""
+        self._await_head()  # before a request that has arrived already
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        """See `asyncio.Protocol`: the client reads too slowly."""
+        super().pause_writing()
+        self._read_timer = self.loop.call_later(self.timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """See `asyncio.Protocol`."""
+        super().resume_writing()
+        _cancel(self._read_timer)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """See `asyncio.Protocol`."""
+        super().connection_lost(exc)
+        _cancel(self._head_timer)
+        _cancel(self._read_timer)
+
+    def _await_head(self) -> None:
+        _cancel(self._head_timer)
+        self._head_timer = self.loop.call_later(self.timeout, self._give_up, self.cycle)
+
+    def _give_up(self, before: object) -> None:
+        if self.cycle is before:  # no request has come since
+            self.transport.abort()
+
+
+def protocol(timeout: float) -> type[TimeoutProtocol]:
+    """Return the protocol with a timeout in seconds."""
+    return type("Protocol", (TimeoutProtocol,), {"timeout": timeout})
+
+
+def _cancel(timer: asyncio.TimerHandle | None) -> None:
+    if timer is not None:
+        timer.cancel()

@@ -1,4 +1,4 @@
-"""JSON in and out of requests, and errors as clients of the OpenAI API expect them."""
+"""JSON of requests with its limits, and errors as clients of the OpenAI API expect them."""
 
 from __future__ import annotations
 
@@ -25,34 +25,36 @@ from kvtool.core.errors import (
 )
 from kvtool.serve.job import BusyError, EndedError, LeftError, TooSlowError
 
-# Most of what a request may bring, looked at before anything is done with it: docs/server.md names them.
+# Limits of a request, checked before any work is done; listed in docs/server.md.
 LONGEST_TEXT = 10**6  # characters of a question, an instruction, an answer
 LONGEST_NAME = 4096  # characters of a name: of documents, chunks, models, users, options
 MOST_NAMES = 256  # in a list of them
-_MOST_VALUES = 10**5  # of JSON, names of fields included
-_DEEPEST = 64  # brackets in brackets
-_LONGEST_MESSAGE = 2000  # characters of an error: it repeats what was sent
-# A whole text of JSON, or what follows a quotation mark that none ends.
+_MAX_VALUES = 10**5  # of JSON, names of fields included
+_MAX_DEPTH = 64  # brackets in brackets
+_MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
+# A JSON string, or the rest after an unmatched quotation mark.
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^\[\]{}]++")
-_SHORT_BODY = 1 << 16  # bytes that are read as JSON in a moment
+_SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 
-# Threads for what takes a moment: it does not wait behind embeddings and ingests, which the loop's own threads do.
+# Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
 _BRIEF = ThreadPoolExecutor(4, "kvtool-brief")
 T = TypeVar("T")
-# What an error means to a client: status, type, code. The first class that fits.
-_MEANINGS: tuple[tuple[type[KvtoolError], int, str, str], ...] = (
-    (BusyError, 429, "rate_limit_error", "busy"),
-    (TooSlowError, 504, "timeout_error", "timeout"),
-    (EndedError, 503, "server_error", "ending"),
-    (LeftError, 499, "client_error", "left"),
-    (NothingFoundError, 404, "invalid_request_error", "nothing_found"),
-    (UsageError, 400, "invalid_request_error", "invalid_request"),
-    (StoreNotFoundError, 503, "server_error", "no_store"),
-    (StoreLockedError, 503, "server_error", "store_locked"),
-    (NoSpaceError, 507, "server_error", "no_space"),
-    (RemoteError, 502, "server_error", "shared_store"),
+# Status and code of an error, by the first class that matches.
+_MEANINGS: tuple[tuple[type[KvtoolError], int, str], ...] = (
+    (BusyError, 429, "busy"),
+    (TooSlowError, 504, "timeout"),
+    (EndedError, 503, "ending"),
+    (LeftError, 499, "left"),
+    (NothingFoundError, 404, "nothing_found"),
+    (UsageError, 400, "invalid_request"),
+    (StoreNotFoundError, 503, "no_store"),
+    (StoreLockedError, 503, "store_locked"),
+    (NoSpaceError, 507, "no_space"),
+    (RemoteError, 502, "shared_store"),
+    (KvtoolError, 500, "failed"),
 )
+_TYPES = {429: "rate_limit_error", 499: "client_error", 504: "timeout_error"}
 
 
 class Refusal(Exception):
@@ -62,60 +64,43 @@ class Refusal(Exception):
         super().__init__(message)
         self.status, self.code, self.message, self.hint, self.param = status, code, message, hint, param
 
+    @classmethod
+    def of(cls, error: KvtoolError) -> Refusal:
+        """Make the response to an error."""
+        status, code = next((status, code) for kind, status, code in _MEANINGS if isinstance(error, kind))
+        return cls(status, code, error.message, error.hint)
 
-def refused(refusal: Refusal) -> JSONResponse:
-    """The response of a refusal."""
-    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-    kind = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    facts = error_facts(refusal.message, refusal.hint, kind, refusal.code, refusal.param)
-    return JSONResponse({"error": facts}, refusal.status, headers)
-
-
-def error_facts(message: str, hint: str, kind: str, code: str, param: str | None = None) -> dict[str, Any]:
-    """An error as its JSON has it; what is to be done stands in the message, too, which is all that clients show."""
-    message, hint = (scrubbed(shortened(text)) for text in (message, hint))
-    param = param and shortened(param).encode("utf-8", "replace").decode()  # a name that the client gave
-    text = f"{message} ({hint})" if hint else message
-    return {"message": text, "type": kind, "code": code, "param": param, "hint": hint}
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON of the error. The message includes the hint: clients show nothing else."""
+        message, hint = (scrubbed(shortened(text)) for text in (self.message, self.hint))
+        param = self.param and shortened(self.param).encode("utf-8", "replace").decode()  # a name that the client gave
+        text = f"{message} ({hint})" if hint else message
+        kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"message": text, "type": kind, "code": self.code, "param": param, "hint": hint}
 
 
 def shortened(text: str) -> str:
-    """Return a text that may repeat what a client sent, at a length that can be shown."""
-    return text if len(text) <= _LONGEST_MESSAGE else f"{text[:_LONGEST_MESSAGE]}…"
+    """Limit the length of a text that may repeat what a client sent."""
+    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}…"
+
+
+def refused(refusal: Refusal) -> JSONResponse:
+    """Return the response of a refusal."""
+    headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
+    return JSONResponse({"error": refusal.to_json()}, refusal.status, headers)
 
 
 def failed(error: KvtoolError) -> JSONResponse:
-    """The response of an error."""
+    """Return the response of an error."""
+    response = refused(Refusal.of(error))
     retry = {BusyError: getattr(error, "retry_after", 1), StoreLockedError: 5, EndedError: 5}.get(type(error))
-    headers = None if retry is None else {"Retry-After": str(retry)}
-    return JSONResponse({"error": failure(error)}, status_of(error), headers)
-
-
-def failure(error: KvtoolError) -> dict[str, Any]:
-    """An error as its JSON has it."""
-    _, kind, code = _meaning(error)
-    return error_facts(error.message, error.hint, kind, code)
-
-
-def status_of(error: KvtoolError) -> int:
-    """The status of an error."""
-    return _meaning(error)[0]
-
-
-def _meaning(error: KvtoolError) -> tuple[int, str, str]:
-    for kind, status, name, code in _MEANINGS:
-        if isinstance(error, kind):
-            return status, name, code
-    return 500, "server_error", "failed"
+    if retry is not None:
+        response.headers["Retry-After"] = str(retry)
+    return response
 
 
 async def body_of(request: Request) -> dict[str, Any]:
-    """The JSON object that a request brings.
-
-    Raises
-    ------
-    Refusal : it brings something else.
-    """
+    """Return the JSON object of a request's body. Raises Refusal."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, "not_json", "the body has to be JSON", "send Content-Type: application/json")
@@ -124,12 +109,12 @@ async def body_of(request: Request) -> dict[str, Any]:
 
 
 async def briefly(work: Callable[[], T]) -> T:
-    """Do in another thread what takes a moment."""
+    """Do short work in another thread."""
     return await asyncio.get_running_loop().run_in_executor(_BRIEF, work)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Read a JSON object. The interpreter is held for no longer than 16 MB of text and few values take to be read."""
+    """Parse a JSON object. Its limits bound the time for which the interpreter is held."""
     try:
         text = data.decode("utf-8")
         _check_shape(text)
@@ -137,7 +122,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
             text, parse_constant=_no_number, parse_float=_finite, parse_int=_whole, object_pairs_hook=_once
         )
         if "\\u" in text:
-            json.dumps(value, ensure_ascii=False).encode()  # half a pair of surrogates is no letter
+            json.dumps(value, ensure_ascii=False).encode()  # raises for half a pair of surrogates
     except (ValueError, RecursionError) as error:
         raise Refusal(400, "not_json", f"the body is no JSON: {error}", "send one JSON object in UTF-8") from error
     if not isinstance(value, dict):
@@ -162,24 +147,24 @@ def _whole(text: str) -> int:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object each of whose names stands once: of two values one would be left out without a word."""
+    """Return an object; a repeated name would silently lose a value."""
     value: dict[str, Any] = {}
     for name, each in pairs:
         if name in value:
-            raise ValueError(f"{name[:LONGEST_NAME]!r} stands there twice")
+            raise ValueError(f"{name[:LONGEST_NAME]!r} appears twice")
         value[name] = each
     return value
 
 
 def _check_shape(text: str) -> None:
-    """Refuse JSON that is nested too deep, or has too many values. Raises ValueError."""
+    """Raise ValueError for JSON that is nested too deep, or has too many values."""
     plain = _TEXT.sub('""', text)
-    if plain.count(",") + plain.count("[") + plain.count("{") > _MOST_VALUES:
-        raise ValueError(f"it has more than {_MOST_VALUES} values")
+    if plain.count(",") + plain.count("[") + plain.count("{") > _MAX_VALUES:
+        raise ValueError(f"it has more than {_MAX_VALUES} values")
     depth = 0
     for letter in _NO_BRACKET.sub("", plain):
         depth += 1 if letter in "[{" else -1
-        if depth > _DEEPEST:
+        if depth > _MAX_DEPTH:
             raise ValueError("it is nested too deep")
 
 
@@ -190,15 +175,15 @@ def taken(
     default: Any = None,
     longest: int = LONGEST_NAME,
 ) -> Any:
-    """Return a field of a request; null and a missing one are its default.
+    """Return a field of a request; its default if it is missing or null.
 
     Parameters
     ----------
-    longest : characters that a text may have.
+    longest : maximum length of a text in characters.
 
     Raises
     ------
-    Refusal : it is of another type, or too long.
+    Refusal : it has another type, or is too long.
     """
     found = value.get(name)
     if found is None:
@@ -211,7 +196,7 @@ def taken(
 
 
 def within(found: T, name: str, longest: int = LONGEST_NAME) -> T:
-    """Return a text that is no longer than it may be; other values as they are. Raises Refusal."""
+    """Return a value; raise Refusal for a text that is too long."""
     if isinstance(found, str) and len(found) > longest:
         raise Refusal(400, "too_long", f"{name} has {len(found):,} characters", f"at most {longest:,}", name)
     return found
@@ -228,15 +213,15 @@ _KINDS: dict[type, str] = {
 
 
 def texts(value: Mapping[str, Any], name: str, longest: int = LONGEST_NAME, most: int = MOST_NAMES) -> tuple[str, ...]:
-    """Return a field that is a text or a list of them.
+    """Return a field that is a text or a list of texts.
 
     Parameters
     ----------
-    longest : characters that each may have. `most`: how many there may be.
+    longest : maximum length of each in characters. `most`: maximum number.
 
     Raises
     ------
-    Refusal : it is something else, or too much.
+    Refusal : it has another type, or is too long.
     """
     found = taken(value, name, (str, list), (), longest)
     found = [found] if isinstance(found, str) else found

@@ -37,8 +37,8 @@ from kvtool.core.kernels.attention.eager import attention_weights
 from kvtool.core.kernels.attention.params import AttentionParams, KeyRanges
 from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
-from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.records.heavy_hitters import heaviest, repeated
 from kvtool.core.session.session import Session

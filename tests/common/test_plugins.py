@@ -16,7 +16,8 @@ from kvtool.core.codec.plugin import PluginCodec
 from kvtool.core.common import plugins
 from kvtool.core.common.plugins import PluginError, found, listed, troubles
 from kvtool.core.corpus import readers
-from kvtool.core.corpus.readers import UnreadableFile, read_documents
+from kvtool.core.corpus.readers import read_documents
+from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval import embed
 from kvtool.lab.doctor.plugins import check_plugins

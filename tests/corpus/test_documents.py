@@ -18,13 +18,13 @@ from kvtool.core.cache.entries import ChunkRef, DocumentEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.marks import Mark, place_of
 from kvtool.core.corpus import reading as reading_module
-from kvtool.core.corpus.readers import READERS, MissingPackage, read_documents
-from kvtool.core.corpus.readers.document import EXTRA, UnreadableFile, opened
+from kvtool.core.corpus.readers import READERS, read_documents
+from kvtool.core.corpus.readers.document import EXTRA, MissingPackage, UnreadableFile, opened
 from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options.resolve import resolve
-from kvtool.core.retrieval.places import Places
+from kvtool.core.retrieval.finder import Places
 from samples.tools import documents
 from samples.tools.office.portable import pdf, scanned
 from samples.tools.office.writers import WRITERS

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtool.core.corpus.readers import READERS, Document, UnreadableFile, is_foreign, read_documents
+from kvtool.core.corpus.readers import READERS, is_foreign, read_documents
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.walk import find_files
 
 KOREAN = "오늘은 날씨가 참 좋습니다. 산책을 나갔다."

@@ -30,7 +30,7 @@ from tests.cli.working import (
     write_corpus,
 )
 
-WARM = ["kvtool.core.ingest.compute", "kvtool.cli.ingest", "transformers.models.llama.modeling_llama"]
+WARM = ["kvtool.core.ingest.storer", "kvtool.cli.ingest", "transformers.models.llama.modeling_llama"]
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ _HEAVY = [
     "torch",
     "transformers.models.llama.modeling_llama",
     "transformers.tokenization_utils_tokenizers",
-    "kvtool.core.ingest.compute",
+    "kvtool.core.ingest.storer",
     "kvtool.core.session.session",
     "kvtool.core.fusion.engine",
 ]

@@ -26,7 +26,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import file_digest
 from kvtool.core.remote.catalogue_io import CatalogueCache
 from kvtool.core.retrieval.index import index_of
-from kvtool.serve import beside
+from kvtool.serve import unix_socket
 from tests.cache.making import make_store
 
 pytestmark = pytest.mark.skipif(
@@ -277,11 +277,11 @@ def test_a_socket_of_another_user_is_not_asked(users: tuple[User, User]) -> None
         listening.listen()
         os.chown(path, second.uid, second.gid)
         path.chmod(0o666)
-        assert first.does(lambda: beside.connect(path)) == "None"
+        assert first.does(lambda: unix_socket.connect(path)) == "None"
         with pytest.raises(RuntimeError, match="Address already in use"):  # nor is it taken away
-            first.does(lambda: beside.listen(path))
+            first.does(lambda: unix_socket.listen(path))
         os.chown(path, first.uid, first.gid)  # as if it had been changed for another one when it had been looked at
-        assert first.does(lambda: beside.connect(path)) == "None"
+        assert first.does(lambda: unix_socket.connect(path)) == "None"
     finally:
         listening.close()
         path.unlink(missing_ok=True)
@@ -293,11 +293,11 @@ def test_nobody_else_reaches_a_servers_socket(users: tuple[User, User]) -> None:
     path = first.common / "own.sock"
 
     def serve() -> None:
-        bound = beside.listen(path)
+        bound = unix_socket.listen(path)
         assert bound is not None
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
-        found = beside.connect(path)
+        found = unix_socket.connect(path)
         assert found is not None
         found.close()
 

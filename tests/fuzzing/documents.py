@@ -16,7 +16,8 @@ from pathlib import Path
 
 from kvtool.core.common.marks import place_of, start_of
 from kvtool.core.corpus.ignoring import Rules
-from kvtool.core.corpus.readers import Document, UnreadableFile, read_documents
+from kvtool.core.corpus.readers import read_documents
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import decode
 from kvtool.core.corpus.reading import MOST_TEXT, _answer, _documents
 from kvtool.core.corpus.split import METHODS, SplitSettings, split

@@ -31,6 +31,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Reply, Request
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Job, Turns
+from kvtool.serve.options import ServeOptions
 from tests.cli.working import Done
 from tests.cli.working import kvtool as command
 from tests.families import HYBRIDS
@@ -38,6 +39,7 @@ from tests.fusion.making import MOE, distance
 from tests.fuzzing.checks import require
 from tests.fuzzing.corpus import Corpus
 from tests.fuzzing.runs import Step, main
+from tests.serve.asking import ask as answer_of
 
 STEPS = (
     *(("same", 4), ("edit", 10), ("swap", 4), ("lead_in", 7), ("instruction", 4), ("remade", 6), ("compress", 5)),
@@ -168,7 +170,9 @@ class EngineLife:
 
     def _engine(self, store: Path, keep: int) -> Engine:
         model = ModelOptions(model=str(self.model), offline=True, dtype="float32")
-        engine = Engine(store, model, lambda text, hint: None, keep_conversations=keep, memory_cache=min(keep, 10**8))
+        engine = Engine(
+            store, model, lambda text, hint: None, ServeOptions(keep_conversations=keep, memory_cache=min(keep, 10**8))
+        )
         engine.start()
         return engine
 
@@ -372,7 +376,7 @@ def _told(engine: Engine, ask: Ask) -> Said:
 
     with patch.object(Answer, "of", noted):
         try:
-            engine.ask(ask)
+            answer_of(engine, ask)
         except KvtoolError as error:
             return Said(error=f"{type(error).__name__}: {error.message}")
     return replies[-1]

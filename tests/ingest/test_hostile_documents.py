@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvtool.core.corpus import reading as reading_module
-from kvtool.core.corpus.readers import UnreadableFile
+from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
 from samples.tools.office.facts import facts
 from samples.tools.office.portable import pdf

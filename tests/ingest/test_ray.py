@@ -15,7 +15,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic
 from kvtool.core.errors import ModelError
-from kvtool.core.ingest.far_maker import FarMaker, Recipe
+from kvtool.core.ingest.ray_storer import Recipe, RemotePrefillWorker
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.identity import store_identity
 from tests.cli.test_codes import wait_for_documents
@@ -129,8 +129,8 @@ def test_what_computed_a_chunk_is_noted_where_it_was_computed(
     command = (*alone[:-1], "--store-dtype", "float32", "--dtype", "bfloat16", "--store")
     kvtool(*command, tmp_path / "own").fine()
     backwards(monkeypatch, "kvtool.core.ingest.ray_storer", most=99)
-    facts, others = FarMaker.facts, iter(["bfloat16", "float32"])
-    monkeypatch.setattr(FarMaker, "facts", lambda self: replace(facts(self), dtype=next(others)))
+    facts, others = RemotePrefillWorker.facts, iter(["bfloat16", "float32"])
+    monkeypatch.setattr(RemotePrefillWorker, "facts", lambda self: replace(facts(self), dtype=next(others)))
     done = kvtool(*command, tmp_path / "far", *WORKERS).fine().json
     assert done["warnings"] == ["workers compute in bfloat16 on cpu and float32 on cpu: each chunk notes its own"]
     assert state(tmp_path / "far") == state(tmp_path / "own")
@@ -144,9 +144,9 @@ def test_a_worker_says_what_is_wrong_with_its_model(alone: tuple[object, ...], t
         identity = store_identity(store)
     other = replace(identity, fingerprint="0" * 64)
     with pytest.raises(ModelError, match="another model"):
-        FarMaker(Recipe(other, ModelOptions(model=identity.model), "raw", "raw"))
+        RemotePrefillWorker(Recipe(other, ModelOptions(model=identity.model), "raw", "raw"))
     with pytest.raises(ModelError):
-        FarMaker(Recipe(identity, ModelOptions(model=str(tmp_path / "gone")), "raw", "raw"))
+        RemotePrefillWorker(Recipe(identity, ModelOptions(model=str(tmp_path / "gone")), "raw", "raw"))
 
 
 def test_an_address_without_a_cluster_leaves_no_store(tiny: Path, tmp_path: Path) -> None:

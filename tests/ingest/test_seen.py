@@ -13,7 +13,7 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.reading import Document, Reading
-from kvtool.core.ingest import seen, survey
+from kvtool.core.ingest import survey
 from tests.cli.working import kvtool
 from tests.remote.serving import wreck
 
@@ -44,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if all files had been lying there for long."""
-    monkeypatch.setattr(seen, "_RACY_SECONDS", -1e9)
+    monkeypatch.setattr(survey, "_RACY_SECONDS", -1e9)
 
 
 def counts(fresh: Any, folder: Path, reads: Counter[str], *more: str) -> tuple[int, int, int]:
@@ -80,7 +80,7 @@ def test_a_change_of_the_same_size_and_time_is_seen(fresh: Any, folder: Path, re
 def test_a_file_that_has_just_changed_is_not_trusted(
     fresh: Any, folder: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seen, "_RACY_SECONDS", 1e9)
+    monkeypatch.setattr(survey, "_RACY_SECONDS", 1e9)
     counts(fresh, folder, reads)
     assert counts(fresh, folder, reads) == (3, 3, 0)
 

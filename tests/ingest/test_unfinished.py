@@ -13,7 +13,7 @@ from kvtool.core.cache import writer as writing
 from kvtool.core.cache.integrity import verify
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import NoSpaceError
-from kvtool.core.ingest.compute import ChunkStorer
+from kvtool.core.ingest.storer import ChunkStorer
 from tests.cache.making import add_file, id_of, put
 from tests.cli.working import damages, kvtool, listing, paragraph, payloads, write_corpus
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.corpus.readers import BinaryFile, EmptyFile, SecretFile, UnreadableFile, file_of, read_documents
+from kvtool.core.corpus.readers import file_of, read_documents
+from kvtool.core.corpus.readers.document import BinaryFile, EmptyFile, SecretFile, UnreadableFile
 from kvtool.core.corpus.readers.unknown import SNIFFED, check
 from tests.cli.working import kvtool, listing
 

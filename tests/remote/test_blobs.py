@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 import pytest
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import KvtoolError, RemoteError, UsageError
 from kvtool.core.remote.blobs import open_blobs
 from kvtool.core.remote.prefetch import Prefetcher
@@ -20,8 +20,8 @@ from tests.remote.trouble_folder import in_the_way
 BIG = bytes(range(256)) * 4096
 
 
-def whole(*names: str, most: int = len(BIG)) -> list[Wanted]:
-    return [Wanted(name, most) for name in names]
+def whole(*names: str, most: int = len(BIG)) -> list[BlobRequest]:
+    return [BlobRequest(name, most) for name in names]
 
 
 def test_values_by_name(url: str) -> None:
@@ -80,8 +80,15 @@ def test_parts_of_a_pack(url: str) -> None:
         blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
         arrivals = Prefetcher(blobs)
         ranges = [("a", 500, 1000), ("a", 1500, 10), ("b", 3, 4), ("a", 0, 600), ("a", len(BIG) - 5, 5), ("b", 9, 1)]
-        arrivals.ask([Wanted("kv", size, f"pack/{name}", start) for name, start, size in ranges])
-        arrivals.ask([Wanted("kv", 5, "pack/c", 0), Wanted("kv", 5, "pack/b", 7), Wanted("x", 5), *whole("pack/b")])
+        arrivals.ask([BlobRequest("kv", size, f"pack/{name}", start) for name, start, size in ranges])
+        arrivals.ask(
+            [
+                BlobRequest("kv", 5, "pack/c", 0),
+                BlobRequest("kv", 5, "pack/b", 7),
+                BlobRequest("x", 5),
+                *whole("pack/b"),
+            ]
+        )
         found = [arrivals.take(10).value for _ in range(len(ranges) + 4)]
         arrivals.close()
     values = {"a": BIG, "b": b"0123456789"}
@@ -107,12 +114,12 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
         ("s3://bucket/a//b", "names no place of values"),
         ("gs://bucket/../other", "names no place of values"),
         ("az://key:secret@container", "holds a user or a password"),
-        ("https://host/kv?signature=1", "behind . or #"),
+        ("https://host/kv?signature=1", "after . or #"),
         ("file://host/folder", "names no folder of this machine"),
         ("file://relative", "names no folder of this machine"),
         ("file:///mnt/kv%00", "names no folder of this machine"),
-        ("file:///mnt/kv#2", "behind . or #"),
-        ("file:///mnt/kv?prefix=2", "behind . or #"),
+        ("file:///mnt/kv#2", "after . or #"),
+        ("file:///mnt/kv?prefix=2", "after . or #"),
         ("redis://host/other", "names no database"),
         ("redis://host/0/1", "names no database"),
         ("redis://host/0?prefix=", "an empty prefix"),

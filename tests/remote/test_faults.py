@@ -223,7 +223,7 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
         for kind in VITAL:
             vital = {kind: before.pop(kind)}
             monkeypatch.setenv("KVTOOL_HOME", str(tmp_path / kind))  # no copy of the catalogue is there
-            with replaced(behind, vital, harm), pytest.raises(KvtoolError, match=r"head|catalogue|its model|no store"):
+            with replaced(behind, vital, harm), pytest.raises(KvtoolError, match=r"head|catalogue|the model|no store"):
                 pull(tmp_path / "vital", blobs)
         with replaced(behind, before, harm):
             report = pull(tmp_path / "pulled", blobs, trust=Trust(mine=True))

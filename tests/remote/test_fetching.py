@@ -7,13 +7,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvtool.core.cache.backend import Arrival, Link, Wanted
+from kvtool.core.cache.backend import BlobRequest, BlobResponse, RemoteBackend
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.query.ahead import BackgroundDecoder, Ended
-from kvtool.core.query.fetching import Driver
-from kvtool.core.streaming.book import Fetch
-from kvtool.core.streaming.ladder import Part
+from kvtool.core.query.streaming import BackgroundDecoder, Driver, Ended
+from kvtool.core.streaming.fetch_state import Fetch, Part
 
 SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]
 
@@ -39,7 +37,11 @@ class Scripted:
 
     def run(self) -> list[tuple[Any, ...]]:
         Driver(
-            cast("Link", self), SEGMENTS, cast("Any", self), cast("BackgroundDecoder", self), time.perf_counter()
+            cast("RemoteBackend", self),
+            SEGMENTS,
+            cast("Any", self),
+            cast("BackgroundDecoder", self),
+            time.perf_counter(),
         ).run()
         return self.told
 
@@ -89,8 +91,8 @@ class Scripted:
 
     # ---- the link ----
 
-    def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
-        return [Wanted(f"kv/{chunk_id.hex()}", 10)]
+    def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
+        return [BlobRequest(f"kv/{chunk_id.hex()}", 10)]
 
     def arrivals(self) -> Scripted:
         return self
@@ -98,11 +100,11 @@ class Scripted:
     def ask(self, wanted: Any) -> None:
         self.told.append(("asked", int(wanted[0].name[3:], 16)))
 
-    def take(self, timeout: float) -> Arrival:
+    def take(self, timeout: float) -> BlobResponse:
         value = self.come.popleft() if self.come else None
         if value is None:
             raise RemoteError("nothing yet")
-        return Arrival("kv", value, time.perf_counter())
+        return BlobResponse("kv", value, time.perf_counter())
 
     def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
         return True

@@ -332,7 +332,7 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
     found["meta"]["manifest"] = digest_of(value)
     blobs.put({f"meta/manifest-{digest_of(value)}": value})
     publish(blobs, packed(found))
-    with pytest.raises(DamagedError, match="its model"):
+    with pytest.raises(DamagedError, match="description of the model"):
         pull(tmp_path / "other", blobs)
 
 

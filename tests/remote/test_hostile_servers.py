@@ -390,7 +390,7 @@ def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
     """The server says that it gives the part, and sends without an end."""
-    from kvtool.core.cache.backend import Wanted
+    from kvtool.core.cache.backend import BlobRequest
 
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
     first = part + b"Content-Range: bytes 0-99/100\r\nContent-Length: %d\r\n\r\n" % 2**40
@@ -398,7 +398,7 @@ def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -
         for variable, value in {**AMAZON, "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.port}"}.items():
             patch.setenv(variable, value)
         with closing(open_blobs(S3_URL, PATIENCE)) as blobs, closing(blobs.reader()) as reader:
-            reader.ask([Wanted("kv/x", 100, "pack/x", 0)])
+            reader.ask([BlobRequest("kv/x", 100, "pack/x", 0)])
 
             def taken() -> None:
                 value = reader.take()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import trustme
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import object_store
@@ -338,20 +338,20 @@ def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_parts_that_are_near_each_other_are_one_request() -> None:
-    near = [Wanted("kv", 100, "pack/a", start) for start in (0, 100, 200)]
+    near = [BlobRequest("kv", 100, "pack/a", start) for start in (0, 100, 200)]
     (span,) = {*range_requests(near)}
     assert (span.start, span.stop, span.left) == (0, 300, 3)
-    apart = [Wanted("kv", 10, "pack/a", start) for start in (0, GAP + 10, 2 * GAP + 21)]
+    apart = [BlobRequest("kv", 10, "pack/a", start) for start in (0, GAP + 10, 2 * GAP + 21)]
     assert [(span.start, span.stop) for span in dict.fromkeys(range_requests(apart))] == [
         (0, GAP + 20),
         (2 * GAP + 21, 2 * GAP + 31),
     ]
-    large = [Wanted("kv", MOST_TOGETHER // 2, "pack/a", number * MOST_TOGETHER // 2) for number in range(5)]
+    large = [BlobRequest("kv", MOST_TOGETHER // 2, "pack/a", number * MOST_TOGETHER // 2) for number in range(5)]
     assert [(span.start, span.left) for span in dict.fromkeys(range_requests(large))] == [
         (0, 2),
         (MOST_TOGETHER, 2),
         (2 * MOST_TOGETHER, 1),
     ]
-    mixed = range_requests([near[0], Wanted("head", 10), near[2], Wanted("kv", 10, "pack/b", 0)])
+    mixed = range_requests([near[0], BlobRequest("head", 10), near[2], BlobRequest("kv", 10, "pack/b", 0)])
     assert [span.name for span in mixed] == ["pack/a", "head", "pack/a", "pack/b"]
     assert mixed[0] is mixed[2]

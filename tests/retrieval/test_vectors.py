@@ -12,10 +12,9 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.retrieval import embed
-from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.embed import Embedder, Meaning, remembered
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.retrieval.vectors import Meaning, remembered
 from tests.retrieval.making import ingest, store_of
 
 TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}

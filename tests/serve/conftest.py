@@ -20,14 +20,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.app import make_app
-from kvtool.serve.beside import leave, listen, socket_path
+from kvtool.serve.app import local_app, make_app
 from kvtool.serve.certificate import Certificate
 from kvtool.serve.engine import Engine
-from kvtool.serve.noting import Notes
+from kvtool.serve.metrics import AccessLog
 from kvtool.serve.options import ServeOptions
 from kvtool.serve.server import Listener, server_of
-from kvtool.serve.shell import shell_app
+from kvtool.serve.unix_socket import leave, listen, socket_path
 from tests.cli.working import QUESTION, built, says, tiny
 from tests.retrieval.conftest import static_model
 
@@ -83,24 +82,17 @@ def serving(
     tls = None
     if wanted.tls_cert is not None and wanted.tls_key is not None:
         tls = Certificate(wanted.tls_cert, wanted.tls_key, warn).context
-    engine = Engine(
-        store,
-        ModelOptions(model=model),
-        warn,
-        parallel=wanted.parallel,
-        queue=wanted.queue,
-        patience=wanted.request_timeout,
-    )
+    engine = Engine(store, ModelOptions(model=model), warn, wanted)
     bound = socket.create_server(("127.0.0.1", 0))
     if kept is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, kept)
     beside = listen(socket_path(store))
     served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
-    notes = Notes(engine, served.log.append)
-    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, notes)
-    reached = [Listener(app, bound, tls, patience=wanted.client_timeout)] + (
-        [Listener(shell_app(engine, notes), beside)] if beside is not None else []
+    log = AccessLog(engine, served.log.append)
+    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, log)
+    reached = [Listener(app, bound, tls, timeout=wanted.client_timeout)] + (
+        [Listener(local_app(engine, log), beside)] if beside is not None else []
     )
     servers = [server_of(each, drain=1) for each in reached]
     threads = [

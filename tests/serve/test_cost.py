@@ -16,8 +16,7 @@ from kvtool.core.errors import EXIT_TERMINATED, UsageError
 from kvtool.core.model.tokens import _overlap
 from kvtool.core.query.conversation import BACK, search_text
 from kvtool.core.retrieval import terms as of_terms
-from kvtool.core.retrieval.finder import _matcher
-from kvtool.core.retrieval.places import _MOST_SPLITS, Places
+from kvtool.core.retrieval.finder import _MOST_SPLITS, Places, _matcher
 from kvtool.serve import wire
 from kvtool.serve.wire import LONGEST_NAME, LONGEST_TEXT, MOST_NAMES
 from tests.cli.working import QUESTION
@@ -54,7 +53,7 @@ def ran(code: str) -> str:
         "from kvtool.core.retrieval.terms import terms\nterms('aB-' * 250_000 + 'a' * 750_000); print('refused')",
         "from kvtool.core.common.spelling import composed\ncomposed('\\uff9e\\u0301' * 250_000); print('refused')",
         # spaces at any of which a label might begin
-        "from kvtool.core.retrieval.places import Places\nfrom kvtool.core.errors import UsageError\n"
+        "from kvtool.core.retrieval.finder import Places\nfrom kvtool.core.errors import UsageError\n"
         "class Store:\n    def documents_revision(self): return 0\n    def sources(self): return []\n"
         "try: Places(Store()).of_chunks('z' + ' ' * 250_000 + 'z')\nexcept UsageError: print('refused')",
         # a word that known ones are compared with
@@ -275,7 +274,7 @@ def test_an_end_that_does_not_come_is_made() -> None:
         "Watchdog(0.1, lambda text, hint: print(text, flush=True)).start()\nthreading.Event().wait()"
     )
     assert done.returncode == EXIT_TERMINATED
-    assert "has not come to its end" in done.stdout
+    assert "has not shut down" in done.stdout
 
 
 def test_an_end_is_made_of_an_interpreter_that_is_held() -> None:

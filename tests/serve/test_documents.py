@@ -44,7 +44,7 @@ def test_documents_come_and_go(store: Path, tmp_path: Path) -> None:
         several = client.get(DOCUMENTS, params={"source": "*mill[0-2].md"}).json()
         assert several["data"] == before[:3]
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["unchanged"] == 1
-        assert served.engine._resident.spare is None  # a second model, held for nothing, where another store comes
+        assert served.engine._loaded.spare is None  # a second model, held for nothing, where another store comes
         assert client.delete(DOCUMENTS, params={"source": place}).json()["forgotten"] == [place]
         assert not Path(place).exists()
         assert client.get(DOCUMENTS, params={"source": place}).status_code == 404
@@ -167,12 +167,12 @@ def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: P
         cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)
     with serving(store) as served, served.client as client:
         assert ask(client).status_code == 200
-        decoder = served.engine._resident.decoder
+        decoder = served.engine._loaded.decoder
         store.rename(tmp_path / "old")
         assert ask(client).status_code == 503
         shutil.move(tmp_path / "other", store)
         assert sources(client, "Who saw the comet?") == ["other.md:1"]
-        assert served.engine._resident.decoder is decoder
+        assert served.engine._loaded.decoder is decoder
         store.rename(tmp_path / "other")
         (tmp_path / "old").rename(store)
         assert sources(client, QUESTION)[0] == "mill2.md:1"

@@ -21,9 +21,8 @@ from kvtool.cli.serve import warning_to
 from kvtool.core.agent.options import is_key, read_key
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
-from kvtool.serve.facts import Facts, facts_of
-from kvtool.serve.guard import Patience
-from kvtool.serve.noting import Noted
+from kvtool.serve.auth import BodyTimeout
+from kvtool.serve.metrics import LoggingMiddleware, RequestStats, stats_of
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION
 from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned, wait_until
@@ -199,11 +198,11 @@ def test_a_body_that_is_too_long(ready: Path) -> None:
         still_answers(served)
 
 
-def run(app: ASGIApp, receive: Receive, send: Send) -> Facts:
+def run(app: ASGIApp, receive: Receive, send: Send) -> RequestStats:
     """Run one request through what stands before the endpoints; returns what was noted of it."""
-    noted: list[Facts] = []
+    noted: list[RequestStats] = []
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
-    whole = Noted(Patience(app, 0.01), lambda scope: noted.append(facts_of(HTTPConnection(scope))))
+    whole = LoggingMiddleware(BodyTimeout(app, 0.01), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
     asyncio.run(whole(scope, receive, send))
     return noted[0]
 
@@ -230,7 +229,7 @@ def test_a_body_that_never_comes() -> None:
 def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
     """It is told so, unless its response has begun; and the log says it."""
     sent: list[Any] = []
-    noted: list[Facts] = []
+    noted: list[RequestStats] = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if begun:
@@ -241,7 +240,7 @@ def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
         sent.append(message)
 
     async def main() -> None:
-        whole = Noted(app, lambda scope: noted.append(facts_of(HTTPConnection(scope))))
+        whole = LoggingMiddleware(app, lambda scope: noted.append(stats_of(HTTPConnection(scope))))
         request = asyncio.create_task(
             whole({"type": "http", "headers": [], "method": "POST", "path": "/"}, never, send)
         )
@@ -318,7 +317,7 @@ def test_a_full_queue_says_when_to_come_again(ready: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long(ready: Path, stream: bool) -> None:
     with serving(ready) as served, served.client as client:
-        served.engine.scheduler._patience = -1.0
+        served.engine.scheduler._timeout = -1.0
         assert client.post(CHAT, json=body(stream=stream)).status_code == 504
 
 

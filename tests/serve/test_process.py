@@ -73,3 +73,13 @@ def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
     key.write_text("kv-x\n")
     key.chmod(0o644)
     kvtool("serve", "--store", store, "--key-file", key).failed(1, "others may read")
+
+
+def test_a_store_that_does_not_exist(tmp_path: Path) -> None:
+    """Refused as by `query`, unless clients may fill it: then the start says so."""
+    kvtool("serve", "--store", tmp_path / "none").failed(10, "there is no store at", "kvtool ingest")
+    with running("--store", tmp_path / "none", "--uploads", tmp_path / "sent", "--no-socket") as (process, url):
+        assert httpx2.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "empty"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    assert not (tmp_path / "none").exists()

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from kvtool.cli import query
-from kvtool.serve import client, shell
-from kvtool.serve.beside import connect, leave, listen, socket_path
+from kvtool.serve import app, unix_socket
+from kvtool.serve.unix_socket import connect, leave, listen, socket_path
 from tests.cli.working import CHUNKS, QUESTION, SHORT, Done, kvtool, process
 from tests.serve.conftest import Served, metrics_in, of_shell, serving, turned, wait_until
 
@@ -80,7 +80,7 @@ def test_what_a_shell_asks_is_noted_and_counted_as_what_others_ask(store: Path) 
         row, failed, declined = served.logged(3)
         with served.client as other:
             text = other.get("/metrics").text
-    assert (row["type"], row["client"], row["path"], row["status"]) == ("request", "shell", client.PATH, 200)
+    assert (row["type"], row["client"], row["path"], row["status"]) == ("request", "shell", unix_socket.PATH, 200)
     chunks = [chunk["id"] for chunk in found["chunks"]]
     assert (row["chunks"], row["hits"], row["tokens"]) == (chunks, len(chunks), found["tokens"])
     assert QUESTION not in str(served.log)
@@ -88,7 +88,7 @@ def test_what_a_shell_asks_is_noted_and_counted_as_what_others_ask(store: Path) 
     assert "no chunk matches" in failed["error"]
     values = metrics_in(text)
     for status in ("200", "404", "409"):
-        assert values["kvtool_requests_total", ("path", client.PATH), ("status", status)] == 1
+        assert values["kvtool_requests_total", ("path", unix_socket.PATH), ("status", status)] == 1
     assert values[("kvtool_ttft_seconds_count",)] == values[("kvtool_generation_seconds_count",)] == 1
     assert values["kvtool_chunks_total", ("status", "hit")] == len(chunks)
 
@@ -98,7 +98,7 @@ def test_a_shell_that_leaves_is_noted(store: Path) -> None:
         connected = connect(socket_path(store))
         assert connected is not None
         data = json.dumps(of_shell()).encode()
-        head = f"POST {client.PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = f"POST {unix_socket.PATH} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         connected.sendall(head.encode() + f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
         wait_until(lambda: served.engine.scheduler.waiting == 1)
         connected.close()
@@ -143,9 +143,9 @@ def test_folders_of_models_are_those_of_the_shell(
     (here / "vectors").symlink_to(static_model)
     (here / "network").symlink_to(tiny)
     asked: list[str | None] = []
-    took = shell._ask
-    monkeypatch.setattr(shell, "_ask", lambda value: asked.append(value["options"]["embedder"]) or took(value))
-    monkeypatch.setattr(shell, "os", SimpleNamespace(path=os.path, getcwd=lambda: str(there)))
+    took = app._ask
+    monkeypatch.setattr(app, "_ask", lambda value: asked.append(value["options"]["embedder"]) or took(value))
+    monkeypatch.setattr(app, "os", SimpleNamespace(path=os.path, getcwd=lambda: str(there)))
     with serving(store):
         monkeypatch.chdir(here)
         base = ("query", QUESTION, "--store", store, *SHORT)
@@ -222,7 +222,7 @@ def test_names_of_files_are_read_where_the_shell_stands(
     asked = ("query", QUESTION, "--store", ready, *SHORT)
     source = kvtool(*asked, "--documents", "mill2.md", "--json").fine().json["chunks"][0]["source"]
     assert not here
-    monkeypatch.setattr(shell, "os", SimpleNamespace(path=os.path, getcwd=lambda: "/elsewhere"))
+    monkeypatch.setattr(app, "os", SimpleNamespace(path=os.path, getcwd=lambda: "/elsewhere"))
     kvtool(*asked).fine()
     kvtool(*asked, "--documents", source).fine()
     assert not here
@@ -237,14 +237,14 @@ def test_options_that_the_server_does_not_know(served: Served, ready: Path) -> N
         connected = connect(socket_path(ready))
         assert connected is not None
         asked = of_shell(**options)
-        with pytest.raises(client.Declined, match="409"):
-            list(client.ask(connected, asked))
+        with pytest.raises(unix_socket.Declined, match="409"):
+            list(unix_socket.ask(connected, asked))
     assert served.warnings == []
 
 
 def test_a_server_that_was_stopped(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes connections, and never answers."""
-    monkeypatch.setattr(client, "_PATIENCE", 0.01)
+    monkeypatch.setattr(unix_socket, "_READ_TIMEOUT", 0.01)
     bound = listen(socket_path(store))
     assert bound is not None
     with bound:

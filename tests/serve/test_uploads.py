@@ -219,7 +219,7 @@ def test_what_a_crash_left_half_done_is_still_the_clients(
     uploads: Path, client: httpx2.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between the note and the file, the old file is a client's as the new one would have been."""
-    from kvtool.serve import uploads as module
+    from kvtool.serve import documents as module
 
     send(client, "a.md", "The kite is in Oslo.")
     write = module.atomic_write
@@ -239,7 +239,7 @@ def test_what_a_crash_left_half_done_is_still_the_clients(
 
 def test_an_ingest_and_another_server_are_waited_for(store: Path, uploads: Path) -> None:
     """What is written and what is removed at one time would be neither."""
-    from kvtool.serve.uploads import Uploads
+    from kvtool.serve.documents import Uploads
 
     with serving(store, uploads=uploads) as served, served.client as client:
         send(client, "a.md", "The kite is in Oslo.")

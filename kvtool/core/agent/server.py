@@ -31,7 +31,7 @@ from kvtool.core.errors import KvtoolError, UsageError
 LISTED = 1000  # documents on a page of the resources
 _TEMPLATE = "kvtool://document/{source}"
 _ABOUT = """\
-A store of the user's own documents. `search` finds passages and `read` shows the text around one; `answer` lets a \
+A store of the user's own documents. `search` finds passages and `read` shows the chunks around one; `answer` lets a \
 local model answer from them, which takes longer. Cite the `place` of what you use. Documents are resources: \
 kvtool://document/ and the path, percent-encoded."""
 F = TypeVar("F", bound=Callable[..., Any])

@@ -21,7 +21,7 @@ from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.since import changes
+from kvtool.core.query.staleness import changes
 from kvtool.core.remote.mirror import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
@@ -43,8 +43,8 @@ class Excerpt:
     ----------
     id : of the chunk, in hex; `read` and `answer` take it.
     place : `file:line` where the chunk begins.
-    score : how well it matches, the best match of words alone is 1; None where nothing was searched for.
-    since_ingest : `changed` or `gone` where the file is no longer what was ingested, so the text may be out of date.
+    score : relevance; 1 for the best match by words only; None without a search.
+    since_ingest : `changed` or `gone` if the file has changed since its ingest, so the text may be out of date.
     origin : the pack, store or signer that the document came from; empty for one that was ingested here.
     """
 
@@ -124,13 +124,13 @@ class Ingested:
 
 
 class Tools:
-    """Reads, asks and fills a store. Threads may share it; answers are given one after another, reading goes on beside.
+    """Tools that read, ask and fill a store. Threads may share them; answers are computed one after another.
 
     Parameters
     ----------
     place : the store's folder, or the URL of a shared one.
-    options : how questions are answered where a call does not say otherwise.
-    roots : what may be ingested lies below one of these folders; none: nothing may.
+    options : defaults of a question.
+    roots : folders below which files may be ingested.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Tools:
         Parameters
         ----------
         question : what to look for, in the words of the documents where they are known.
-        top_k : how many chunks; the server's default where it is left out.
+        top_k : number of chunks; by default the server's.
         source : globs; only documents whose path, or the end of it, matches one of them.
         """
         count = self._count("top_k", top_k, self._options.top_k, 1)
@@ -169,8 +169,8 @@ class Tools:
         Parameters
         ----------
         chunk : its id, as search and answer give it, or the beginning of it.
-        before : how many chunks before it.
-        after : how many chunks behind it.
+        before : number of chunks before it.
+        after : number of chunks after it.
         """
         before, after = self._count("before", before, 1), self._count("after", after, 1)
         with self._reading() as (store, finder):
@@ -196,7 +196,7 @@ class Tools:
         Parameters
         ----------
         question : what to ask, in a whole sentence.
-        top_k : from how many chunks; the server's default where it is left out.
+        top_k : number of chunks to answer from; by default the server's.
         source : globs; only documents whose path, or the end of it, matches one of them.
         chunks : ids of chunks to answer from, instead of a search.
         documents : paths of documents to answer from, instead of a search.
@@ -220,7 +220,7 @@ class Tools:
         )
 
     def status(self) -> Status:
-        """Tell what the store holds, for which model, and what may be ingested into it."""
+        """Report what the store contains, its model, and the folders that may be ingested."""
         with self._reading() as (store, _):
             stats, identity = sizes_of(store), store_identity(store)
             verdict = known_result(store, identity.fingerprint)
@@ -239,7 +239,7 @@ class Tools:
 
         Parameters
         ----------
-        paths : absolute paths below one of the roots that status tells.
+        paths : absolute paths below one of the roots that status lists.
         """
         roots = Roots(self.roots)
         report = self._cache.ingest([self._below_a_root(path, roots) for path in paths], roots=self.roots)
@@ -297,7 +297,7 @@ class Tools:
                 self._open = None
 
     def _below_a_root(self, path: str, roots: Roots) -> Path:
-        """The real path of what is to be read. Raises UsageError where it is not below a root."""
+        """Return the real path of a file below a root. Raises UsageError."""
         try:
             real = Path(os.path.realpath(path))
         except ValueError as error:

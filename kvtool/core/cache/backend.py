@@ -54,8 +54,8 @@ class Offer(Protocol):
     def maker(self) -> str | None: ...
 
 
-class Wanted(NamedTuple):
-    """A value to ask for: one of its own, or a part of a pack.
+class BlobRequest(NamedTuple):
+    """Request for a value: one of its own, or a part of a pack.
 
     Attributes
     ----------
@@ -71,8 +71,8 @@ class Wanted(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A value that was asked for: None where there is none of its name; `at` is when it came (`perf_counter`)."""
+class BlobResponse:
+    """Response to a request: the value, None if there is none of its name; `at` is its arrival (`perf_counter`)."""
 
     name: str
     value: bytes | None
@@ -91,11 +91,11 @@ class Stream(Protocol):
     url: str
     alive: bool
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Ask for some more; never waits."""
         ...
 
-    def take(self, timeout: float) -> Arrival:
+    def take(self, timeout: float) -> BlobResponse:
         """Wait for the next one, for so many seconds; raises RemoteError."""
         ...
 
@@ -104,7 +104,7 @@ class Stream(Protocol):
         ...
 
 
-class Link(Protocol):
+class RemoteBackend(Protocol):
     """Protocol of a remote backend of a store. After a failure it offers nothing more.
 
     Attributes
@@ -145,7 +145,7 @@ class Link(Protocol):
         """Return True if a read of a chunk at a level needs no fetching."""
         ...
 
-    def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
+    def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
         """Return the requests for the records of a level, layer by layer; empty if the level is not offered."""
         ...
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.backend import Ahead, KVRead, Link
+from kvtool.core.cache.backend import Ahead, KVRead, RemoteBackend
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.environment import StoreConnection
 from kvtool.core.cache.identity import FEWEST_DIGITS, ID_BYTES, Origin, chunks_named, is_id
@@ -39,7 +39,7 @@ class ChunkReader(StoreConnection):
     link : the remote backend, which has more of the store's KV; None: none.
     """
 
-    link: Link | None = None
+    link: RemoteBackend | None = None
 
     def chunk_ids(self) -> list[bytes]:
         """Ids of all chunks, sorted."""

@@ -31,7 +31,7 @@ from kvtool.core.errors import KvtoolError
 # Of the finest level, in units of 1 / sqrt(sensitivity): some thousandths of a nat an answer token.
 FINEST_STEP = 2.2e-5
 _WIDEST = 512  # channels of a group, where heads differ from layer to layer
-WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; a head by itself beyond
+WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; each head separately beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
 _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
 _MOST_COUNTERS = 2**22  # at once: a column whose numbers are far apart has one for each of 65,536
@@ -98,7 +98,9 @@ def fit_profile(
             basis[layer, side] = _basis(centred, sensitivity[side, layer], layout, step)
         forward = inverted(basis[layer])
         if forward is None:
-            raise KvtoolError(f"the keys and values of layer {layer} cannot be told apart", "fit to other chunks")
+            raise KvtoolError(
+                f"the keys and values of layer {layer} are too much alike for a transform", "fit to other chunks"
+            )
         counts.add(layer, finest_numbers(layout, means[layer], forward, sides))
 
     for _ in each(fit_layer, range(layers)):

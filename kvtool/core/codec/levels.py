@@ -112,7 +112,7 @@ def _level_of_plugin(plugin: Plugin) -> Level:
     try:
         codec, lossless, bits = str(facts["codec"]), bool(facts["lossless"]), float(facts["bits"])
     except (KeyError, TypeError, ValueError) as error:
-        raise plugin.broken("it does not tell codec, lossless and bits of its level") from error
+        raise plugin.broken("it does not state codec, lossless and bits of its level") from error
     if not re.fullmatch(r"\w[\w.]*:\w+", codec) or not 0 < bits <= 64:
         raise plugin.broken("its codec is no `module:class`, or its bits are not between 0 and 64")
     return Level(plugin.name, codec, lossless=lossless, bits=bits)

@@ -1,5 +1,4 @@
-"""Starting other processes: a Python that runs kvtool's own code and nothing that lies in the working directory, and
-whatever must not go on where this process has ended."""
+"""Child processes that end with this one: a Python without the working directory on its path, and other programs."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ def started(
 
     On Linux the kernel sees to that: it holds the reading end of a pipe whose writing end is here, and is told to kill
     the group once nobody can write any more. (`PR_SET_PDEATHSIG` would kill it with the thread that has started it.)
-    Elsewhere a process that outlives this one has to notice by itself that its stdin has ended.
+    Elsewhere a process that outlives this one has to notice that its stdin has ended.
 
     Raises
     ------
@@ -77,7 +76,7 @@ def _kill_with(reading: int, group: int) -> None:
 
 
 def search_path() -> list[str]:
-    """This process's search path without the working directory, unless that is where kvtool or Python itself is."""
+    """Return this process's search path without the working directory, unless kvtool or Python itself is there."""
     allowed = {os.path.realpath(place) for place in (str(HOME), *sysconfig.get_paths().values())}
     try:
         here = os.path.realpath(os.getcwd())

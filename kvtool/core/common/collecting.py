@@ -13,11 +13,11 @@ _settings = threading.RLock()
 
 @contextmanager
 def paused_collection() -> Iterator[None]:
-    """Let nobody look for garbage inside.
+    """Pause garbage collection inside.
 
     Importing torch and transformers and building a model makes a million objects of which none is garbage, and Python
     looks through all of them again and again: a quarter of the processor time of one question from a shell
-    (samples/results/commands.md). The first look behind it goes through all of them once, 0.1 s.
+    (samples/results/commands.md). The first collection afterwards visits all of them once, 0.1 s.
     """
     with kept_collection():
         gc.disable()
@@ -26,7 +26,7 @@ def paused_collection() -> Iterator[None]:
 
 @contextmanager
 def kept_collection() -> Iterator[None]:
-    """Have garbage looked for afterwards if it was before, whatever is done inside."""
+    """Restore garbage collection afterwards, whatever is done inside."""
     was = gc.isenabled()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Files and folders: default ones, those that are their owner's alone under any umask, and regular files of others."""
+"""Files and folders: default ones, private ones under any umask, and regular files by untrusted paths."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _FLAGS = os.O_RDONLY | sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CL
 
 
 def data_dir() -> Path:
-    """Folder of the default store (`$KVTOOL_HOME/data`, else the platform's user data folder)."""
+    """Return the folder of the default store (`$KVTOOL_HOME/data`, else the platform's user data folder)."""
     return _state_folder("data")
 
 
 def cache_dir() -> Path:
-    """Folder of what can be made again (`$KVTOOL_CACHE`, `$KVTOOL_HOME/cache`, else the platform's cache folder)."""
+    """Return the cache folder (`$KVTOOL_CACHE`, `$KVTOOL_HOME/cache`, else the platform's)."""
     override = os.environ.get("KVTOOL_CACHE")
     return Path(override).expanduser() if override else _state_folder("cache")
 
@@ -88,7 +88,7 @@ def new_file(path: Path) -> BinaryIO:
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file for reading; follow links.
 
-    A device or a FIFO is refused before the open, since the open alone may block, or do something to a device. The
+    A device or a FIFO is refused before the open, since even the open may block, or do something to a device. The
     opened file is checked again.
 
     Raises

@@ -1,4 +1,4 @@
-"""The line that installs something beside kvtool, for the way in which this kvtool came."""
+"""Install lines: commands that install packages next to kvtool, for the way in which it was installed."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def install_line(*wanted: str) -> str:
-    """The command that installs distributions into the environment that kvtool runs in.
+    """Return the command that installs distributions into the environment that kvtool runs in.
 
     pipx and `uv tool` keep that environment to themselves: the `pip` of the user's shell would install elsewhere, and
     what is missing would stay so. Each leaves a file of its own there.
 
     Parameters
     ----------
-    wanted : what pip is to be given, as it stands in a shell.
+    wanted : pip's arguments, quoted for a shell.
     """
     home = Path(sys.prefix)
     if (home / "pipx_metadata.json").is_file():
@@ -28,5 +28,5 @@ def install_line(*wanted: str) -> str:
 
 
 def extra_line(extra: str) -> str:
-    """The command that installs what one of kvtool's extras asks for."""
+    """Return the command that installs one of kvtool's extras."""
     return install_line(f"'kvtool[{extra}]'")

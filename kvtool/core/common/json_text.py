@@ -16,7 +16,7 @@ UNSEEN = (
     "\ufeff\ufff0-\ufffb"
     # layout of hieroglyphs, of shorthand and of music
     "\U00013430-\U0001343f\U0001bca0-\U0001bca3\U0001d173-\U0001d17a"
-    # tags, and what Unicode reserves beside them; not the selectors of variants
+    # tags, and what Unicode reserves next to them; not the selectors of variants
     "\U000e0000-\U000e00ff\U000e01f0-\U000e0fff"
 )
 """Characters without a shape, for a regular expression: Unicode's format characters (Cf) but for the two joiners, which
@@ -28,7 +28,7 @@ _STEERING = re.compile(f"[\x7f-\x9f{UNSEEN}\ud800-\udfff]")
 
 
 def escaped(text: str) -> str:
-    r"""JSON text in which every such character stands as ``\uXXXX``, which any parser reads as itself."""
+    r"""Escape every such character of a JSON text as ``\uXXXX``, which any parser reads as itself."""
     return _STEERING.sub(lambda match: json.dumps(match[0])[1:-1], text)
 
 
@@ -37,7 +37,7 @@ def parsed(text: str | bytes) -> Any:
 
     Raises
     ------
-    ValueError : it is none, or nested deeper than the parser goes.
+    ValueError : it is no JSON, or nested deeper than the parser reads.
     """
     try:
         return json.loads(text)

@@ -57,7 +57,7 @@ class Arithmetic(NamedTuple):
 
 
 def cpu_features() -> frozenset[str]:
-    """Names of what the CPU can do, without `_` and `-`, such as `avx512bf16`; none where nobody can tell.
+    """Return the names of what the CPU can do, without `_` and `-`, such as `avx512bf16`; empty if unknown.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def is_fast(dtype: str) -> bool:
 
 
 def product_dtype(dtype: str, device: str = "cpu") -> str:
-    """The format to multiply numbers in that are stored as `dtype`: their own, or float32 where a CPU is slow in it."""
+    """Return the format to multiply numbers of `dtype` in: their own, or float32 where a CPU is slow in it."""
     return dtype if device != "cpu" or is_fast(dtype) else FLOAT32
 
 
@@ -91,7 +91,7 @@ def lacks_avx2() -> bool:
 
 
 def _held_back_by() -> str | None:
-    """The variable that keeps oneDNN from bfloat16 instructions."""
+    """Return the variable that keeps oneDNN from bfloat16 instructions."""
     return next((name for name in _ISA_LIMITS if os.environ.get(name, "").lower() in _LIMITED), None)
 
 
@@ -131,7 +131,7 @@ def _mac_features() -> list[str]:
 
 
 def sysctl(key: str) -> str:
-    """A text that macOS's kernel holds under a key; empty where there is none."""
+    """Read a text of macOS's kernel by its key; "" if it has none."""
     with suppress(OSError, AttributeError):
         ask = ctypes.CDLL(None).sysctlbyname
         size = ctypes.c_size_t(0)
@@ -152,7 +152,7 @@ def _compiler_features() -> list[str]:
 
 @functools.cache
 def cpu_name() -> str:
-    """The CPU's name as its maker gives it; the architecture's where nobody tells."""
+    """Return the CPU's name as its maker gives it; else the architecture's."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         for key in ("model name", "Model", "Hardware"):  # the last two on ARM

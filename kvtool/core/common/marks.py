@@ -14,7 +14,7 @@ _NUMBERED = re.compile(r"(.*?)(?<!\d)(\d{1,18}+)")  # linear: digits are tried o
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Says where the text from `start` on stands, up to the next mark.
+    """The place in the file of the text from `start` up to the next mark.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ class Place:
     label: str = ""
 
     def behind(self, source: str) -> str:
-        """The source with its place: `notes.md:12`, `paper.pdf p. 12`."""
+        """Return the source with its place: `notes.md:12`, `paper.pdf p. 12`."""
         return f"{source} {self.label}" if self.label else source if self.line is None else f"{source}:{self.line}"
 
 
@@ -52,7 +52,7 @@ def as_named_here(source: str) -> str:
 
 
 def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
-    """Tell where the characters from `start` to `end` stand; white space before the first of them is not looked at.
+    """Return the place of the characters from `start` to `end`; leading white space does not count.
 
     Parameters
     ----------
@@ -71,13 +71,13 @@ def place_of(text: str, marks: Sequence[Mark], start: int, end: int) -> Place:
 
 
 def _mark_at(marks: Sequence[Mark], position: int) -> Mark:
-    """Find the mark that holds at a character; the first one where it stands before all."""
+    """Find the mark that applies at a character; the first one if it is before all."""
     return marks[max(0, bisect_right(marks, position, key=lambda mark: mark.start) - 1)]
 
 
 def start_of(text: str, marks: Sequence[Mark], number: int) -> int | None:
-    """Find the character at which a line of the file begins, or a page, slide or paragraph by its number; None where
-    there is none."""
+    """Find the character at which a line of the file begins, or a page, slide or paragraph by its number; None
+    if the file has no such."""
     lines = [(mark.place, -mark.start) for mark in marks if isinstance(mark.place, int) and mark.place <= number]
     if lines:
         return -max(lines)[1]

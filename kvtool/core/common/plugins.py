@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Group = Literal["readers", "embedders", "selectors", "codecs", "blobs"]
 GROUPS: tuple[Group, ...] = get_args(Group)  # each as `kvtool.readers`, …
 _NAME = re.compile(r"[a-z0-9][a-z0-9._+-]{0,30}")
-AT_FAULT = "remove the package, or ask its makers"
+AT_FAULT = "remove the package, or report it to its authors"
 _troubles: dict[Plugin, PluginError] = {}  # plugins that were left out, and why
 
 
@@ -64,17 +64,17 @@ class Plugin:
             raise self.broken(error) from error
 
     def broken(self, error: object) -> PluginError:
-        """The error that says that it cannot be used, and why."""
+        """Make the error that it cannot be used, and why."""
         why = f"{type(error).__name__}: {error}" if isinstance(error, Exception) else error
         return PluginError(f"{self} ({self.target}) cannot be used: {why}", AT_FAULT)
 
     def leave_out(self, why: PluginError) -> None:
-        """Let it be told of, once, that this one is left out."""
+        """Note, once, that this plugin is left out."""
         _troubles.setdefault(self, why)
 
 
 def found(group: Group, own: Container[str] = ()) -> Mapping[str, Plugin]:
-    """The plugins of a group by name, none of them imported.
+    """Find the plugins of a group by name, without importing any.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def troubles() -> list[tuple[str, str]]:
 
 
 def listed() -> list[tuple[Plugin, str]]:
-    """All plugins, each with what is wrong with it, or nothing; for that all of them are imported."""
+    """List all plugins, each with its problem or "": for that, all are imported."""
     rows = []
     for plugin in (plugin for group in GROUPS for plugin in _all()[group]):
         problem = _troubles[plugin].message if plugin in _troubles else ""
@@ -111,7 +111,7 @@ def listed() -> list[tuple[Plugin, str]]:
 
 @cache
 def _all() -> Mapping[Group, list[Plugin]]:
-    """All plugins, by package and name; read once."""
+    """Read all plugins once, by package and name."""
     made: dict[Group, list[Plugin]] = {group: [] for group in GROUPS}
     if not _is_any_named():
         return made

@@ -19,7 +19,7 @@ def size_in_bytes(text: str) -> int:
 
 
 def shown_size(amount: int) -> str:
-    """Bytes for people, in the unit that suits them: `0.8 kB`, `5.2 MB`, `20.0 GB`."""
+    """Format bytes for people, in a unit that suits them: `0.8 kB`, `5.2 MB`, `20.0 GB`."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6)):
         if amount >= 0.95 * scale:
             return f"{amount / scale:,.1f} {unit}"
@@ -27,14 +27,14 @@ def shown_size(amount: int) -> str:
 
 
 def size_from(amount: int) -> str:
-    """The least size of those that people write, and options take, that is not below these bytes: `5.3MB`."""
+    """Format the least size, as options take it, that is not below these bytes: `5.3MB`."""
     unit, scale = next((unit for unit in (("GB", 10**9), ("MB", 10**6)) if amount >= unit[1]), ("kB", 10**3))
     tenths = -(-amount * 10 // scale)
     return f"{tenths // 10}.{tenths % 10}{unit}"
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """A number of things: `1 document`, `2 documents`."""
+    """Format a number of things: `1 document`, `2 documents`."""
     return f"{number:,} {one if number == 1 else more or one + 's'}"
 
 

@@ -16,7 +16,7 @@ _MARKS = re.compile(rf"(?:[^\w\s]|[\uff9e\uff9f]){{{_MOST_MARKS + 1},}}")
 
 
 def normalised(form: Literal["NFC", "NFKC"], text: str) -> str:
-    """Normalise a text in time that grows with its length alone.
+    """Normalise a text in linear time.
 
     Python sorts the combining marks of a letter in quadratic time. So a letter's marks beyond the thirtieth are
     normalised apart from those before.
@@ -39,20 +39,20 @@ def _cuts(run: re.Match[str]) -> list[int]:
 
 
 def composed(name: str) -> str:
-    """A name with its letters composed (NFC): equal for names that look alike."""
+    """Compose the letters of a name (NFC): equal for names that look alike."""
     return normalised("NFC", name)
 
 
 def as_on_disk(given: Path) -> Path:
-    """A path as its names are spelled on the disk, where nothing is at it as it was typed.
+    """Spell a path as on the disk, if nothing is at it as it was typed.
 
-    A keyboard composes letters that a file's name may have taken apart, as Macs store Korean and accents, or the other
+    A keyboard composes letters that a file's name may have decomposed, as Macs store Korean and accents, or the other
     way round; on most file systems these are two names. Where both spellings are there, or none, nothing is changed.
     """
     try:
         if str(given).isascii() or os.path.lexists(given):
             return given
-    except ValueError:  # no path at all, which is told where it is read
+    except ValueError:  # no path at all: its reader reports that
         return given
     found = Path(given.anchor)
     for name in given.parts[1:] if given.anchor else given.parts:
@@ -61,7 +61,7 @@ def as_on_disk(given: Path) -> Path:
 
 
 def _spelled(folder: Path, name: str) -> str:
-    """The one entry of a folder that has this name, its letters composed otherwise."""
+    """Find the one entry of a folder that has this name with its letters composed otherwise."""
     wanted = composed(name)
     try:
         alike = [entry for entry in os.listdir(folder) if composed(entry) == wanted]

@@ -30,7 +30,7 @@ def asked(variable: str) -> str:
 
 
 def check_switches() -> None:
-    """Look at all of them, and at what the CPU is told to have, before anything is loaded. Raises UsageError."""
+    """Check all of them, and KVTOOL_CPU_FEATURES, before anything is loaded. Raises UsageError."""
     for variable in SWITCHES:
         asked(variable)
     cpu_features()

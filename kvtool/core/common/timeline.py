@@ -50,7 +50,7 @@ class Timeline:
 
 
 def process_started() -> float | None:
-    """When this process began, as `time.perf_counter()` counts, to 10 ms; None where the system does not tell."""
+    """Return when this process began, as `time.perf_counter()` counts, to 10 ms; None if the system does not say."""
     try:
         ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)

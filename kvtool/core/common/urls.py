@@ -20,7 +20,7 @@ class Kind(NamedTuple):
     module : of its backend.
     needs : the packages that the module imports, for an error, and kvtool's extra that installs them.
     is_path : its URLs name a path of this machine, which has no user and no password.
-    has_folder : behind the host stands a folder, which is no secret.
+    has_folder : the path after the host is a folder, which is no secret.
     """
 
     module: str
@@ -40,7 +40,7 @@ KINDS: Mapping[str, Kind] = {
 }
 HIDDEN = "***"
 SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
-SHOWN = ("prefix", "db", "protocol")  # what may stand behind `?` and is no secret
+SHOWN = ("prefix", "db", "protocol")  # parameters after `?` that are no secrets
 _FOLDER = re.compile(r"(/[\w.%+=!~*'()-]*)*")
 _HOST = re.compile(r"([\w.-]+|\[[0-9A-Fa-f:.]+(%\w+)?\])(:(\d{1,5}))?")
 
@@ -52,9 +52,9 @@ def is_url(place: str) -> bool:
 
 
 def for_people(url: str) -> str:
-    """A URL as it may be shown, written down and sent: without user and password, nor what might be a part of them.
+    """Make a URL that may be shown, written down and sent: without user and password, nor what might be a part of them.
 
-    Also of one that cannot be read, since people forget to escape what stands in a password: whatever is not plainly a
+    Also of one that cannot be read, since people forget to escape passwords: whatever is not plainly a
     host, a port, a database or a prefix is hidden.
     """
     kind, mark, rest = url.partition("://")
@@ -63,7 +63,7 @@ def for_people(url: str) -> str:
     if _names_a_path(kind) and rest.startswith("/"):
         return url
     place, tail = re.fullmatch(r"([^/?#]*)(.*)", rest, re.DOTALL).groups()  # type: ignore[union-attr]
-    if "@" in tail:  # a part of a password, or not: nobody can tell
+    if "@" in tail:  # perhaps a part of a password
         return f"{kind}://{HIDDEN}"
     _, at, place = place.rpartition("@")
     path, _, query = tail.partition("?")

@@ -22,7 +22,7 @@ FILES = (".gitignore", ".kvtoolignore")  # in each folder; of two that speak of 
 _MOST_BYTES = 1 << 20  # of an ignore file
 _LONGEST_LINE = 4096  # characters, as paths have it: patterns are compiled in quadratic time
 _STAR, _FOLDERS, _FOLDERS_FIRST = "[^/]*", "(?:/.+)?", "^(?:.+/)?"  # what pathspec makes of `*`, `/**/` and `**/`
-_OWN = frozenset((".git", *FILES))  # hidden names that nobody has to be told of
+_OWN = frozenset((".git", *FILES))  # hidden names that are not reported
 
 _SECRETS = (
     *(".env", ".env.*", "*.env", ".netrc", "_netrc", ".pgpass", ".htpasswd", ".npmrc", ".pypirc", ".git-credentials"),
@@ -62,7 +62,7 @@ def is_own(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The ignore files that hold in a folder, each with the folder that it stands in, the nearest last."""
+    """The ignore files that apply in a folder, each with its own folder, the nearest last."""
 
     each: tuple[tuple[str, GitIgnoreSpec], ...] = ()
 
@@ -80,7 +80,7 @@ class Rules:
         return cls() if any(rules.names(each, True) for each in (*parents[:top], root)) else rules
 
     def below(self, folder: Path) -> Rules:
-        """These and the ignore files of a folder."""
+        """Return these rules and those of a folder's ignore files."""
         more = [
             (folder.as_posix().rstrip("/") + "/", spec) for name in FILES if (spec := _read(folder / name)) is not None
         ]
@@ -160,8 +160,7 @@ def _is_folded(folder: Path) -> bool:
 
 
 def _read(path: Path) -> GitIgnoreSpec | None:
-    """An ignore file, its lines that are no patterns, or longer than any path, left aside; None where there is none, or
-    it cannot be read."""
+    """Read an ignore file, without lines that are no patterns or longer than any path; None: it cannot be read."""
     try:
         lines = read_regular(path, _MOST_BYTES).decode("utf-8-sig", "replace").splitlines()
     except OSError:

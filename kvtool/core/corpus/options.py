@@ -15,7 +15,7 @@ _FORM = re.compile(r"([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
 def commands_of(written: Sequence[str]) -> dict[str, str]:
-    """Commands by file ending, of `ending=command`.
+    """Parse commands by file ending, of `ending=command`.
 
     Raises
     ------

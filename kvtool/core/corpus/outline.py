@@ -1,7 +1,7 @@
 """A text's outline: headings, paragraphs, lists, tables and fences, cut into the units of KVSplit.
 
 A paragraph is cut at sentence ends, clauses, words, and at last anywhere. Each such cut has white space or text before
-it and a visible character at it, so no piece between two cuts consists of white space alone.
+it and a visible character at it, so no piece between two cuts is only white space.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 
 
 class Level(IntEnum):
-    """Says how good a place a boundary is; higher is better."""
+    """Quality of a boundary; higher is better."""
 
     HARD = 0
     WORD = 1
@@ -30,14 +30,14 @@ class Level(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A piece of text that is only cut where it alone is too long.
+    """A piece of text that is only cut if it is too long for a chunk.
 
     Parameters
     ----------
     start, end : characters of the text; units adjoin.
     level : how good a place its start is for a boundary.
-    finest : the finest level this unit has been cut at, what `finer` goes on from.
-    heading : whether it is a heading, behind which no chunk should end.
+    finest : the finest level this unit has been cut at, from which `finer` continues.
+    heading : True for a heading, after which no chunk should end.
     """
 
     start: int
@@ -95,7 +95,7 @@ def units(text: str, kind: str) -> list[Unit]:
 
     Parameters
     ----------
-    text : the document; not white space alone.
+    text : the document; not only white space.
     kind : `text`, `markdown`, `html` or `code`: what counts as a heading.
     """
     return [unit for block in _blocks(text, kind) for unit in _block_units(text, block)]
@@ -110,7 +110,8 @@ def words(text: str, kind: str) -> list[Unit]:
     """Cut a text into words, and what has no spaces into pieces of at most 60 characters."""
     del kind
     whole = Unit(0, len(text), Level.PARAGRAPH, Level.CLAUSE)
-    return [piece for word in finer(text, whole) for piece in _tamed(text, word)]
+    found = finer(text, whole)
+    return [piece for word in found for piece in (finer(text, word) if word.end - word.start > _HARD else [word])]
 
 
 def finer(text: str, unit: Unit) -> list[Unit]:
@@ -125,12 +126,8 @@ def finer(text: str, unit: Unit) -> list[Unit]:
     return [unit] if half is None else _cut(unit, iter((half,)), Level.HARD)
 
 
-def _tamed(text: str, unit: Unit) -> list[Unit]:
-    return finer(text, unit) if unit.end - unit.start > 60 else [unit]
-
-
 def _line_starts(text: str, start: int, end: int) -> Iterator[int]:
-    above = False  # whether a line with something on it stands above
+    above = False  # a line that is not blank precedes
     for match in _LINE.finditer(text, start, end):
         if match[0].strip():
             if above:
@@ -147,20 +144,19 @@ def _sentence_starts(text: str, start: int, end: int) -> Iterator[int]:
 
 
 def _clause_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the positions behind commas, colons and dashes."""
+    """Find the positions after commas, colons and dashes."""
     return (m.end() for m in _CLAUSE_END.finditer(text, start, end) if m.end() < end)
 
 
 def _word_starts(text: str, start: int, end: int) -> Iterator[int]:
-    """Find the positions behind white space."""
+    """Find the positions after white space."""
     return (m.end() for m in _SPACE.finditer(text, start, end) if start < m.start() and m.end() < end)
 
 
 def _hard_cuts(text: str, start: int, end: int) -> Iterator[int]:
     """Cut a text without marks, never inside a grapheme.
 
-    They stand behind characters of an arbitrary eighth of Unicode, so that they depend on what
-    stands there and an insertion moves only those near it.
+    Cuts follow characters of an arbitrary eighth of Unicode, so an insertion moves only the cuts near it.
     """
     visible = _VISIBLE.search(text, start, end)
     for match in _hard_piece().finditer(text, visible.start() if visible else end, end):
@@ -340,7 +336,7 @@ class _Outliner:
             self._prose_line(start, end)
 
     def finished(self) -> list[_Block]:
-        """All blocks, adjoining from 0 to the end of the text."""
+        """Return all blocks, adjoining from 0 to the end of the text."""
         blocks = self._blocks
         if blocks:
             blocks[0].start = blocks[0].lines[0] = 0

@@ -31,16 +31,8 @@ from kvtool.core.common.children import python, started
 from kvtool.core.common.marks import Mark
 from kvtool.core.corpus import readers
 from kvtool.core.corpus.options import PATH
-from kvtool.core.corpus.readers import (
-    Document,
-    EmptyFile,
-    PassingFailure,
-    UnreadableFile,
-    ending_of,
-    read_documents,
-    source_of,
-)
-from kvtool.core.corpus.readers.document import numbered
+from kvtool.core.corpus.readers import ending_of, read_documents, source_of
+from kvtool.core.corpus.readers.document import Document, EmptyFile, PassingFailure, UnreadableFile, numbered
 from kvtool.core.corpus.readers.encoding import decode
 
 MOST_TEXT = 1 << 27  # characters of a file's text
@@ -151,8 +143,8 @@ class Reading:
 
 
 def _program(command: str) -> str:
-    """The files of a command as they are there: its program, empty where it is not installed, and what it is told to
-    run, as the script of an interpreter. Where they are, and since when."""
+    """Return paths and times of a command's program ("" if not installed) and of files among its arguments, such as the
+    script of an interpreter."""
     program, *words = shlex.split(command)
     places = [shutil.which(program) or "", *filter(os.path.isfile, words)]
     return " ".join(f"{place} {os.stat(place).st_mtime_ns}" if place else "" for place in places)
@@ -213,7 +205,7 @@ class Child:
         return self._process.poll() is None
 
     def ask(self, path: Path, data: bytes) -> dict[str, Any]:
-        """Let it read a file; what it answers. Raises _Ended."""
+        """Let it read a file; return its answer. Raises _Ended."""
         self.files += 1
         stdin = self._process.stdin
         assert stdin is not None
@@ -241,11 +233,9 @@ class Child:
         self._process.wait()
 
     def _line(self) -> bytes:
-        """The line that it writes. The end of its output is not waited for: whom it has started may hold that open.
+        """Read the line that it writes, but not to the end of its output, which its own children may hold open.
 
-        Raises
-        ------
-        _Ended : it has not written a whole line before it ended, or its time was up.
+        Raises _Ended: it has ended, or its time was up, before a whole line.
         """
         assert self._process.stdout is not None
         pipe, said = self._process.stdout.fileno(), bytearray()
@@ -284,7 +274,7 @@ def serve(seconds: int, memory: int) -> None:
     memory : bytes that the process may have.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # what a library prints goes where nobody reads it
+    os.dup2(2, 1)  # a library's output goes to stderr, which is not read
     _limit(memory)
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)
@@ -293,7 +283,7 @@ def serve(seconds: int, memory: int) -> None:
             signal.alarm(seconds)
         answer = json.dumps(_answer(Path(asked["path"]), data, asked["most"]))
         if hasattr(signal, "alarm"):
-            signal.alarm(0)  # before it is told: then it is the next file that is read
+            signal.alarm(0)  # before the answer is written: then it is the next file that is read
         answers.write(answer + "\n")
         answers.flush()
 
@@ -324,18 +314,10 @@ def _answer(path: Path, data: bytes, most: int) -> dict[str, Any]:
 
 
 def _read_by(command: str, path: Path, seconds: float, most: int) -> list[Document]:
-    """Read a file by a command, without a shell; what a form feed parts are its pages. Without one a place is a line of
-    what the command says, and called so: the file has no such line.
+    """Read a file by a command, without a shell; form feeds separate pages. Without any, a place is a line of the
+    command's text, and called so: the file has no such line.
 
-    Parameters
-    ----------
-    seconds : how long it may take; it is killed then, with all that it has started.
-    most : bytes that it may say.
-
-    Raises
-    ------
-    PassingFailure
-        If it cannot be started, takes or says too much, ends with another code than 0, or says nothing.
+    Raises PassingFailure: the command cannot be started, fails, or takes over `seconds` or `most` bytes.
     """
     words = [word.replace(PATH, str(path)) for word in shlex.split(command)]
     with tempfile.TemporaryFile() as said, tempfile.TemporaryFile() as complained:
@@ -362,7 +344,7 @@ def _lines(text: str) -> Iterator[Mark]:
 
 
 def _run(words: Sequence[str], said: int, complained: int, seconds: float, most: int) -> int:
-    """The exit code of a command. Raises PassingFailure where it has to be killed."""
+    """Run a command; return its exit code. Raises PassingFailure if it had to be killed."""
     try:
         child = started(words, stdin=subprocess.DEVNULL, stdout=said, stderr=complained)
     except OSError as error:
@@ -379,6 +361,6 @@ def _run(words: Sequence[str], said: int, complained: int, seconds: float, most:
             if time.monotonic() > end:
                 raise PassingFailure(f"{words[0]} takes over {seconds:g} s", "`--read-timeout 10m` allows more")
     finally:
-        with suppress(ProcessLookupError, PermissionError):  # also what it has left behind
+        with suppress(ProcessLookupError, PermissionError):  # also processes that it has left
             os.killpg(child.pid, signal.SIGKILL)
         child.wait()

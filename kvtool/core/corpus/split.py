@@ -28,7 +28,7 @@ _LONGEST_UNIT = 4000  # characters; a tokenizer is quadratic on lines without sp
 
 @dataclass(frozen=True, slots=True)
 class SplitSettings:
-    """Says how to split.
+    """Settings of a split.
 
     Parameters
     ----------
@@ -63,7 +63,7 @@ def split(text: str, settings: SplitSettings, count_tokens: CountTokens, kind: s
 
     Parameters
     ----------
-    text : any text; white space alone yields no chunk.
+    text : any text; only white space yields no chunk.
     settings : the method and its limits.
     count_tokens : counts what a chunk will have; called with stripped chunks and with units.
     kind : the document's kind: `text`, `markdown`, `html` or `code`.
@@ -89,7 +89,7 @@ Group = list[Unit]
 
 @dataclass(frozen=True, slots=True)
 class _Limits:
-    """Says what a chunk may be.
+    """Limits of a chunk.
 
     Parameters
     ----------
@@ -167,7 +167,7 @@ class _Work:
                 todo.extend(reversed(parts))
 
     def _counted_text(self, unit: Unit) -> str:
-        """A unit's text, the space behind it counted with the next one, as tokenizers cut words.
+        """Return a unit's text; the space after it counts with the next one, as tokenizers cut words.
 
         So the counts of units add up to that of their chunk almost exactly.
         """
@@ -282,7 +282,7 @@ class _Packer:
         return blake2b(content, digest_size=8).digest()
 
     def _fallback(self, first: int, last: int) -> int:
-        """Choose for units too large for the window: as full as it goes, if need be behind a heading."""
+        """Choose for units too large for the window: as full as possible, if need be after a heading."""
         return next((i for i in range(last, first, -1) if self._allowed(i)), last)
 
 
@@ -306,7 +306,7 @@ def _markdown(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
 
 
 def _paragraph(work: _Work, settings: SplitSettings, kind: str) -> list[Group]:
-    """Keep paragraphs whole, and cut one only where it alone is too long."""
+    """Keep paragraphs whole, and cut one only if it is too long."""
     most = settings.max_tokens
     least = settings.min_tokens or most // 2
     return work.packed(paragraphs(work.text, kind), _Limits(most, least, least))

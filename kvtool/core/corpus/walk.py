@@ -52,7 +52,7 @@ class Failure:
 
     Attributes
     ----------
-    known : it failed so in an earlier run, and lies there as it did.
+    known : it failed so in an earlier run, and is unchanged.
     read : it was tried in this run.
     """
 
@@ -163,7 +163,7 @@ def find_files(
 
 
 def places(path: Path) -> tuple[Path, ...]:
-    """The places where files of a given path are, or were, by the names that `find_files` gives them."""
+    """Return the names that `find_files` gives, or gave, to a path."""
     path = as_on_disk(path)
     return _absolute(path), Path(os.path.realpath(path))
 
@@ -243,7 +243,7 @@ class _Search:
         return True
 
     def _walk(self, root: Path) -> Iterator[Path]:
-        """Every wanted non-folder below `root`, without following folder links."""
+        """Yield every wanted non-folder below `root`, without following folder links."""
         todo = [(root, Rules.above(root) if self.ignore else Rules())]
         while todo:
             folder, rules = todo.pop()
@@ -331,7 +331,7 @@ def _end_of(link: Path) -> str:
 
 
 def _absolute(path: Path) -> Path:
-    """Absolute, links in the folder part resolved, the last name kept."""
+    """Make a path absolute: links in the folder part are resolved, the last name is kept."""
     if path.name in ("", ".."):
         return Path(os.path.realpath(path))
     return Path(os.path.realpath(path.parent)) / path.name
@@ -344,7 +344,7 @@ def _matches(below: str, patterns: tuple[str, ...]) -> bool:
 
 
 def _not_text(path: Path) -> str:
-    """Why a file is not read whose name calls it something else than text."""
+    """Say why a file is not read, by the kind that its name suggests."""
     if is_image(path):
         return "images are not read, with any model: text only"
     if is_archive(path):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvtool.core.errors import UsageError
 from kvtool.core.options.option import Options, option
 
-WORKERS = "Workers"  # the heading that these options stand under
+WORKERS = "Workers"  # heading of these options in the help
 LOCAL, AUTO = "local", "auto"  # auto: the cluster that this machine is part of
 
 
@@ -33,6 +33,6 @@ class RayOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse a number of workers where there are none."""
+        """Refuse a number of workers without --ray."""
         if self.ray_workers and self.ray is None:
             raise UsageError("--ray-workers says how many workers of Ray, and none are asked for", "add --ray local")

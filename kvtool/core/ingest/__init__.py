@@ -1,1 +1,1 @@
-"""Files → chunks → prefill once → store: the work behind `kvtool ingest`."""
+"""Files → chunks → prefill once → store: the steps of `kvtool ingest`."""

@@ -1,25 +1,33 @@
-"""Counts of an ingest, and their progress events."""
+"""Counts of an ingest, their progress events, and the estimate of the remaining work."""
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
+from kvtool.core.cache import space
 from kvtool.core.cache.entries import ChunkSpec, FileEntry
 from kvtool.core.cache.store import Store
+from kvtool.core.common.json_text import parsed
+from kvtool.core.common.machine import cores, cpu_name
 from kvtool.core.common.types import Events
+from kvtool.core.corpus.readers import ending_of, is_bounded
 from kvtool.core.corpus.readers.document import EXTRA
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import KvtoolError
-from kvtool.core.ingest.estimate import Estimate, remember_speed
-from kvtool.core.ingest.ingest_report import PHASES, IngestReport
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.ingest.report import PHASES, Forecast, IngestReport
+from kvtool.core.session.identity import StoreIdentity
 
 
 class Account:
-    """Keeps the report of a run as it grows, and tells the events that go with it."""
+    """Report of a run in progress, and its events."""
 
     def __init__(self, options: IngestOptions, events: Events) -> None:
         self.report = IngestReport(dry_run=options.dry_run)
@@ -35,8 +43,12 @@ class Account:
 
     @contextmanager
     def phase(self, name: str, told: bool = True) -> Iterator[None]:
-        """Tell that a phase of the run begins (`ingest_report.PHASES`), and count the time inside of this towards it;
-        that of a phase in it to that one alone. `told`: what is inside does not tell it better."""
+        """Report and time a phase of the run (`report.PHASES`). A nested phase counts only for itself.
+
+        Parameters
+        ----------
+        told : False if the code inside reports it in more detail.
+        """
         if told:
             self.events.status(PHASES[name])
         phases = self.report.phases
@@ -48,12 +60,12 @@ class Account:
             phases[name] = phases.get(name, 0.0) + time.perf_counter() - started - within
 
     def warn(self, text: str, hint: str = "") -> None:
-        """Tell of something that the user should know."""
+        """Report a warning."""
         self.report.warnings.append(text)
         self.events.warn(text, hint)
 
     def skip(self, skipped: Skipped) -> None:
-        """Count a file that is passed over; one that was asked for by name is worth a warning."""
+        """Count a skipped file; warn if the user named it."""
         self.report.skipped[skipped.kind.value] += 1
         if skipped.kind is Skip.UNSUPPORTED:
             self.report.unsupported[skipped.what] = self.report.unsupported.get(skipped.what, 0) + 1
@@ -65,11 +77,11 @@ class Account:
             self.events.skipped(skipped.path, skipped.reason)
 
     def fail(self, failure: Failure) -> None:
-        """Count a file that failed, and go on with the others; one that failed so before is only noted.
+        """Count a file that failed. One that failed in the same way before is only noted.
 
         Raises
         ------
-        KvtoolError : the first failure is to end the run.
+        KvtoolError : with `--fail-fast`.
         """
         row = {"path": failure.path, "error": failure.error}
         self.report.not_read_again += not failure.read
@@ -86,13 +98,13 @@ class Account:
         self.events.failed(failure.path, failure.error)
 
     def begin(self, files: Sequence[FoundFile]) -> None:
-        """Begin to look at files."""
+        """Begin to read files."""
         self._estimate = Estimate(files)
         if not self.report.dry_run:
             self.events.step("reading files", len(files), "files")
 
     def look_at(self, path: str) -> None:
-        """Count a file as looked at."""
+        """Count a file as read."""
         known = self._estimate.pass_by(path)
         if self._computes:
             self.events.expect(self.expected)
@@ -113,24 +125,38 @@ class Account:
         return self.wanted + self._estimate.tokens
 
     def begin_computing(self) -> None:
-        """Begin to count tokens: what there is to do is known in them now."""
+        """Begin to count progress in tokens."""
         if not self._computes and not self.report.dry_run:
             self._computes, self._began = True, time.monotonic()
             self.events.step("computing KV", max(1, self.expected), "tokens")
 
     def computed(self, chunks: Sequence[ChunkSpec]) -> None:
-        """Tell that chunks are computed."""
+        """Count computed chunks."""
         tokens = sum(len(chunk.ids) for chunk in chunks)
         self._computed += tokens
         self._computed_at = time.monotonic()
         self.events.advance(tokens)
 
     def remember_speed(self, store: Store, fingerprint: str) -> None:
-        """Keep the speed of this run, writes included, for the next one's forecast."""
-        remember_speed(store, fingerprint, self._options, self._computed, self._computed_at - self._began)
+        """Store the speed of this run, writes included, for the next one's forecast."""
+        seconds = self._computed_at - self._began
+        if self._computed >= _MIN_TOKENS and seconds > 0:
+            speed = {"tokens_per_second": self._computed / seconds}
+            store.write_side(_SPEED, _marks(fingerprint, self._options) | speed)
+
+    def resolve(self, identity: StoreIdentity, model: str, device: str, dtype: str) -> None:
+        """Report what the run computes with; `dtype`: number format of the arithmetic."""
+        self.report.resolved = {
+            "model": model,
+            "device": device,
+            "dtype": dtype,
+            "store_dtype": identity.dtype,
+            "fingerprint": identity.fingerprint,
+            "lead_in": identity.lead_in.mode,
+        }
 
     def unchanged(self, entry: FileEntry) -> None:
-        """Count a file that the store has just so."""
+        """Count an unchanged file."""
         self.report.documents.unchanged += len(entry.documents)
 
     def count_file(self, file: PreparedFile) -> None:
@@ -142,6 +168,84 @@ class Account:
         self.events.took(file.entry.path, "added" if file.is_new else "changed", len(file.chunks))
 
     def removed(self, entry: FileEntry) -> None:
-        """Count a file whose documents are forgotten."""
+        """Count a file whose documents are removed."""
         self.report.documents.removed += len(entry.documents)
         self.events.took(entry.path, "removed", 0)
+
+
+_SPEED, _FORMAT = "speeds/ingest.json", 1
+_MIN_TOKENS = 1000  # of a run whose speed is worth remembering
+_BYTES_A_TOKEN, _PACKED_BYTES_A_TOKEN = 4.0, 20.0  # of a file; of a PDF or an office document
+_WEIGHT = 20_000  # bytes of files that this guess counts for
+_LIKELY = 1 << 20  # bytes of a file of an unknown kind that may be text
+
+
+class Estimate:
+    """Estimate of the tokens of unread files, from read files with the same ending."""
+
+    def __init__(self, files: Iterable[FoundFile]) -> None:
+        self._left = Counter[str]()  # bytes by ending
+        self._counted: dict[str, int] = {}
+        self._read, self._tokens = Counter[str](), Counter[str]()
+        for file in files:
+            size = 0 if file.guessed and file.size > _LIKELY else file.size
+            self._left[ending_of(file.path)] += size
+            self._counted[file.name] = size
+
+    def pass_by(self, name: str) -> bool:
+        """Count a file as read; return False if it is not one of these."""
+        size = self._counted.pop(name, None)
+        self._left[ending_of(Path(name))] -= size or 0
+        return size is not None
+
+    def learn(self, name: str, size: int, tokens: int) -> None:
+        """Note how many tokens of a file are new."""
+        ending = ending_of(Path(name))
+        self._read[ending] += size
+        self._tokens[ending] += tokens
+
+    @property
+    def tokens(self) -> int:
+        """Return the estimated number of tokens to come."""
+        return round(sum(size * self._per_byte(ending) for ending, size in self._left.items() if size > 0))
+
+    def _per_byte(self, ending: str) -> float:
+        guess = _PACKED_BYTES_A_TOKEN if is_bounded(Path(f"a{ending}"), 0) else _BYTES_A_TOKEN
+        return (self._tokens[ending] + _WEIGHT / guess) / (self._read[ending] + _WEIGHT)
+
+
+def kv_bytes_a_token(folder: Path, dtype: str) -> int:
+    """Return the approximate KV bytes of a token; 0 if config.json does not say.
+
+    The file is read as JSON: `transformers` would import torch in a run that computes nothing.
+    """
+    try:
+        config = parsed((folder / "config.json").read_bytes())
+        config = config.get("text_config") or config
+        heads, of_queries = (config.get(name) for name in ("num_key_value_heads", "num_attention_heads"))
+        width = config.get("head_dim") or config["hidden_size"] // of_queries
+        layers = config["num_hidden_layers"] - (config.get("num_kv_shared_layers") or 0)
+        return int(2 * layers * (heads or of_queries) * width * (4 if dtype == "float32" else 2))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError):
+        return 0
+
+
+def forecast(
+    tokens: int, per_token: int, store: Store | None, path: Path, fingerprint: str, options: IngestOptions
+) -> Forecast:
+    """Forecast the cost of so many tokens; `path`: the store's folder, which may not exist yet."""
+    speed = store.read_side(_SPEED, **_marks(fingerprint, options)).get("tokens_per_second") if store else None
+    seconds = tokens / speed if isinstance(speed, float) and speed > 0 else None
+    here = next(place for place in (path.absolute(), *path.absolute().parents) if place.is_dir())
+    return Forecast(tokens, tokens * per_token, seconds, space.disk_free(here), options.level)
+
+
+def _marks(fingerprint: str, options: IngestOptions) -> dict[str, Any]:
+    machine = [platform.node(), cpu_name(), cores()]
+    return {
+        "format": _FORMAT,
+        "fingerprint": fingerprint,
+        "machine": machine,
+        "device": options.device,
+        "dtype": options.dtype,
+    }

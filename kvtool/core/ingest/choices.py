@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +13,7 @@ from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint.files import ModelFiles, Once, unnoticed
 from kvtool.core.checkpoint.hub import model_fingerprint
 from kvtool.core.corpus.split import SplitSettings
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import DamagedError, UsageError
 from kvtool.core.ingest.options import IngestOptions, is_lead_in_file
 from kvtool.core.model.options import DEFAULT_MODEL, DEFAULT_SYSTEM, EARLIER_SYSTEM
 from kvtool.core.session.identity import LEARNED, LeadInIds, StoreIdentity, check_same_model, resolve_named
@@ -21,16 +22,16 @@ _NO_LEAD_IN = "none"
 
 
 class Choices:
-    """Decides on the model, the prompt's fixed parts, the lead-in and the way documents are cut.
+    """Choice of the model, the prompt's fixed parts, the lead-in and the split.
 
     Parameters
     ----------
-    once : entered while a model that is used for the first time is downloaded or unpacked.
+    once : context entered while a model is downloaded or unpacked.
 
     Attributes
     ----------
-    known : the store's identity before this run; None where there is no store yet.
-    made_by : who decided on that identity.
+    known : the store's identity before this run; None for a new store.
+    made_by : origin of that identity.
     """
 
     def __init__(self, store: Store | None, options: IngestOptions, once: Once = unnoticed) -> None:
@@ -40,26 +41,26 @@ class Choices:
 
     @cached_property
     def files(self) -> ModelFiles:
-        """The model's files."""
+        """Return the model's files."""
         stored = self.known.model if self.known else DEFAULT_MODEL
         return resolve_named(self._options.model, stored, self.made_by, self._options.offline, self._once)
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's tokenizer; loaded only where something has to be cut."""
+        """Return the model's tokenizer, loaded at first use."""
         from kvtool.core.checkpoint.load import load_tokenizer
 
         return load_tokenizer(self.files)
 
     @cached_property
     def identity(self) -> StoreIdentity:
-        """The store's own identity with what the options change; made anew for a new store.
+        """Return the store's identity with the changes of the options, or a new one.
 
         Raises
         ------
         ModelError : the store was built with another model.
-        UsageError : it keeps its numbers in another format than is asked for; or somebody who is not trusted made it,
-            with another instruction, lead-in or split than the user asks for.
+        UsageError : the store has another number format; or it is of untrusted origin and has another instruction,
+            lead-in or split than the options.
         """
         if self.known is not None and self.made_by.is_foreign:
             return self._agreed(self.known)
@@ -73,10 +74,10 @@ class Choices:
         return self._new_identity(split)
 
     def _agreed(self, known: StoreIdentity) -> StoreIdentity:
-        """Return what a new store would be made with, if the store is made with just that.
+        """Return the identity of a new store, if a foreign store has the same.
 
-        Somebody else's instruction would stand before the user's own documents in every prompt, his lead-in before
-        every chunk, and his split would cut them; and token ids need not be those of the text that is shown.
+        A foreign instruction would precede the user's own documents in every prompt, and a foreign lead-in every
+        chunk; and token ids need not be those of the text that is shown.
         """
         check_same_model(self.files, known)
         system = self._options.system or (EARLIER_SYSTEM if known.system == EARLIER_SYSTEM else None)  # kvtool's own
@@ -95,7 +96,7 @@ class Choices:
             raise UsageError(f"the store keeps {kept}, not {asked}", "leave --store-dtype out, or use another --store")
 
     def _reads_lead_in(self) -> bool:
-        """Return True if the lead-in was given as a file, whose text may have changed."""
+        """Return True if the lead-in is a file, whose text may have changed."""
         asked = self._options.lead_in
         return asked is not None and is_lead_in_file(asked)
 
@@ -136,11 +137,11 @@ class Choices:
         )
 
     def _lead_in_of_states(self, mode: str) -> str:
-        """Return the lead-in of a model that keeps states: none, or that of a store which an earlier version made.
+        """Return the lead-in of a model that keeps states: none, or the one of an existing store.
 
         Raises
         ------
-        UsageError : another is asked for.
+        UsageError : the options name another one.
         """
         kept = self.known.lead_in.mode if self.known else _NO_LEAD_IN
         if self._options.lead_in is not None and mode != kept:
@@ -150,3 +151,33 @@ class Choices:
                 "leave --lead-in out",
             )
         return kept
+
+
+def lead_in_change(
+    store: Store, known: StoreIdentity, identity: StoreIdentity, read: set[str], gone: set[str]
+) -> tuple[str, str]:
+    """Return a warning and its hint: files read now get the new lead-in, all other chunks keep theirs.
+
+    Parameters
+    ----------
+    read, gone : paths of the files that are read now, and of those that are removed.
+    """
+    kept, anew = _counted(store, read, gone)
+    text = f"the lead-in changes from {known.lead_in.mode!r} to {identity.lead_in.mode!r}: {anew} chunks are made anew"
+    if not kept:
+        return text, ""
+    return (
+        f"{text}; {kept} chunks of other documents keep theirs, and are found as before",
+        "ingest the other documents again to give them the new one, too",
+    )
+
+
+def _counted(store: Store, read: set[str], gone: set[str]) -> tuple[int, int]:
+    """Count the stored chunks that only files have which are neither read nor removed now, and those of read files."""
+    chunks: dict[bool, set[bytes]] = {False: set(), True: set()}
+    for entry in store.files():
+        for source in entry.documents if entry.path not in gone else ():
+            with suppress(DamagedError):  # its chunks are unknown; only this count needs them
+                document = store.document(source)
+                chunks[entry.path in read] |= {ref.chunk_id for ref in document.chunks} if document else set()
+    return len(chunks[False] - chunks[True]), len(chunks[True])

@@ -1,9 +1,10 @@
-"""The order of an ingest: files are read one after another, what they lack is computed, what is gone is forgotten."""
+"""Steps of an ingest: read files in turn, compute missing chunks, remove deleted files, update the index."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,16 +17,12 @@ from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
 from kvtool.core.common.types import Events, Ids
 from kvtool.core.corpus.reading import Reading
-from kvtool.core.errors import DamagedError, StoreNotFoundError, UsageError
-from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.choices import Choices
-from kvtool.core.ingest.estimate import forecast, kv_bytes_a_token
-from kvtool.core.ingest.index import referred_in, update_index
-from kvtool.core.ingest.ingest_report import Forecast, IngestReport
-from kvtool.core.ingest.lead_in_change import lead_in_change
-from kvtool.core.ingest.novelties import Novelties
+from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
+from kvtool.core.ingest.account import Account, forecast, kv_bytes_a_token
+from kvtool.core.ingest.choices import Choices, lead_in_change
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.ingest.prepare import NewChunks, PreparedFile
+from kvtool.core.ingest.report import Forecast, IngestReport
 from kvtool.core.ingest.stream import Stream
 from kvtool.core.session.identity import MeasuredLosses, lead_ins_of
 
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
     from kvtool.core.ingest.storer import Storer
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.session.session import Session
+
 
 _NO_KV = (
     "the model keeps a recurrent state, so no KV of chunks is computed now",
@@ -43,7 +41,7 @@ _GATE_CHUNKS = 3  # the first ones computed; the gate takes no more
 
 @dataclass(slots=True)
 class KeptModel:
-    """Holds a model that outlives an ingest: what runs one after another loads it once."""
+    """Model that outlives an ingest, so that several ingests load it once."""
 
     decoder: Decoder | None = None
 
@@ -53,13 +51,13 @@ def ingest(
 ) -> IngestReport:
     """Bring a store up to date with files.
 
-    Only what changed is read further than its bytes; a model is loaded only if a chunk has to be computed. Each file is
-    committed as soon as its chunks are there: a run that was stopped is resumed by the next.
+    Only changed files are parsed, and a model is loaded only if a chunk has to be computed. Each file is committed as
+    soon as its chunks are written: the next run continues an interrupted one.
 
     Parameters
     ----------
-    path : folder of the store; made on need, not on a dry run.
-    kept : a model that is loaded already, which is used if it is the store's; what is loaded here is left in it.
+    path : folder of the store; created if missing, except by a dry run.
+    kept : a loaded model, used if it is the store's; a model that is loaded here is left in it.
 
     Raises
     ------
@@ -73,62 +71,53 @@ def ingest(
 
         embedder_of(options.embedder, options.offline)  # before anything is computed
     started = time.perf_counter()
-    events = events or Events()
     with options.reading as reading:
-        if options.dry_run:
-            report = _preview(path, options, events, reading)
-        else:
-            report = _run(path, options, events, reading, kept)
+        job_of = partial(_Job, path, options, events or Events(), reading, kept or KeptModel())
+        report = _preview(path, job_of) if options.dry_run else _run(path, options, job_of)
     report.seconds = time.perf_counter() - started
     return report
 
 
-def _preview(path: Path, options: IngestOptions, events: Events, reading: Reading) -> IngestReport:
+def _preview(path: Path, job_of: Callable[[Store | None], _Job]) -> IngestReport:
     try:
         with Store.open(path) as store:
-            return _Job(path, store, options, events, reading).preview()
+            return job_of(store).preview()
     except StoreNotFoundError:
-        return _Job(path, None, options, events, reading).preview()
+        return job_of(None).preview()
 
 
-def _run(path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel | None) -> IngestReport:
-    """Make a store only for something: a mistyped path, model or address leaves none behind."""
+def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _Job]) -> IngestReport:
+    """Run; a store is created only once a file can be read: a mistyped path, model or address creates none."""
     if options.ray:
         from kvtool.core.crew.actor_pool import check_reachable
 
         check_reachable(options.ray)
-    first = _Job(path, None, options, events, reading, kept) if is_new(path) else None
+    first = job_of(None) if is_new(path) else None
     if first is not None:
         first.stream.begin()
     with Store.create_or_open(path) as store, store.writer(options.lock_wait, options.max_size) as writer:
-        job = _Job(path, store, options, events, reading, kept)
+        job = job_of(store)
         if first is not None and job.choices.known is None:
             job, first.stream.store = first, store
         return job.run(store, writer)
 
 
 def is_new(path: Path) -> bool:
-    """Return True if an ingest would have to make a store at this path."""
+    """Return True if an ingest would create a store at this path."""
     try:
         Store.open(path).close()
     except StoreNotFoundError:
         return True
     except DamagedError:
-        pass  # `create_or_open` completes what a killed run began, or says what is wrong
+        pass  # `create_or_open` completes what a killed run began, or raises
     return False
 
 
 class _Job:
     def __init__(
-        self,
-        path: Path,
-        store: Store | None,
-        options: IngestOptions,
-        events: Events,
-        reading: Reading,
-        kept: KeptModel | None = None,
+        self, path: Path, options: IngestOptions, events: Events, reading: Reading, kept: KeptModel, store: Store | None
     ) -> None:
-        self.options, self._path, self._model = options, path, kept or KeptModel()
+        self.options, self._path, self._model = options, path, kept
         self.account = Account(options, events)
         self.choices = Choices(store, options, self.account.phase)
         self.stream = Stream(store, options, self.choices, self.account, reading)
@@ -139,23 +128,23 @@ class _Job:
 
     def preview(self) -> IngestReport:
         """Count what a run would do; nothing is computed or written."""
-        report, novelties = self.account.report, Novelties(self.stream.store)
+        report, new_chunks = self.account.report, NewChunks(self.stream.store)
         self.stream.begin()
         paths = set[str]()
         for file in self.stream:
             self.account.count_file(file)
             paths.add(file.entry.path)
-            new = novelties.of(file)
+            new = new_chunks.of(file)
             if self.choices.identity.keeps_states:
                 continue
             report.chunks.computed += len(new)
             report.tokens += sum(len(chunk.ids) for chunk in new)
         report.forecast = self._forecast(self.stream.store, report.tokens)
-        report.chunks.reused = novelties.reused
+        report.chunks.reused = new_chunks.reused
         report.documents.removed = sum(len(entry.documents) for entry in self.stream.gone)
         paths |= {entry.path for entry in self.stream.gone} | {*self.stream.abandoned}
         if paths:
-            report.chunks.removed = novelties.orphaned(paths, self.choices.identity.prefix_id)
+            report.chunks.removed = new_chunks.orphaned(paths, self.choices.identity.prefix_id)
         return report
 
     def run(self, store: Store, writer: Writer) -> IngestReport:
@@ -167,9 +156,8 @@ class _Job:
             whole = True
         finally:
             self.stream.seen.keep(store, whole)
-            self.account.remember_speed(
-                store, self.choices.identity.fingerprint
-            ) if self.account.report.tokens else None
+            if self.account.report.tokens:
+                self.account.remember_speed(store, self.choices.identity.fingerprint)
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)
@@ -202,7 +190,7 @@ class _Job:
 
     @property
     def _is_other(self) -> bool:
-        """Return True if this run changes the store's identity, or that identity is of foreign origin."""
+        """Return True if this run changes the store's identity, or if that is of foreign origin."""
         return self.choices.known != self.choices.identity or self.choices.made_by.is_foreign
 
     def _keep_identity(self, writer: Writer) -> None:
@@ -222,12 +210,12 @@ class _Job:
     # ---- the files ----
 
     def _take_files(self, store: Store, writer: Writer) -> None:
-        """Bring every changed file into the store; the model is loaded for the first chunk that is new."""
-        novelties, storer = Novelties(store), None
-        writer.needed = lambda: novelties.seen | {self.choices.identity.prefix_id}
+        """Store every changed file; the model is loaded for the first new chunk."""
+        new_chunks, storer = NewChunks(store), None
+        writer.needed = lambda: new_chunks.seen | {self.choices.identity.prefix_id}
         try:
             for file in self.stream:
-                new = novelties.of(file)
+                new = new_chunks.of(file)
                 self.account.want(file, new)
                 if self.choices.identity.keeps_states:
                     self._describe(writer, file, new)
@@ -238,7 +226,7 @@ class _Job:
                     storer = self._storer(store, writer, new)
                     self.account.begin_computing()
                 if storer is not None and not self._fits(file, new, storer.check_length):
-                    novelties.take_back(new)
+                    new_chunks.take_back(new)
                     continue
                 self._changed = True
                 self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
@@ -251,7 +239,7 @@ class _Job:
             if storer is not None:
                 storer.finish()
         finally:
-            self.account.report.chunks.reused = novelties.reused
+            self.account.report.chunks.reused = new_chunks.reused
             if storer is not None:
                 storer.close()
 
@@ -279,13 +267,13 @@ class _Job:
         return True
 
     def _commit_known(self, writer: Writer, file: PreparedFile) -> None:
-        """Commit a file whose chunks are all stored: renamed, moved or reverted ones need no model."""
+        """Commit a file whose chunks are all stored: a renamed, moved or reverted file needs no model."""
         self._keep_identity(writer)
         writer.commit_file(file.entry, file.documents)
         self.account.count_file(file)
 
     def _describe(self, writer: Writer, file: PreparedFile, new: Sequence[ChunkSpec]) -> None:
-        """Commit a file of a store whose model keeps states: its chunks are known, and computed by questions."""
+        """Commit a file of a store whose model keeps states: questions compute its chunks."""
         self._changed = True
         writer.describe({chunk.chunk_id: chunk.info(layers=0) for chunk in new}, HERE)
         self._commit_known(writer, file)
@@ -295,12 +283,7 @@ class _Job:
         return not identity.keeps_states and bool(identity.prefix) and not store.serves_own(identity.prefix_id)
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[ChunkSpec]) -> Storer:
-        """Return the storer, which computes and writes chunks.
-
-        Parameters
-        ----------
-        chunks : the first to be computed: if they cannot be, a change of the identity is refused first.
-        """
+        """Return the storer of chunks. `chunks`: the first ones; if they are too long, the identity is not changed."""
         storer = self._far_storer(store, writer) if self.options.ray else self._own_storer(store, writer)
         try:
             if self._is_other:
@@ -317,23 +300,21 @@ class _Job:
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
         """Load the model."""
         with self.account.phase("model_load", told=False):
-            from kvtool.core.ingest.compute import ChunkStorer, Maker
+            from kvtool.core.ingest.storer import ChunkStorer
 
             self._session = session = self._open(store)
         decoder, level = session.decoder, self.options.level
         profile = session.profiles.current() if level_of(level).nested else None
         with self.account.phase("lead_in"), decoder.turns.turn():
             lead_ins = lead_ins_of(session.identity, decoder)
-        return ChunkStorer(writer, self.account, Maker(decoder, lead_ins, level, profile))
+        return ChunkStorer(writer, self.account, decoder, lead_ins, level, profile)
 
     def _far_storer(self, store: Store, writer: Writer) -> Storer:
-        """Have models loaded by Ray's actors; none is loaded here."""
-        from kvtool.core.ingest.ray_storer import far_storer
+        """Load models in Ray workers, none here."""
+        from kvtool.core.ingest.ray_storer import ray_storer
 
         with self.account.phase("model_load", told=False):
-            storer, resolved = far_storer(store, writer, self.account, self.options, self.choices)
-        self.account.report.resolved = resolved
-        return storer
+            return ray_storer(store, writer, self.account, self.options, self.choices)
 
     # ---- the model ----
 
@@ -349,14 +330,7 @@ class _Job:
         session = Session(store, self.options, identity=identity, decoder=decoder)
         self._model.decoder = session.decoder
         loaded = session.decoder.loaded
-        self.account.report.resolved = {
-            "model": loaded.files.ref,
-            "device": loaded.device,
-            "dtype": loaded.arithmetic.dtype,
-            "store_dtype": loaded.dtype,
-            "fingerprint": loaded.fingerprint,
-            "lead_in": identity.lead_in.mode,
-        }
+        self.account.resolve(identity, loaded.files.ref, loaded.device, loaded.arithmetic.dtype)
         events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}")
         return session
 
@@ -371,3 +345,40 @@ class _Job:
                 self.account.events.warn(
                     "the gate failed: fused answers of this model will be refused", "kvtool inspect gate"
                 )
+
+
+def referred_in(store: Store, account: Account, chunk_ids: Collection[bytes]) -> Collection[bytes]:
+    """Update the index, and return those of these chunks that documents refer to.
+
+    Raises
+    ------
+    DamagedError : a document cannot be read.
+    """
+    from kvtool.core.retrieval.index import index_of
+
+    with account.phase("index"):
+        return index_of(store, account.warn).holders(chunk_ids)
+
+
+def update_index(store: Store, account: Account, embedder: str | None, offline: bool) -> None:
+    """Update the index, and the vectors if the store has any or an embedder is given.
+
+    Raises
+    ------
+    ModelError : the given embedder cannot be used; an earlier one only causes a warning.
+    """
+    from kvtool.core.retrieval.embed import remembered
+    from kvtool.core.retrieval.finder import Finder
+
+    finder = Finder(store, account.warn)
+    with suppress(DamagedError):  # of an earlier document: `store verify` and a query report it
+        index, ref = finder.index, embedder or remembered(store, account.warn)
+        if ref is None or not len(index):
+            return
+        account.events.status(f"vectors by {ref}")
+        try:
+            finder.embed(ref, offline)
+        except ModelError as error:
+            if embedder is not None:
+                raise
+            account.warn(f"no vectors: {error.message}", error.hint)

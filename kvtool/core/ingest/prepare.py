@@ -1,14 +1,15 @@
-"""Changed documents → chunks with token ids and chunk ids."""
+"""Chunks of changed documents, with token ids and chunk ids, and the new ones among them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
+from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Ids
-from kvtool.core.corpus.readers import Document
+from kvtool.core.corpus.readers.document import Document
 from kvtool.core.corpus.split import split
 from kvtool.core.ingest.survey import ChangedFile
 from kvtool.core.model.prompt import chunk_tokens
@@ -18,7 +19,7 @@ from kvtool.core.session.identity import NEIGHBOUR, StoreIdentity
 
 @dataclass(frozen=True, slots=True)
 class PreparedFile:
-    """Holds a changed file with its documents cut; `chunks` stand in order, a chunk as often as it occurs."""
+    """Changed file with its documents split; `chunks` in order, with repetitions."""
 
     entry: FileEntry
     documents: tuple[DocumentEntry, ...]
@@ -27,7 +28,7 @@ class PreparedFile:
 
     @property
     def chunk_ids(self) -> tuple[bytes, ...]:
-        """Ids of its chunks, in order."""
+        """Return the ids of its chunks, in order."""
         return tuple(chunk.chunk_id for chunk in self.chunks)
 
 
@@ -54,7 +55,8 @@ def prepare(file: ChangedFile, identity: StoreIdentity, tokenizer: Any) -> Prepa
 def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[DocumentEntry, list[ChunkSpec]]:
     spans = split(document.text, identity.split, count_tokens(tokenizer), document.kind)
     ids = chunk_tokens(tokenizer, [document.text[span.start : span.end] for span in spans])
-    wanted = _wanted(ids, identity)
+    befores: list[Ids] = [(), *ids[:-1]] if identity.lead_in.mode == NEIGHBOUR else [()] * len(ids)
+    wanted = [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]
     refs = [
         ChunkRef(chunk.chunk_id, span.start, span.end, len(chunk.ids))
         for span, chunk in zip(spans, wanted, strict=True)
@@ -62,8 +64,47 @@ def _cut(document: Document, identity: StoreIdentity, tokenizer: Any) -> tuple[D
     return DocumentEntry(document.source, document.kind, document.text, tuple(refs), document.marks), wanted
 
 
-def _wanted(ids: Sequence[Ids], identity: StoreIdentity) -> list[ChunkSpec]:
-    befores: list[Ids] = [()] * len(ids)
-    if identity.lead_in.mode == NEIGHBOUR:
-        befores = [(), *ids[:-1]]
-    return [identity.wanted(*pair) for pair in zip(ids, befores, strict=True)]
+class NewChunks:
+    """Chunks that neither the store nor an earlier file of this run has.
+
+    Attributes
+    ----------
+    seen : ids of all chunks asked about. `reused`: number of them that the store had already.
+    """
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self.seen: set[bytes] = set()
+        self.reused = 0
+
+    def of(self, file: PreparedFile) -> list[ChunkSpec]:
+        """List the chunks of a file that are new, once each, in order."""
+        first = {chunk.chunk_id: chunk for chunk in file.chunks if chunk.chunk_id not in self.seen}
+        self.seen.update(first)
+        new = [chunk for key, chunk in first.items() if self._store is None or not self._store.serves_own(key)]
+        self.reused += len(first) - len(new)
+        return new
+
+    def orphaned(self, paths: Collection[str], keep: bytes) -> int:
+        """Count the stored chunks that nothing will refer to after this run.
+
+        Parameters
+        ----------
+        paths : of deleted or replaced files.
+        keep : the prompt's fixed beginning, which belongs to no document.
+
+        Raises
+        ------
+        DamagedError : a document cannot be read, so its chunks are unknown.
+        """
+        if self._store is None:
+            return 0
+        going = {source for entry in self._store.files() if entry.path in paths for source in entry.documents}
+        staying = (document for document in self._store.documents() if document.source not in going)
+        wanted = {ref.chunk_id for document in staying for ref in document.chunks} | self.seen | {keep}
+        wanted |= {chunk for path, ids in self._store.unfinished().items() if path not in paths for chunk in ids}
+        return sum(chunk_id not in wanted for chunk_id in self._store.chunk_ids())
+
+    def take_back(self, new: Iterable[ChunkSpec]) -> None:
+        """Forget new chunks that are not computed after all: in a later file they are new again."""
+        self.seen.difference_update(chunk.chunk_id for chunk in new)

@@ -1,27 +1,38 @@
-"""A stream of prepared files: what they lack is put into batches, and each file is committed as soon as it is whole."""
+"""Batches of new chunks, computed and written; a file is committed as soon as it is complete."""
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from kvtool.core.cache.entries import ChunkSpec
+from kvtool.core.cache.identity import HERE
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import level_of
+from kvtool.core.codec.profile import Profile
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.prepare import PreparedFile
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.records.encode import ChunkRecords, LeadIns, PrefilledChunk, encode, encoder_threads, prefill
 
+QUEUED = 4  # batches and commits that may wait to be written: limits their memory
 BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 
 
 def batch_tokens(device: str) -> int:
-    """Tell how many tokens are prefilled at once."""
+    """Return the number of tokens of a batch."""
     return BATCH_TOKENS.get(device.split(":")[0], BATCH_TOKENS["cpu"])
 
 
 @dataclass(slots=True)
 class _Waiting:
-    """Counts how many chunks a file still waits for; `number` is its place in the order of files."""
+    """File that waits for so many chunks; `number`: its place in the order of files."""
 
     number: int
     file: PreparedFile
@@ -30,23 +41,23 @@ class _Waiting:
 
 @dataclass(slots=True)
 class Batch:
-    """Holds chunks that are computed together; `tokens` with what is before each."""
+    """Chunks that are computed together; `tokens` includes what is before each."""
 
     chunks: list[ChunkSpec]
     tokens: int = 0
 
 
 class Storer(ABC):
-    """Takes files one by one; holds those whose chunks wait for a batch to be full.
+    """Storer of files; holds those whose chunks wait for a full batch.
 
     Parameters
     ----------
-    device : where batches are computed, which tells how large they are.
-    context, lead_in : how many tokens the model takes, and how many of them stand before every chunk.
+    device : where batches are computed; decides on their size.
+    context, lead_in : tokens that the model takes, and those of them before every chunk.
     """
 
-    def __init__(self, account: Account, device: str, context: int, lead_in: int) -> None:
-        self._account, self._most_tokens = account, batch_tokens(device)
+    def __init__(self, writer: Writer, account: Account, device: str, context: int, lead_in: int) -> None:
+        self._writer, self._account, self._max_tokens = writer, account, batch_tokens(device)
         self._context, self._lead_in = context, lead_in
         self._batch = Batch([])
         self._waiting: dict[bytes, list[_Waiting]] = {}
@@ -54,22 +65,18 @@ class Storer(ABC):
 
     @abstractmethod
     def store_prefix(self, prefix: ChunkSpec) -> None:
-        """Compute and keep the prompt's own beginning, which is exact in every prompt."""
+        """Compute and store the prompt's fixed beginning, which is exact in every prompt."""
 
     @abstractmethod
     def _compute(self, batch: Batch) -> None:
-        """Have a batch computed and written; :meth:`_is_there` is told when it is."""
-
-    @abstractmethod
-    def _commit(self, file: PreparedFile) -> None:
-        """Commit a file whose chunks are all written."""
+        """Compute and write a batch, then call `_complete`."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what was not finished, and wait for what works for this run."""
+        """Drop unfinished work, and wait for the threads or processes of this run."""
 
     def check_length(self, chunks: Sequence[ChunkSpec]) -> None:
-        """Refuse chunks of which the model cannot hold the longest behind the lead-in. Raises UsageError."""
+        """Refuse chunks that, with the lead-in, are longer than the model's context. Raises UsageError."""
         longest = max((len(chunk.before) + len(chunk.ids) for chunk in chunks), default=0)
         if self._lead_in + longest > self._context:
             raise UsageError(
@@ -78,7 +85,7 @@ class Storer(ABC):
             )
 
     def take(self, file: PreparedFile, missing: Sequence[ChunkSpec]) -> None:
-        """Take in a file with those of its chunks that are new; they are computed as soon as they fill a batch."""
+        """Take a file with its new chunks, which are computed as soon as they fill a batch."""
         self._taken += 1
         self._waiting.update((chunk.chunk_id, []) for chunk in missing)
         lists = [self._waiting[key] for key in {chunk.chunk_id for chunk in file.chunks} & self._waiting.keys()]
@@ -91,18 +98,18 @@ class Storer(ABC):
             self._queue(chunk)
 
     def finish(self) -> None:
-        """Have the rest computed, and wait until all is written; raise what went wrong there."""
+        """Compute the rest, and wait until all is written. Raises the errors of that work."""
         self._hand_over()
 
     def _queue(self, chunk: ChunkSpec) -> None:
         length = len(chunk.before) + len(chunk.ids)
-        if self._batch.tokens + length > self._most_tokens:
+        if self._batch.tokens + length > self._max_tokens:
             self._hand_over()
         self._batch.chunks.append(chunk)
         self._batch.tokens += length
 
     def _spanning(self, batch: Batch) -> list[PreparedFile]:
-        """List the files of a batch that need other chunks, too: they are unfinished once it is written."""
+        """List the files that this batch does not complete: they are unfinished once it is written."""
         files: dict[str, tuple[_Waiting, int]] = {}
         for waiting in (waiting for chunk in batch.chunks for waiting in self._waiting[chunk.chunk_id]):
             files[waiting.file.entry.path] = waiting, files.get(waiting.file.entry.path, (waiting, 0))[1] + 1
@@ -113,7 +120,21 @@ class Storer(ABC):
             batch, self._batch = self._batch, Batch([])
             self._compute(batch)
 
-    def _is_there(self, batch: Batch) -> None:
+    def _count(self, batch: Batch, seconds: float) -> None:
+        report = self._account.report
+        report.prefill_seconds += seconds
+        report.tokens += sum(len(chunk.ids) for chunk in batch.chunks)
+        report.chunks.computed += len(batch.chunks)
+
+    def _put(self, records: ChunkRecords) -> None:
+        self._account.report.kv_bytes += sum(map(len, records.layers))
+        self._writer.put_chunk(records.chunk_id, records.info, records.level, records.layers, origin=HERE)
+
+    def _commit(self, file: PreparedFile) -> None:
+        """Commit a file whose chunks are all written."""
+        self._writer.commit_file(file.entry, file.documents)
+
+    def _complete(self, batch: Batch) -> None:
         """Commit the files that waited for nothing else, in their order."""
         self._account.computed(batch.chunks)
         whole = []
@@ -127,3 +148,82 @@ class Storer(ABC):
         for waiting in whole:
             self._commit(waiting.file)
             self._account.count_file(waiting.file)
+
+
+class ChunkStorer(Storer):
+    """Storer that computes batches in this process.
+
+    On a GPU one thread writes during the compute. On the CPU writes and compute alternate: a thread that occupies a
+    core delays every matrix product by four times its own work (measured, 2 cores).
+    """
+
+    def __init__(
+        self, writer: Writer, account: Account, decoder: Decoder, lead_ins: LeadIns, level: str, profile: Profile | None
+    ) -> None:
+        super().__init__(writer, account, decoder.device, decoder.context, len(lead_ins.own))
+        self._decoder, self._lead_ins, self._level, self._profile = decoder, lead_ins, level, profile
+        self._pool = None if decoder.device == "cpu" else ThreadPoolExecutor(1, "kvtool-writer")
+        self._encoders = encoder_threads()
+        self._pending: deque[Future[None]] = deque()
+
+    def store_prefix(self, prefix: ChunkSpec) -> None:
+        """See Storer."""
+        with self._decoder.turns.turn():
+            made = prefill(self._decoder, LeadIns.nothing(self._decoder), [prefix])
+        self._write(made, level_of(self._level).of_prefix)
+        self._settle(0)
+
+    def finish(self) -> None:
+        """See Storer."""
+        super().finish()
+        self._settle(0)
+
+    def close(self) -> None:
+        """Wait for the threads that write and encode."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        self._encoders.shutdown(wait=True)
+
+    def _compute(self, batch: Batch) -> None:
+        self._write(self._prefill(batch), self._level, self._spanning(batch))
+        self._complete(batch)
+
+    def _prefill(self, batch: Batch) -> list[PrefilledChunk]:
+        started = time.perf_counter()
+        with self._decoder.turns.turn():  # of a served model, between two steps of the answers
+            made = prefill(self._decoder, self._lead_ins, batch.chunks)
+        self._count(batch, time.perf_counter() - started)
+        return made
+
+    def _write(self, batch: Sequence[PrefilledChunk], level: str, unfinished: Sequence[PreparedFile] = ()) -> None:
+        # Verbatim records are copies: one at a time is as fast, and needs less memory.
+        several = map if level_of(level).verbatim else self._encoders.map
+
+        def work() -> None:
+            for file in unfinished:
+                self._writer.begin_file(file.entry.path, file.chunk_ids)
+            for records in several(partial(encode, level=level, profile=self._profile), batch):
+                self._put(records)
+
+        self._submit(work)
+
+    def _commit(self, file: PreparedFile) -> None:
+        self._submit(partial(self._writer.commit_file, file.entry, file.documents))
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        if self._pool is None:
+            work()
+            return
+        self._settle(QUEUED - 1)
+        self._pending.append(self._pool.submit(work))
+
+    def _settle(self, left: int) -> None:
+        """Wait until at most `left` tasks are pending. After an error nothing more is written."""
+        while len(self._pending) > left or (self._pending and self._pending[0].done()):
+            try:
+                self._pending.popleft().result()
+            except BaseException:
+                for future in self._pending:
+                    future.cancel()
+                self._pending.clear()
+                raise

@@ -1,4 +1,4 @@
-"""The files of an ingest, one after another: looked at, and cut where they changed."""
+"""Stream of the files of an ingest; changed files are split into chunks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from kvtool.core.ingest.account import Account
 from kvtool.core.ingest.choices import Choices
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.ingest.prepare import PreparedFile, prepare
-from kvtool.core.ingest.seen import Seen
 from kvtool.core.ingest.survey import (
     ChangedFile,
     Outcome,
-    UnchangedFile,
+    Seen,
     abandoned,
     gone,
     is_below,
@@ -33,7 +32,7 @@ from kvtool.core.ingest.survey import (
 
 
 def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
-    """Find the files that an ingest with these options reads; `remembers` says whether a path may be missing."""
+    """Find the files that an ingest with these options reads. `remembers`: returns True if a path may be missing."""
     leave_out = [options.log] if options.log is not None else []
     walked = find_files(
         options.paths,
@@ -49,12 +48,12 @@ def walk(options: IngestOptions, remembers: Callable[[Path], bool]) -> Walked:
 
 
 class Stream:
-    """Reads and cuts files as they are asked for, and keeps none of them.
+    """Iterator of changed files, which it reads and splits on demand.
 
     Attributes
     ----------
-    store : where files are compared; a store that is made only now may be set before the first file is asked for.
-    seen : the files that this run has read, or found as they were.
+    store : to compare files with; a new store may be set before the first file.
+    seen : marks of the files of this run.
     """
 
     def __init__(
@@ -67,12 +66,11 @@ class Stream:
 
     @cached_property
     def walked(self) -> Walked:
-        """Return the files below the paths. The walk comes first: the rest may need to download a model."""
+        """Return the files below the paths, found before a model may have to be downloaded."""
         return walk(self._options, self._remembers)
 
     def _remembers(self, path: Path) -> bool:
-        """Return True if a path may be missing: the store has documents of it, which can be forgotten, or with `--sync`
-        other paths remain.
+        """Return True if a path may be missing: with `--sync`, if the store has documents of it or other paths exist.
 
         Raises
         ------
@@ -93,12 +91,12 @@ class Stream:
 
     @cached_property
     def gone(self) -> list[FileEntry]:
-        """Files of the store that `--sync` forgets."""
+        """Return the files of the store that `--sync` removes."""
         return list(gone(*self._synced)) if self._synced else []
 
     @cached_property
     def abandoned(self) -> list[str]:
-        """Unfinished files that `--sync` forgets."""
+        """Return the unfinished files that `--sync` removes."""
         return abandoned(*self._synced) if self._synced else []
 
     @cached_property
@@ -110,36 +108,36 @@ class Stream:
 
     @cached_property
     def kept(self) -> list[Path]:
-        """Given folders that `--sync` forgets nothing of, since nothing at all is there."""
+        """Return the given folders whose documents `--sync` keeps, since they are empty or missing."""
         return vanished(self._options.paths, self.store) if self._options.sync and self.store is not None else []
 
     def begin(self) -> None:
-        """Read up to the first file that can be taken.
+        """Read up to the first file that can be ingested.
 
         Raises
         ------
-        UsageError : a path does not exist, or nothing at all can be taken or forgotten.
+        UsageError : a path does not exist, or there is nothing to ingest or to remove.
         """
         first = next(self._outcomes, None)
         self._outcomes = chain([first] if first is not None else [], self._outcomes)
 
     def __iter__(self) -> Iterator[PreparedFile]:
-        """Cut the changed files, one after another. All others are counted and told."""
+        """Split the changed files, one after another. All others are counted and reported."""
         self._tell_paths()
         self._account.begin(self.walked.files)
         for outcome in self._outcomes:
-            self._account.look_at(_path_of(outcome))
+            self._account.look_at(outcome.found.name if isinstance(outcome, ChangedFile) else outcome.path)
             if isinstance(outcome, Failure):
                 self._account.fail(outcome)
             elif isinstance(outcome, Skipped):
                 self._account.skip(outcome)
-            elif isinstance(outcome, UnchangedFile):
-                self._account.unchanged(outcome.known)
+            elif isinstance(outcome, FileEntry):
+                self._account.unchanged(outcome)
             elif (file := self._prepared(outcome)) is not None:
                 yield file
 
     def _surveyed(self) -> Iterator[Outcome]:
-        """Find out what came of each file. Nothing is told of those that cannot be taken until one can."""
+        """Survey each file. Failures are held back until one file can be ingested."""
         walked = self.walked
         with self._account.phase("model_files"):
             settings = self._choices.identity.settings_digest()
@@ -162,17 +160,14 @@ class Stream:
         yield from bad
 
     def _may_be_nothing(self, bad: Sequence[Outcome]) -> bool:
-        """Return True if a run without a file is no mistake: files are gone, or all are in other shards."""
+        """Return True if a run may have no file: files are deleted, or all are in other shards."""
         if self._options.sync and self.store is not None:
             return True
         return self._options.shard is not None and not bad and not self.walked.bare
 
     def _prepared(self, changed: ChangedFile) -> PreparedFile | None:
-        """Cut a changed file into chunks. Whatever one file does, it fails alone."""
-        identity, tokenizer = (
-            self._choices.identity,
-            self._choices.tokenizer,
-        )  # if these are wrong, it is no file's fault
+        """Split a changed file into chunks. An error fails only this file."""
+        identity, tokenizer = self._choices.identity, self._choices.tokenizer  # their errors are no file's fault
         path, file = changed.found.name, None
         try:
             file = prepare(changed, identity, tokenizer)
@@ -183,12 +178,12 @@ class Stream:
         return file
 
     def fail(self, path: str, error: str) -> None:
-        """Count a file that failed after it was read, and is not stored."""
+        """Count a file that failed after it was read."""
         self.seen.take_back(path)
         self._account.fail(self.seen.compared(self.store, Failure(path, error)))
 
     def _tell_paths(self) -> None:
-        """Tell of given paths that are gone, and of folders that are bare."""
+        """Warn of given paths that are missing, and of folders without files."""
         would = "would be" if self._options.dry_run else "is"
         for path in self.kept:
             self._account.warn(_is_kept(path), _forgets(path))
@@ -196,12 +191,6 @@ class Stream:
             self._account.warn(f"{path} is not there any more: what the store holds of it {would} forgotten")
         for path in set(self.walked.bare).difference(map(Path.resolve, self.kept)):
             self._account.warn(f"{path}: no readable file in this folder")
-
-
-def _path_of(outcome: Outcome) -> str:
-    if isinstance(outcome, ChangedFile):
-        return outcome.found.name
-    return outcome.known.path if isinstance(outcome, UnchangedFile) else outcome.path
 
 
 def _is_kept(path: Path) -> str:
@@ -213,7 +202,7 @@ def _forgets(path: Path) -> str:
 
 
 def _nothing(walked: Walked, bad: Sequence[Outcome]) -> UsageError:
-    """Word what is said where nothing could be taken at all."""
+    """Return the error of a run without any readable file."""
     reasons = [f"{failure.path}: {failure.error}" for failure in bad if isinstance(failure, Failure)]
     reasons += [f"{skipped.path}: {skipped.reason}" for skipped in bad if isinstance(skipped, Skipped)]
     more = f" (and {len(reasons) - 1} more)" if len(reasons) > 1 else ""

@@ -1,17 +1,26 @@
-"""Survey of changed files, by content; loads no model and no tokenizer."""
+"""Survey of files for changes; loads no model and no tokenizer.
+
+An unchanged file costs a stat. Marks are stored in a side file: digests of a file's path, its place and times on the
+disk, and the digest of its content. A mark counts only if the store has that content; a file without one is read again.
+The mark of an unreadable file names its reader, and the reason is stored until the file is read or deleted.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import time
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvtool.core import __version__
 from kvtool.core.cache.entries import FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import read_regular
-from kvtool.core.corpus.readers import (
+from kvtool.core.corpus.readers.document import (
     BinaryFile,
     Document,
     EmptyFile,
@@ -24,14 +33,13 @@ from kvtool.core.corpus.readers.unknown import SNIFFED, check, check_text
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.corpus.walk import Failure, FoundFile, Skip, Skipped, places
 from kvtool.core.errors import DamagedError, KvtoolError
-from kvtool.core.ingest.seen import Seen
 
 _LARGEST = 1 << 31  # bytes; a file is read as a whole, and several copies of its text are made
 
 
 @dataclass(frozen=True, slots=True)
 class ChangedFile:
-    """Holds a file whose content or settings differ from what the store has; `known` is what it has."""
+    """File whose content or settings differ from those in the store, `known`."""
 
     found: FoundFile
     digest: str
@@ -45,23 +53,16 @@ class ChangedFile:
         return tuple(note for document in self.documents for note in document.notes)
 
 
-@dataclass(frozen=True, slots=True)
-class UnchangedFile:
-    """Names a file that the store has just so."""
-
-    known: FileEntry
-
-
-Outcome = ChangedFile | UnchangedFile | Failure | Skipped
+Outcome = ChangedFile | FileEntry | Failure | Skipped
+"""A changed file, the store's entry of an unchanged one, or the reason why there is no text."""
 
 
 def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading, seen: Seen) -> Outcome:
-    """Compare a file with the store: by a stat where it lies as it was last read, else by its bytes. Whatever one file
-    does, it fails alone.
+    """Compare a file with the store, by a stat or by its bytes. An error fails only this file.
 
     Parameters
     ----------
-    settings : digest of what chunks depend on besides the text; other settings make every file changed.
+    settings : digest of what chunks depend on in addition to the text; other settings make every file changed.
     """
     path = file.name
     known = store.file(path) if store is not None else None
@@ -80,7 +81,7 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
 
 
 def reason_of(error: Exception) -> str:
-    """Word why a file failed, for a list of failures."""
+    """Return the reason of a failure in words."""
     if isinstance(error, KvtoolError):
         return error.message
     if isinstance(error, OSError):
@@ -95,10 +96,10 @@ def _look(
 ) -> Outcome:
     same = store and known and known.settings == settings and not known.origin.is_foreign
     if store and known and same and seen.vouches(store, file.name, known.digest):
-        return UnchangedFile(known)
-    stands = store and known and same and _is_whole(known, store)
-    if store and known and stands and seen.is_unchanged(store, file.name, known.digest):
-        return UnchangedFile(known)
+        return known
+    is_stored = store and known and same and _is_whole(known, store)
+    if store and known and is_stored and seen.is_unchanged(store, file.name, known.digest):
+        return known
     means = reading.means(file.path)
     if store and (failure := seen.failure(store, file.name, means)):
         return _unreadable(file, known, failure, reading, read=False)
@@ -111,8 +112,8 @@ def _look(
             raise UnreadableFile(f"larger than {_LARGEST >> 30} GiB: split it")
         digest = hashlib.sha256(data).hexdigest()
         seen.note(file.name, before, digest)
-        if known and stands and known.digest == digest:
-            return UnchangedFile(known)
+        if known and is_stored and known.digest == digest:
+            return known
         # as it was read: a file that grows is larger by now than when it was found
         file = replace(file, size=len(data), mtime_ns=before.st_mtime_ns)
         documents = reading.documents(file.path, data)
@@ -153,35 +154,34 @@ def _is_whole(entry: FileEntry, store: Store) -> bool:
 
 
 def gone(paths: Sequence[Path], store: Store, present: set[str]) -> Iterator[FileEntry]:
-    """Find the files of the store below the given paths that are not there any more."""
+    """Find the files of the store below the given paths that no longer exist."""
     roots = _roots(paths)
     return (entry for entry in store.files() if _is_gone(entry.path, roots, present))
 
 
 def abandoned(paths: Sequence[Path], store: Store, present: set[str]) -> list[str]:
-    """List the paths of unfinished files, likewise."""
+    """List the paths of unfinished files below the given paths that no longer exist."""
     roots = _roots(paths)
     return [path for path in store.unfinished() if _is_gone(path, roots, present)]
-
-
-def _roots(paths: Sequence[Path]) -> set[Path]:
-    return {place for path in paths for place in places(path)}
 
 
 def _is_gone(path: str, roots: set[Path], present: set[str]) -> bool:
     return path not in present and is_below(path, roots) and not _exists(Path(path))
 
 
+def _roots(paths: Sequence[Path]) -> set[Path]:
+    return {place for path in paths for place in places(path)}
+
+
 def vanished(paths: Sequence[Path], store: Store) -> list[Path]:
-    """Find the given folders of which the store has files and where nothing is now, not even something hidden. A disk
-    that is not mounted looks so."""
+    """Find the given folders that are empty or missing but have files in the store: a disk may not be mounted."""
     empty = {path: set(places(path)) for path in paths if not holds_anything(path)}
     below = {parent for entry in store.files() for parent in Path(entry.path).parents} if empty else set()
     return [path for path, roots in empty.items() if not roots.isdisjoint(below)]
 
 
 def holds_anything(path: Path) -> bool:
-    """Return True for a file, or a folder with something in it, and for what cannot be looked at."""
+    """Return True for a file, a folder that is not empty, and an unreadable path."""
     try:
         with os.scandir(path) as entries:
             return any(True for _ in entries)
@@ -197,7 +197,7 @@ def is_below(path: str, roots: set[Path]) -> bool:
 
 
 def _exists(path: Path) -> bool:
-    """Return True also if a path cannot be looked at: a failing disk is no reason to forget documents."""
+    """Return True also for an unreadable path: a failing disk is no reason to remove documents."""
     try:
         path.stat()  # `exists` says no of it from Python 3.14 on
     except (FileNotFoundError, NotADirectoryError):
@@ -205,3 +205,140 @@ def _exists(path: Path) -> bool:
     except OSError:
         return True
     return True
+
+
+_NAME, _FORMAT = "seen/files.json", 1
+_MARK_BYTES = 16
+_RACY_SECONDS = 2.0  # a file may change again without a new time stamp
+_SPARE = 10_000  # marks of deleted files, or of another reader
+_SPARE_FAILURES = 1_000
+
+
+_Failures = dict[str, dict[str, str]]  # which files could not be read and why, by their marks in hex
+
+
+class Seen:
+    """Marks of a store's files. `retry`: read files again that could not be read."""
+
+    def __init__(self, retry: bool = False) -> None:
+        self._retry = retry
+        self._known: tuple[set[bytes], _Failures] | None = None  # read at first use
+        self._whole = False  # whether every chunk of the known files is still stored
+        self._now: set[bytes] = set()  # of files of this run
+        self._noted: dict[str, bytes] = {}  # of files that it has read, by path
+        self._failed: _Failures = {}  # likewise
+        self._fine: set[str] = set()  # paths of files that could be read
+
+    def is_unchanged(self, store: Store, path: str, digest: str) -> bool:
+        """Return True if a file is as it was last read, with this content."""
+        with suppress(OSError):
+            mark = _mark(path, os.stat(path), digest)
+            if mark in self._of(store)[0]:
+                self._now.add(mark)
+                self._fine.add(path)
+                return True
+        return False
+
+    def vouches(self, store: Store, path: str, digest: str) -> bool:
+        """Return True if a file is unchanged, and none of its chunks can have been removed since."""
+        self._of(store)
+        return self._whole and self.is_unchanged(store, path, digest)
+
+    def failure(self, store: Store, path: str, means: str) -> UnreadableFile | None:
+        """Return the earlier error of an unchanged unreadable file; None: read it.
+
+        Parameters
+        ----------
+        means : its reader (`Reading.means`).
+        """
+        if self._retry:
+            return None
+        with suppress(OSError, KeyError, TypeError, AttributeError):  # a row may be of another kvtool
+            mark = _mark(path, os.stat(path), means).hex()
+            row = self._of(store)[1][mark]
+            error = UnreadableFile.from_row(row)
+            self._failed[mark] = row | {"path": path}
+            return error
+        return None
+
+    def compared(self, store: Store | None, failure: Failure, means: str = "") -> Failure:
+        """Mark a failure as known if the unchanged file failed before with the same message; note it for the next run.
+
+        Parameters
+        ----------
+        means : its reader, if the file's bytes are at fault.
+        """
+        with suppress(OSError):
+            mark = _mark(failure.path, os.stat(failure.path), repr((__version__, means, failure.error))).hex()
+            self._failed[mark] = {"path": failure.path, "message": failure.error}
+            return replace(failure, known=not self._retry and store is not None and mark in self._of(store)[1])
+        return failure
+
+    def note(self, path: str, before: os.stat_result, digest: str) -> None:
+        """Note the content of a file. `before`: its status before it was read."""
+        self._fine.add(path)
+        if _rests(before):
+            self._noted[path] = _mark(path, before, digest)
+
+    def take_back(self, path: str) -> None:
+        """Forget a file that was read but not stored."""
+        self._noted.pop(path, None)
+        self._fine.discard(path)
+
+    def note_failure(self, path: str, before: os.stat_result, means: str, error: UnreadableFile) -> None:
+        """Note that a file cannot be read, and why; see `note`, `failure`."""
+        self._fine.discard(path)
+        if _rests(before):
+            self._failed[_mark(path, before, means).hex()] = error.to_row() | {"path": path}
+
+    def keep(self, store: Store, whole: bool) -> None:
+        """Store the marks for the next run, with those of other files unless they are many more.
+
+        Parameters
+        ----------
+        whole : True if this run has covered all of its files.
+        """
+        known, known_failures = self._of(store)
+        now = self._now | {*self._noted.values()}
+        failures = {mark: row for mark, row in known_failures.items() if self._may_fail(row)} | self._failed
+        if self._whole and now <= known and failures == known_failures:
+            return
+        marks = known | now
+        if whole and (not self._whole or len(marks) > 2 * len(now) + _SPARE):
+            marks = now
+        if whole and len(failures) > 2 * len(self._failed) + _SPARE_FAILURES:
+            failures = self._failed
+        packed = b64encode(b"".join(sorted(marks))).decode("ascii")
+        at = store.dropped_revision() if whole else None
+        store.write_side(_NAME, {"format": _FORMAT, "marks": packed, "failures": failures, "whole": at})
+
+    def _may_fail(self, row: object) -> bool:
+        path = row.get("path") if isinstance(row, dict) else None
+        return isinstance(path, str) and path not in self._fine and os.path.lexists(path)
+
+    def _of(self, store: Store) -> tuple[set[bytes], _Failures]:
+        if self._known is None:
+            marks, failures, at = _read(store)
+            self._known = marks, failures
+            self._whole = at == store.dropped_revision()
+        return self._known
+
+
+def _rests(status: os.stat_result) -> bool:
+    return time.time() - max(status.st_mtime, status.st_ctime) > _RACY_SECONDS
+
+
+def _mark(path: str, status: os.stat_result, held: str) -> bytes:
+    place = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return hashlib.blake2b(repr((path, place, held)).encode("utf-8", "surrogatepass"), digest_size=_MARK_BYTES).digest()
+
+
+def _read(store: Store) -> tuple[set[bytes], _Failures, int | None]:
+    kept = store.read_side(_NAME, format=_FORMAT)
+    failures = kept.get("failures", {})
+    try:
+        data = b64decode(kept.get("marks", ""), validate=True)
+    except (ValueError, TypeError):
+        data = b""
+    marks = {data[at : at + _MARK_BYTES] for at in range(0, len(data), _MARK_BYTES)}
+    return marks, failures if isinstance(failures, dict) else {}, kept.get("whole")

@@ -1,8 +1,10 @@
-"""A store that follows its files: an ingest with `--sync` whenever one of them changed."""
+"""Watcher of files: ingests with --sync whenever one of them has changed."""
 
 from __future__ import annotations
 
+import os
 import stat
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,31 +12,29 @@ from pathlib import Path
 
 from kvtool.core.common.spelling import as_on_disk
 from kvtool.core.common.types import Events
-from kvtool.core.errors import NoSpaceError, StoreLockedError, UsageError
-from kvtool.core.ingest.changes import Changes
-from kvtool.core.ingest.ingest_report import IngestReport
+from kvtool.core.errors import KvtoolError, NoSpaceError, StoreLockedError, UsageError
 from kvtool.core.ingest.job import KeptModel, ingest, is_new
 from kvtool.core.ingest.options import WatchOptions
+from kvtool.core.ingest.report import IngestReport
 from kvtool.core.ingest.stream import walk
 from kvtool.core.ingest.survey import holds_anything
 
-_LOOK_S = 1.0  # the named paths themselves are looked at so often: a file that is replaced, a folder that comes back
-_AGAIN_S = 30.0  # what could not be written for now is tried again
+_LOOK_S = 1.0  # between two looks at the named paths: a replaced file, a folder that is back
+_AGAIN_S = 30.0  # before a locked or full store is tried again
 _Stamp = tuple[int, int, int]  # of a file: bytes, time of its change, time of any change of it
 _State = tuple[str, int, int]  # "folder", its device and inode; "file", its bytes and the time of its change
 
 
 class Watcher:
-    """Brings a store up to date again and again. The model stays loaded; store and writer's lock are free in between.
+    """Watcher that keeps a store up to date. The model stays loaded; the store and its lock are free between rounds.
 
-    In each round the whole selection is walked, as an ingest does it, and held against the walk before: so no event of
-    the operating system has to be understood, and a file that nobody selected takes no lock. A named folder that is
-    gone as a whole, or empty, is no reason to forget, since a disk that was taken out looks like that; a file in a
-    folder, and a named file, is.
+    Each round walks the whole selection and compares it with the walk before, so no event of the operating system has
+    to be interpreted. Documents of a missing or empty named folder stay, since an unmounted disk looks the same;
+    documents of a missing named file, or of a missing file in a folder, are removed.
 
     Parameters
     ----------
-    place : folder of the store; made on need.
+    place : folder of the store; created if missing.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class Watcher:
         self._changes = self._listening()
 
     def close(self) -> None:
-        """End listening."""
+        """Stop watching."""
         self._changes.close()
 
     def wait(self) -> None:
@@ -66,12 +66,12 @@ class Watcher:
             pass
 
     def round(self, events: Events) -> IngestReport | None:
-        """Bring the store up to date; None where nothing that is selected changed, or could not be written for now.
+        """Update the store; return None if no selected file changed, or if the store cannot be written for now.
 
         Raises
         ------
-        KvtoolError : what no later round would mend, such as a model that cannot be loaded; in the first round also
-            where nothing at all could be read.
+        KvtoolError : an error that later rounds would repeat, such as a model that cannot be loaded; in the first round
+            also if nothing could be read.
         """
         self._follow_roots(events)
         paths = tuple(path for path, state in self._roots.items() if state or path in self._forgotten)
@@ -109,7 +109,7 @@ class Watcher:
         return report
 
     def _once(self, events: Events, found: Mapping[str, object]) -> Events:
-        """Events that tell each thing once: a file that cannot be read is met in every round."""
+        """Return callbacks that report each message once: every round meets the same unreadable file."""
 
         def is_new(*what: object) -> bool:
             known = what in self._told
@@ -125,7 +125,7 @@ class Watcher:
     # ---- the named paths ----
 
     def _follow_roots(self, events: Events) -> None:
-        """See which of them are there, and listen to the folders that are."""
+        """Update the states of the named paths, and watch the folders that exist."""
         before, self._roots = self._roots, self._look()
         for path, state in self._roots.items():
             was = before[path]
@@ -160,3 +160,84 @@ def _state(path: Path) -> _State | None:
     if stat.S_ISDIR(status.st_mode):
         return ("folder", status.st_dev, status.st_ino) if holds_anything(path) else None
     return "file", status.st_size, status.st_mtime_ns
+
+
+_TURN_S = 0.25  # within which the loss of a folder, and `close`, are noticed
+_LONGEST = 20  # times `quiet`, after which files that keep changing are read
+
+
+class Changes:
+    """Notification of changes below folders, in a thread: the main thread handles signals.
+
+    It does not name files: events can be lost, doubled and out of order.
+
+    Parameters
+    ----------
+    quiet : seconds without a change before earlier changes are reported.
+
+    Raises
+    ------
+    KvtoolError : the operating system watches no more folders.
+
+    Attributes
+    ----------
+    lost : True if one of the folders itself was removed or moved, and is no longer watched.
+    """
+
+    def __init__(self, folders: Sequence[Path], quiet: float) -> None:
+        self._folders, self._quiet = [os.path.realpath(folder) for folder in folders], quiet
+        self.lost = False
+        self._error: Exception | None = None
+        self._ready, self._happened, self._ended = threading.Event(), threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="kvtool-watch", daemon=True)
+        if folders:
+            self._thread.start()
+            self._ready.wait()  # from here on no change is missed
+        self._check()
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._ended.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for a change for at most so long; return True if there was one."""
+        happened = self._happened.wait(seconds)
+        self._happened.clear()
+        self._check()
+        return happened
+
+    def _check(self) -> None:
+        if self._error is None or self.lost:
+            return
+        raise KvtoolError(
+            f"cannot watch {', '.join(self._folders)}: {self._error}",
+            "more folders can be watched with a higher fs.inotify.max_user_watches; WATCHFILES_FORCE_POLLING=1 "
+            "looks at the files instead",
+        ) from self._error
+
+    def _listen(self) -> None:
+        from watchfiles import Change, watch
+
+        try:
+            for changes in watch(
+                *self._folders,
+                watch_filter=None,
+                step=round(1000 * self._quiet),
+                debounce=round(1000 * self._quiet * _LONGEST),
+                rust_timeout=round(1000 * _TURN_S),
+                yield_on_timeout=True,
+                stop_event=self._ended,
+                ignore_permission_denied=True,
+            ):
+                self._ready.set()
+                self.lost |= any(what == Change.deleted and path in self._folders for what, path in changes)
+                if changes:
+                    self._happened.set()
+        except Exception as error:
+            self._error = error
+            self.lost |= isinstance(error, FileNotFoundError)  # gone between the look at it and this
+        finally:
+            self._ready.set()
+            self._happened.set()

@@ -13,6 +13,7 @@ import torch
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decode import decode_backend, step_together
+from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prompt import stop_texts
 from kvtool.core.model.prompt_cache import PromptCache
@@ -76,6 +77,11 @@ def stop_ids(decoder: Decoder) -> set[int]:
     ids = set(stated) if isinstance(stated, list) else {stated}
     ids.add(getattr(decoder.loaded.tokenizer, "eos_token_id", None))
     return {token for token in ids if isinstance(token, int)}
+
+
+def prepare_decoding(decoder: Decoder) -> None:
+    """Begin to make what `generate` decodes with, in a thread of its own."""
+    prepare_compiled_model(decoder)
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:

@@ -141,7 +141,7 @@ def kinds_of(
     own = [kind.source is None for kind in kinds]
     if own != sorted(own, reverse=True):
         needed = "that would need records of some layers among others"
-        raise ModelError(f"layers that keep keys and values stand behind some that keep none; {needed}", HINT)
+        raise ModelError(f"layers that keep keys and values follow some that keep none; {needed}", HINT)
     return tuple(kinds), samples
 
 

@@ -197,7 +197,7 @@ class FusedCudaLayer:
         UnsupportedArchitecture : it has parts that were never tried on a GPU.
         """
         if any(spec.before) and any(spec.after):
-            raise UnsupportedArchitecture("norms before and behind attention, which was not tried on a GPU")
+            raise UnsupportedArchitecture("norms before and after attention, which was not tried on a GPU")
         flat, by_head = _head_norms(spec)
         return cls(
             project=_products((spec.query, spec.key, spec.value)),

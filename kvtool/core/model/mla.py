@@ -43,7 +43,7 @@ class Latents:
         self.attention, self._implementation = attention, implementation
         sizes = [getattr(attention, name, None) for name in _SIZES]
         if not all(isinstance(size, int) for size in sizes) or getattr(attention.kv_b_proj, "bias", None) is not None:
-            needed = f"that would need one product without a bias, and {', '.join(_SIZES)} told by the module"
+            needed = f"that would need one product without a bias, and {', '.join(_SIZES)} stated by the module"
             raise ModelError(
                 f"{type(attention).__name__} expands its latents in a way that is not known here; {needed}",
                 "this family is not known to kvtool; use another model",

@@ -79,7 +79,7 @@ class Rotary:
         for apply in (_by_halves, _by_pairs):
             if all(self._moves(apply, layer, sample) for layer, sample in samples.items()):
                 return apply
-        needed = "that would need to be told which of a key's numbers turn together"
+        needed = "that would need to be known which of a key's numbers rotate together"
         raise ModelError(
             f"{type(attentions[0]).__name__} rotates its keys in a way that is not known here; {needed}",
             "use a causal language model with ordinary rotary attention",
@@ -251,7 +251,7 @@ class Rotary:
             if not float(off) <= _MOVED[self._dtype]:
                 raise ModelError(
                     f"keys of layer {layer} cannot be moved: rotated to another place they are off by {float(off):.2g}",
-                    "this would need the keys as they are before what the model does behind its rotation",
+                    "this would need the keys as they are before what the model does after its rotation",
                 )
 
     @cached_property

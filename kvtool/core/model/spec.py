@@ -59,7 +59,7 @@ def check_trial(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype,
     """
     error = relative_error(found, expected)
     if not error <= TOLERANCE[dtype] * math.sqrt(layers):
-        raise UnsupportedArchitecture(f"the model's own forward gives something else: {error:.2g} of its spread apart")
+        raise UnsupportedArchitecture(f"the model's own forward differs by {error:.2g} of its spread")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -69,7 +69,7 @@ class StateAndRowsLayer(StateLayer, BufferLayer):
     lazy_initialization = StateLayer.lazy_initialization
 
     def reserve(self, length: int) -> None:
-        """Make room for `length` rows of keys and values."""
+        """Allocate `length` rows of keys and values."""
         BufferLayer.reserve(self, length)
 
 
@@ -125,14 +125,14 @@ class StateCache(PromptCache):
         """Declare the first `length` rows of every layer filled; fewer than there are only back to the last mark."""
         if any(layer.length > length for layer in self.state_layers):
             if self._marked is None or self._marked.length != length:
-                raise ModelError(f"states behind {self.length} tokens cannot go back to {length}", "a bug in kvtool")
+                raise ModelError(f"states after {self.length} tokens cannot go back to {length}", "a bug in kvtool")
             for layer, states in zip(self.state_layers, self._marked.states, strict=True):
                 layer.take(states)
         super().set_length(length)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of rows, states, and marked states."""
+        """Count the bytes of rows, states, and marked states."""
         rows = sum(one.keys.nbytes + one.values.nbytes for one in self.buffers if isinstance(one, BufferLayer))
         held = [layer.states() for layer in self.state_layers]
         marked = () if self._marked is None else self._marked.states

@@ -115,7 +115,7 @@ class PackReader:
         return 0 if member is None else member.file_size
 
     def get(self, name: str, most: int) -> bytes | None:
-        """A member, None where there is none; empty where it is damaged, packed or larger than `most`."""
+        """Read a member; None if it is missing, empty if it is damaged, compressed or larger than `most` bytes."""
         member = self._members.get(name)
         if member is None:
             return None
@@ -162,7 +162,7 @@ _SIZES = {"BF16": 2, "F16": 2, "F32": 4, "U8": 1}
 
 
 def to_safetensors(chunk_id: bytes, level: str, records: Sequence[bytes]) -> bytes:
-    """Records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded.
+    """Write records of all layers as one file: `layers.N.k` and `layers.N.v`, or `layers.N` for what is encoded.
 
     Raises
     ------

@@ -43,7 +43,7 @@ class ExportReport:
     damaged: list[dict[str, str]] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
+        """Return a JSON object, as `--json` shows it."""
         return {name: getattr(self, name) for name in self.__slots__}
 
 
@@ -78,7 +78,7 @@ def export(
         if identity is None:
             raise StoreNotFoundError(f"the store at {path} is empty", "run `kvtool ingest PATH` first")
         if pack.resolve().is_relative_to(path.resolve()):  # `force` would replace the store's own files
-            raise UsageError(f"{pack} lies in the store's own folder", "name a file outside of it")
+            raise UsageError(f"{pack} is inside the store's own folder", "name a file outside of it")
         entries = _chosen(store, only)
         with writing(pack, force) as write:
             _Export(store, identity, write, levels, report, events or Events(), key).run(entries)

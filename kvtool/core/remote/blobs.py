@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, cast
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.plugins import found
 from kvtool.core.common.urls import KINDS, SCHEME, for_people, is_url
@@ -27,7 +27,7 @@ AHEAD = 3600.0  # seconds: two clocks may differ by less
 class Reader(Protocol):
     """Protocol of a stream of values: requests are sent ahead, so that the connection is never idle in between."""
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Request more values; return before they arrive. Raises RemoteError."""
         ...
 
@@ -49,10 +49,10 @@ class SequentialReader:
     read : returns a value, as `Reader.take` does.
     """
 
-    def __init__(self, read: Callable[[Wanted], bytes | None]) -> None:
-        self._read, self._asked = read, deque[Wanted]()
+    def __init__(self, read: Callable[[BlobRequest], bytes | None]) -> None:
+        self._read, self._asked = read, deque[BlobRequest]()
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         self._asked.extend(wanted)
 
     def take(self) -> bytes | None:
@@ -183,7 +183,7 @@ class RangeRequest:
     done: bool = False
     error: KvtoolError | None = None
 
-    def holds(self, wanted: Wanted) -> bool:
+    def holds(self, wanted: BlobRequest) -> bool:
         """Return True if all bytes of a part have arrived."""
         return self.is_part and len(self.data) >= wanted.start + wanted.most - self.start
 
@@ -191,7 +191,7 @@ class RangeRequest:
 Fetch = Callable[[RangeRequest], Iterator[bytes]]  # the bytes as they come; sets `missing` and `too_large`
 
 
-def range_requests(wanted: Sequence[Wanted]) -> list[RangeRequest]:
+def range_requests(wanted: Sequence[BlobRequest]) -> list[RangeRequest]:
     """Return the request of each wanted value, in that order; parts that are near each other share one."""
     spans: dict[int, RangeRequest] = {}
     parts = [number for number, one in enumerate(wanted) if one.pack]
@@ -206,7 +206,7 @@ def range_requests(wanted: Sequence[Wanted]) -> list[RangeRequest]:
     return [spans.get(number) or RangeRequest(one.name, 0, one.most, False, 1) for number, one in enumerate(wanted)]
 
 
-def _is_near(span: RangeRequest, one: Wanted) -> bool:
+def _is_near(span: RangeRequest, one: BlobRequest) -> bool:
     end = max(span.stop, one.start + one.most)
     return one.pack == span.name and one.start <= span.stop + GAP and end - span.start <= MOST_TOGETHER
 
@@ -221,13 +221,13 @@ class RangeReader:
 
     def __init__(self, fetch: Fetch) -> None:
         self._fetch = fetch
-        self._asked = deque[tuple[Wanted, RangeRequest]]()
+        self._asked = deque[tuple[BlobRequest, RangeRequest]]()
         self._waiting = deque[RangeRequest]()
         self._flying = self._held = 0  # requests, bytes
         self._news = threading.Condition()
         self._closed = False
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         spans = range_requests(wanted)
         with self._news:
             self._asked.extend(zip(wanted, spans, strict=True))
@@ -256,7 +256,7 @@ class RangeReader:
             self._closed = True
             self._waiting.clear()
 
-    def _cut(self, wanted: Wanted, span: RangeRequest) -> bytes | None:
+    def _cut(self, wanted: BlobRequest, span: RangeRequest) -> bytes | None:
         if span.missing or span.too_large:
             return None if span.missing else b""
         at = wanted.start - span.start if span.is_part else 0
@@ -303,7 +303,7 @@ _PLUGINS = found("blobs", own=KINDS)
 
 
 def open_blobs(url: str, timeout: float = TIMEOUT) -> Blobs:
-    """The tier of a URL; nothing is asked of it yet.
+    """Return the backend of a URL; no request is sent yet.
 
     Raises
     ------

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.identity import ID_BYTES
 from kvtool.core.cache.record import OVERHEAD_BYTES, Kind, seal, unseal
 from kvtool.core.codec.levels import LEVELS, coarser, nested, whole
@@ -57,7 +57,7 @@ class Head:
 
 
 def seal_head(head: Head) -> bytes:
-    """The value of `head`."""
+    """Seal the value of `head`."""
     value = {"format": _FORMAT, "catalogue": head.catalogue, "before": head.before}
     return seal(_HEAD_KEY, Kind.MANIFEST, json.dumps(value).encode())
 
@@ -186,28 +186,28 @@ def digest_of(data: bytes | memoryview) -> str:
 
 
 def file_name(key: str, file: File) -> str:
-    """The name of a file's blob."""
+    """Return the name of a file's blob."""
     return f"file/{key}-{file.mark}"
 
 
 def chunk_name(key: str, chunk: Chunk) -> str:
-    """The name of the blob of a chunk's description."""
+    """Return the name of the blob of a chunk's description."""
     return f"chunk/{key}-{chunk.mark}"
 
 
 def kv_names(key: str, chunk: Chunk, level: str) -> list[str]:
-    """The names of the blobs of a chunk's records at a level, by layer."""
+    """Return the names of the blobs of a chunk's records at a level, by layer."""
     return [f"kv/{key}/{level}-{chunk.levels[level].mark}/{layer}" for layer in range(chunk.layers)]
 
 
-def records_wanted(key: str, chunk: Chunk, level: str) -> list[Wanted]:
+def records_wanted(key: str, chunk: Chunk, level: str) -> list[BlobRequest]:
     """Return the requests for a chunk's records at a level, layer by layer; none reads more bytes than are stated."""
     stored, names = chunk.levels[level], kv_names(key, chunk, level)
     if stored.place is None:
-        return [Wanted(name, stored.size) for name in names]
+        return [BlobRequest(name, stored.size) for name in names]
     pack, start, lengths = stored.place
     starts = accumulate(lengths, initial=start)
-    return [Wanted(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
+    return [BlobRequest(name, size, pack.name, at) for name, size, at in zip(names, lengths, starts, strict=False)]
 
 
 _MARK = "[0-9a-f]{32}"
@@ -226,7 +226,7 @@ def is_own(name: str) -> bool:
 
 
 def catalogue_name(digest: str) -> str:
-    """The name of a catalogue's blob."""
+    """Return the name of a catalogue's blob."""
     return f"catalogue/{digest}"
 
 
@@ -261,7 +261,7 @@ class Catalogue:
     proof: Proof | None = field(default=None, compare=False)
 
     def pack(self, key: SigningKey | None = None) -> bytes:
-        """Canonical, packed, in one value; signed by a key, or as it was when it was read."""
+        """Serialise it in canonical form, in one value. Signed by a key, or as it was when it was read."""
         value = {"format": self._format(), **self.facts(), **rows_of(self.files, self.chunks)}
         return packed(canonical(value, self.proof, key))
 
@@ -301,11 +301,11 @@ class Catalogue:
         return {place.pack for place in places_of(self.files, self.chunks)}
 
     def with_entries(self, files: dict[str, File], chunks: dict[str, Chunk]) -> Catalogue:
-        """This catalogue with other files and chunks."""
+        """Return this catalogue with other files and chunks."""
         return replace(self, files=files, chunks=chunks)
 
     def blobs(self) -> set[str]:
-        """The names of all blobs that it counts on, its root and `head` aside."""
+        """Return the names of all blobs that it refers to, except its root and `head`."""
         names = {f"meta/{name}-{mark}" for name, mark in self.meta.items()}
         names |= {f"profile/{digest}" for digest in self.profiles}
         names |= {shard.name for shard in self.shards if shard is not None}
@@ -341,7 +341,7 @@ def _json(value: dict[str, Any]) -> bytes:
 
 
 def catalogue_json(data: bytes, newest: int) -> dict[str, Any]:
-    """The JSON of a catalogue, of the formats up to `newest`. Raises DamagedError, StoreFormatError."""
+    """Read the JSON of a catalogue of a format up to `newest`. Raises DamagedError, StoreFormatError."""
     try:
         value = unpacked(data)
         number = validation.count_of(value["format"], 0, validation.INT64)
@@ -353,7 +353,7 @@ def catalogue_json(data: bytes, newest: int) -> dict[str, Any]:
 
 
 def facts_of(value: dict[str, Any]) -> tuple[dict[str, Any], dict[str, str], tuple[str, ...]]:
-    """Identity, meta and profiles: inverse of :meth:`Catalogue.facts`. Raises ValueError, KeyError."""
+    """Read identity, meta and profiles, inverse of :meth:`Catalogue.facts`. Raises ValueError, KeyError."""
     meta = {
         validation.name_of(name): validation.hex_of(mark, MARK_BYTES)
         for name, mark in validation.object_of(value["meta"]).items()
@@ -410,7 +410,7 @@ def places_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> Iterato
 
 
 def rows_of(files: Mapping[str, File], chunks: Mapping[str, Chunk]) -> dict[str, Any]:
-    """A JSON object of them; the same for the same entries."""
+    """Return a JSON object of entries, the same for the same entries."""
     numbers = {pack: number for number, pack in enumerate(sorted({place.pack for place in places_of(files, chunks)}))}
     value: dict[str, Any] = {
         "files": {key: [row.mark, row.mtime_ns, *_placed(row.place, numbers)] for key, row in files.items()},
@@ -443,7 +443,7 @@ def _placed(place: Place | None, numbers: Mapping[Pack, int]) -> list[int]:
 
 
 def _level_row(level: Level, numbers: Mapping[Pack, int]) -> list[Any]:
-    """Records of one length need no more than their sum."""
+    """Return a level as JSON: records of one length need no more than their sum."""
     row: list[Any] = [level.size, level.mark, level.base]
     if level.place is not None:
         lengths = level.place.lengths

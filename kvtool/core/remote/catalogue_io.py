@@ -314,7 +314,7 @@ class CatalogueCache:
 
     Parameters
     ----------
-    url : of the tier, as people are shown it.
+    url : of the shared store, as people are shown it.
     """
 
     def __init__(self, url: str) -> None:
@@ -323,7 +323,7 @@ class CatalogueCache:
             self._folder = cache_folder("catalogues", url)
 
     def get(self, digest: str) -> bytes | None:
-        """A value; None: it is not here, or damaged."""
+        """Return a value; None if it is missing or damaged."""
         with suppress(OSError):
             if self._folder is not None and digest_of(value := (self._folder / digest).read_bytes()) == digest:
                 return value

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from filelock import FileLock, Timeout
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.layout import TEMPORARY, atomic_write, make_folder
 from kvtool.core.common.urls import for_people
 from kvtool.core.errors import NoSpaceError, RemoteError, UsageError
@@ -33,9 +33,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def from_url(url: str, timeout: float) -> FolderBlobs:
-    """The folder of a `file://` URL; a timeout has no meaning for it."""
+    """Open the folder of a `file://` URL, which has no timeout. Raises UsageError."""
     if "?" in url or "#" in url:  # left out of a path without a word, it would be another folder
-        raise UsageError(f"{for_people(url)} has something behind ? or #", "in a folder's name write ? # as %3F %23")
+        raise UsageError(f"{for_people(url)} has text after ? or #", "in a folder's name write ? # as %3F %23")
     parts = urlsplit(url)
     path = unquote(parts.path, errors="surrogateescape")  # names of any bytes, as Python has them
     if parts.netloc not in ("", "localhost") or not Path(path).is_absolute() or "\0" in path:
@@ -85,7 +85,7 @@ class FolderBlobs:
                 raise RemoteError(f"{self.url} is locked by another push", "try again") from error
 
     def names(self, below: str = "") -> Iterator[str]:
-        """See Blobs. What killed pushes have left is listed, too; of a tier further below its `head` only."""
+        """See Blobs. Lists what killed pushes left, too; of a nested shared store its `head` only."""
         start = self._root / below if below else self._root
         start = start if start.is_dir() else start.parent if below else self._root
         with self._explained("read"):
@@ -156,7 +156,7 @@ class FolderBlobs:
         with self._explained("read"):
             return read_bounded(self._root / name, min(most_bytes(name), most))
 
-    def _wanted(self, wanted: Wanted) -> bytes | None:
+    def _wanted(self, wanted: BlobRequest) -> bytes | None:
         if not wanted.pack:
             return self._read(wanted.name, wanted.most)
         with self._explained("read"):
@@ -176,7 +176,7 @@ class FolderBlobs:
         return True
 
     def _refuse_root(self, error: OSError) -> None:
-        """A folder that may not be read is left out, but not the tier's own."""
+        """Leave out a folder that may not be read, except the shared store's own."""
         if error.filename == str(self._root) and not isinstance(error, FileNotFoundError | NotADirectoryError):
             raise error
 
@@ -194,7 +194,7 @@ class FolderBlobs:
 
 
 def read_bounded(path: Path, most: int) -> bytes | None:
-    """A file's bytes; None: there is none. What is no plain file, or larger than `most`, is as good as an empty one.
+    """Read a file; None if it is missing, empty if it is no plain file or larger than `most` bytes.
 
     Links are not followed, a FIFO or a device is never waited for.
     """
@@ -207,14 +207,14 @@ def read_bounded(path: Path, most: int) -> bytes | None:
 
 
 def read_part(path: Path, start: int, size: int) -> bytes | None:
-    """Bytes of a file from `start` on, as many as there are of `size`; else as :func:`read_bounded`."""
+    """Read up to `size` bytes of a file from `start` on; else as :func:`read_bounded`."""
     with _plain_file(path) as found:
         return _read_at(found, start, min(size, os.fstat(found).st_size)) if isinstance(found, int) else found
 
 
 @contextmanager
 def _plain_file(path: Path) -> Iterator[int | bytes | None]:
-    """A handle of a file; None: there is none; empty: it is no plain file."""
+    """Open a file: a handle, None if it is missing, empty if it is no plain file."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -260,7 +260,7 @@ _TRIES = 3  # between which a folder may be removed, being empty
 
 @contextmanager
 def opened(root: Path, parts: Sequence[str], make: bool = False) -> Iterator[int]:
-    """A handle of the folder at `parts` below `root`, entered step by step.
+    """Open the folder at `parts` below `root`, entered step by step.
 
     Raises
     ------
@@ -332,7 +332,7 @@ class Writing:
 
 
 def new_name() -> str:
-    """A name for a temporary file: nobody can put something in its place beforehand."""
+    """Return a name for a temporary file that nobody can foresee."""
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 

@@ -70,7 +70,7 @@ def _is_catalogue(blobs: Blobs, name: str) -> bool:
 
 
 def check_share(listed: set[str], mine: Catalogue, theirs: Catalogue | None, url: str) -> None:
-    """Refuse to delete more than half of a tier unasked.
+    """Refuse to delete more than half of a shared store unasked.
 
     Raises
     ------

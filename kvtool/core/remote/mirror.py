@@ -149,7 +149,7 @@ class MirrorUpdater:
         except (StoreLockedError, NoSpaceError) as error:
             if not store.manifest():
                 raise
-            warn(f"what is new at {url} was not taken over: {error.message}", "")
+            warn(f"the changes at {url} were not imported: {error.message}", "")
         except RemoteError as error:
             if not store.manifest():
                 raise

@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 def from_url(url: str, timeout: float) -> ObjectBlobs:
-    """The bucket and folder of a URL. Raises UsageError."""
+    """Open the bucket and folder of a URL. Raises UsageError."""
     return ObjectBlobs(address_of(url), for_people(url.rstrip("/")), timeout)
 
 
@@ -88,7 +88,7 @@ class ObjectBlobs:
         self._each(send, list(values))
 
     def flush(self) -> None:
-        """An object is durable when it is acknowledged."""
+        """Do nothing: an object is durable when it is acknowledged."""
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         """See Blobs. The service refuses it where another one came first."""
@@ -156,7 +156,7 @@ class ObjectBlobs:
         return None, None
 
     def _bounded(self, pieces: Iterable[Any], most: int) -> Iterator[bytes]:
-        """The pieces of an answer, as long as it is neither longer nor slower than it may be. Raises RemoteError."""
+        """Yield the pieces of an answer. Raises RemoteError if it is longer or slower than it may be."""
         begun, came = time.monotonic(), 0
         for piece in pieces:
             data = bytes(piece)
@@ -169,7 +169,7 @@ class ObjectBlobs:
                 raise RemoteError(f"{self.url} did not answer within {self._timeout:g} s", "check the line")
 
     def _pieces(self, span: RangeRequest) -> Iterator[bytes]:
-        """The bytes of a request, as they come."""
+        """Yield the bytes of a request as they arrive."""
         try:
             with self._explained():
                 try:
@@ -189,7 +189,7 @@ class ObjectBlobs:
 
     @cached_property
     def _sending(self) -> ObjectStore:
-        """The same place, more patient: an answer comes after all of a value was sent."""
+        """Open the same place with a longer timeout: an answer comes after all of a value was sent."""
         return open_objects(self._address, self._timeout, writing=True)
 
     def _replace(self, name: str, meta: ObjectMeta | None, after: bytes) -> bool:
@@ -292,10 +292,10 @@ def address_of(url: str) -> Address:
     parts = urlsplit(url)
     shown = for_people(url)
     if "@" in url:
-        hint = "credentials come from the environment, a profile or the machine's role; no @ stands in a folder's name"
+        hint = "credentials come from the environment, a profile or the machine's role; a folder's name has no @"
         raise UsageError(f"{shown} holds a user or a password", hint)
     if "?" in url or "#" in url:
-        raise UsageError(f"{shown} has something behind ? or #", _SUCH_AS)
+        raise UsageError(f"{shown} has text after ? or #", _SUCH_AS)
     folder = parts.path.strip("/")
     if not is_host(parts.netloc) or any(part in ("", ".", "..") for part in folder.split("/") if folder):
         raise UsageError(f"{shown} names no place of values", _SUCH_AS)
@@ -343,8 +343,8 @@ def _retries(timeout: float) -> dict[str, Any]:
 
 
 def _profile() -> Any:
-    """Credentials of a profile of the AWS tools, where there is one and the environment holds none of its own; None: as
-    obstore finds them, in the environment or by the machine's role."""
+    """Return credentials of a profile of the AWS tools if the environment holds none. None: obstore finds them in the
+    environment or by the machine's role."""
     named = bool(os.environ.get("AWS_PROFILE"))
     there = [Path(os.environ.get(name) or default).expanduser() for name, default in _PROFILES.items()]
     if any(os.environ.get(name) for name in _OWN_KEYS) or not (named or any(path.exists() for path in there)):

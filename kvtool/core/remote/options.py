@@ -32,7 +32,7 @@ class RemoteOptions(Options, sections=("query",)):
 
 
 def levels_option() -> tuple[str, ...]:
-    """Levels of the KV that is moved; empty: all."""
+    """Return the option for the levels of the KV that is moved; empty: all."""
     return option(
         (),
         "Copy only KV of these levels.",

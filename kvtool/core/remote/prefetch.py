@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from kvtool.core.cache.backend import Arrival, Wanted
+from kvtool.core.cache.backend import BlobRequest, BlobResponse
 from kvtool.core.errors import KvtoolError, RemoteError
 from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Readable, Reader
@@ -31,7 +31,7 @@ class Group:
 
     key: str
     what: str
-    wanted: Sequence[Wanted]
+    wanted: Sequence[BlobRequest]
     most: int
     levels: tuple[str, ...] = ()
     replaces: bool = False
@@ -82,7 +82,7 @@ def _taken(
         yield group, whole
 
 
-def _trouble(wanted: Wanted, value: bytes | None, left: int) -> str:
+def _trouble(wanted: BlobRequest, value: bytes | None, left: int) -> str:
     what = f"{wanted.name} in {wanted.pack}" if wanted.pack else wanted.name
     if value is None:
         return f"{what} is missing there"
@@ -95,19 +95,19 @@ _MOST_UNTAKEN = 256 * 2**20  # bytes that are read ahead of the consumer
 
 
 class Prefetcher:
-    """A tier's reader in a thread of its own, which ends with the process if it has to.
+    """A shared store's reader in a separate thread, which ends with the process if it has to.
 
     Attributes
     ----------
-    url : the tier's.
+    url : of the shared store.
     alive : nothing has gone wrong so far.
     """
 
     def __init__(self, blobs: Readable) -> None:
         self._blobs = blobs
         self.url = blobs.url
-        self._asked: queue.SimpleQueue[Sequence[Wanted] | None] = queue.SimpleQueue()
-        self._there: queue.SimpleQueue[Arrival | KvtoolError] = queue.SimpleQueue()
+        self._asked: queue.SimpleQueue[Sequence[BlobRequest] | None] = queue.SimpleQueue()
+        self._there: queue.SimpleQueue[BlobResponse | KvtoolError] = queue.SimpleQueue()
         self._room = threading.Condition()
         self._untaken = 0  # bytes that have come
         self._stopped = False
@@ -115,12 +115,12 @@ class Prefetcher:
         self._thread = threading.Thread(target=self._run, name="kvtool-fetch", daemon=True)
         self._thread.start()
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         """Ask for some more; never waits."""
         self._asked.put(wanted)
 
-    def take(self, timeout: float) -> Arrival:
-        """The next one asked for.
+    def take(self, timeout: float) -> BlobResponse:
+        """Return the next value in the order of the requests.
 
         Parameters
         ----------
@@ -128,7 +128,7 @@ class Prefetcher:
 
         Raises
         ------
-        RemoteError : the tier is gone, or the time is over.
+        RemoteError : the shared store is gone, or the time is over.
         """
         try:
             arrival = self._there.get(timeout=max(timeout, 0.0))
@@ -165,7 +165,7 @@ class Prefetcher:
             if reader is not None:
                 reader.close()
 
-    def _read(self, reader: Reader, wanted: list[Wanted]) -> None:
+    def _read(self, reader: Reader, wanted: list[BlobRequest]) -> None:
         """Take what was asked for; what is asked meanwhile is sent at once, before the link falls idle."""
         waiting = deque(wanted)
         while waiting and not self._stopped:
@@ -176,7 +176,7 @@ class Prefetcher:
                 reader.ask(more)
                 waiting += more
             value = reader.take()
-            self._there.put(Arrival(waiting.popleft().name, value, time.perf_counter()))
+            self._there.put(BlobResponse(waiting.popleft().name, value, time.perf_counter()))
             self._wait_for_room(len(value or b""))
 
     def _wait_for_room(self, size: int) -> None:
@@ -185,8 +185,8 @@ class Prefetcher:
             self._untaken += size
             self._room.wait_for(lambda: self._stopped or self._untaken < _MOST_UNTAKEN)
 
-    def _next(self) -> list[Wanted] | None:
-        """All that is asked for by now, at least one; None: it is over."""
+    def _next(self) -> list[BlobRequest] | None:
+        """Return all requests so far, at least one; None: closed."""
         asked = [self._asked.get()]
         while not self._asked.empty():
             asked.append(self._asked.get())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtool.core.cache import tables
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.cache.entries import ChunkInfo, DocumentEntry, FileEntry
 from kvtool.core.cache.identity import HERE, ORIGIN, Origin
 from kvtool.core.cache.options import StoreOptions
@@ -70,7 +70,7 @@ def pull(
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : forget the files that the tier does not have.
+    delete : forget the files that the shared store does not have.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
@@ -80,7 +80,7 @@ def pull(
     StoreNotFoundError : nothing was pushed there.
     UsageError : more than half would be forgotten, and nobody said `yes`.
     UntrustedError : a signature is required, and there is none of a trusted key.
-    RemoteError : the tier does not answer. What came stays.
+    RemoteError : the shared store does not answer. What came stays.
     StoreFormatError : the store is of another model.
     """
     catalogue, trust = read_catalogue(blobs), trust or Trust()
@@ -127,7 +127,7 @@ def adopt(
     newer : of a file that both have in two versions take the one changed last; else the catalogue's.
     origin : what everything that comes is noted to be from. A foreign one replaces no documents but its own, gives no
         KV to chunks that other documents use, and no measured losses.
-    mirror : the store has nothing of its own: what the tier knows of codec levels replaces what is here.
+    mirror : the store has nothing of its own: what the shared store knows of codec levels replaces what is here.
         Returns True for a key that the catalogue covers; what is here of others stays. None: it is no mirror.
     """
     started = time.perf_counter()
@@ -228,7 +228,7 @@ class _Pull:
             self._forget(catalogue, mirror or (lambda key: True))
 
     def _fetched(self, groups: Iterable[Group], at_once: int = 1) -> Iterator[tuple[Group, list[bytes]]]:
-        """Groups of values that are whole; of a damaged or missing one it is noted, and its group left out."""
+        """Fetch groups of values; note damaged or missing ones, and leave out their groups."""
         for group, whole in fetch_groups(self.blobs, groups, self.timeout, self.report.note_damage, at_once):
             self.report.bytes += sum(map(len, whole))
             yield group, whole
@@ -267,7 +267,7 @@ class _Pull:
         if new:
             manifest = self._metas(catalogue, ["manifest"]).get("manifest", {})
             if not manifest or manifest.get("identity") != catalogue.identity:
-                raise DamagedError(f"what {self.blobs.url} says of its model is damaged or lost", "push again")
+                raise DamagedError(f"the description of the model at {self.blobs.url} is damaged or lost", "push again")
             origin = Origin.untrusted(self.blobs.url) if mirror else self.origins.own
             self.writer.set_manifest(manifest | ({} if origin == HERE else {ORIGIN: origin.to_json()}))
             self.report.made_with = str(catalogue.identity.get("model", ""))
@@ -277,7 +277,7 @@ class _Pull:
         that only the shared store has."""
         try:
             stored = self.store.codec_state()
-        except DamagedError:  # replaced by the tier's
+        except DamagedError:  # replaced by the shared store's
             stored = {}
         if catalogue.meta.get("codec") == digest_of(values.sealed_meta("codec", stored)):
             return
@@ -380,7 +380,7 @@ class _Pull:
             size > _MOST_OF_FILE or self.unpacked > _MOST_UNPACKED + _MOST_RATIO * self.report.bytes
         ):
             self.unpacked -= size
-            raise DamagedError(f"it unpacks to {size / 1e6:,.0f} MB, more than is taken from who is not trusted")
+            raise DamagedError(f"it unpacks to {size / 1e6:,.0f} MB, more than is accepted from an untrusted source")
         return size
 
     def _commit(self, files: Sequence[tuple[Group, FileEntry, list[DocumentEntry]]]) -> None:
@@ -414,7 +414,7 @@ class _Pull:
 
 
 def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]]]:
-    """By key, as many as go into one transaction."""
+    """Yield values by key, as many as go into one transaction."""
     some, size = list[tuple[Group, bytes]](), 0
     for group, value in sorted(held, key=lambda pair: pair[0].key):
         some.append((group, value))
@@ -428,8 +428,10 @@ def _parts(held: list[tuple[Group, bytes]]) -> Iterator[list[tuple[Group, bytes]
 
 def _one_value(key: str, what: str, name: str, place: Place | None = None) -> Group:
     """Return the group of one value: of a name, or at a place in a pack."""
-    wanted = Wanted(name, MOST_BYTES) if place is None else Wanted(name, place.lengths[0], place.pack.name, place.start)
-    return Group(key, what, [wanted], wanted.most)
+    request = BlobRequest(name, MOST_BYTES)
+    if place is not None:
+        request = BlobRequest(name, place.lengths[0], place.pack.name, place.start)
+    return Group(key, what, [request], request.most)
 
 
 def _records_of(key: str, chunk: Chunk, bundle: Bundle) -> Group:
@@ -537,7 +539,7 @@ def wanted_files(store: Store, catalogue: Catalogue, newer: bool, origins: Origi
             continue
         if entry.origin.is_foreign and not origins.of(catalogue.files[key]).is_foreign:
             continue  # the same file from a trusted source counts as made here
-        with suppress(DamagedError):  # replaced by the tier's
+        with suppress(DamagedError):  # replaced by the shared store's
             mine[key] = File(digest_of(values.file_value(store, entry)), entry.mtime_ns)
         if not _may_replace(origins.of(catalogue.files[key]), entry.origin):
             kept[key] = entry.path

@@ -52,15 +52,15 @@ def push(
 
     Parameters
     ----------
-    delete : forget what the store does not have, if nothing of the store is damaged; else the tier keeps it.
+    delete : forget what the store does not have, if nothing of the store is damaged; else the shared store keeps it.
     verify : read back what is there already, and send again what is damaged.
     dry_run : change nothing; the report counts what would be done.
-    yes : `delete` may take more than half of the tier.
-    key : signs the catalogue. The tier then holds nothing that this key has not signed.
+    yes : `delete` may take more than half of the shared store.
+    key : signs the catalogue. The shared store then holds nothing that this key has not signed.
 
     Raises
     ------
-    RemoteError, NoSpaceError : the tier does not answer, or is full. What was sent stays.
+    RemoteError, NoSpaceError : the shared store does not answer, or is full. What was sent stays.
     StoreFormatError : it holds a store of another model, or other things than a store.
     UsageError : it would lose more than half, and nobody said `yes`; or it is signed by another key, or by one that
         was not given.
@@ -146,11 +146,11 @@ class _Push:
         return self.key is not None and theirs is not None and self.key.has_signed(theirs.proof)
 
     def _say_what_stays(self) -> None:
-        """States are of prompts of a model that keeps some; a catalogue knows no name for them."""
+        """Warn of states of prompts, which a catalogue has no name for."""
         if count := sum(not info.alone for info in self.store.stretches().values()):
             self.events.warn(
                 f"a shared store holds no states: {counted(count, 'stretch', 'stretches')} of prompts stay here, and "
-                "whoever asks there computes them",
+                "a question there computes them",
                 "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
             )
 
@@ -192,7 +192,7 @@ class _Push:
         return self._with_codec(less if less != joined and self._is_whole(mine) else joined, theirs)
 
     def _with_codec(self, joined: Catalogue, theirs: Catalogue) -> Catalogue:
-        """With what the tier knows of the codec levels besides, where the store has no profile: it was never
+        """Add what the shared store knows of the codec levels if the store has no profile: it was never
         compressed, or all KV that needed one has gone from it. Else what the store says is as it is."""
         state, mark = self.store.codec_state(), theirs.meta.get("codec")
         if state.get("profile") or mark in (None, joined.meta["codec"]):

@@ -17,7 +17,7 @@ from redis import exceptions as errors
 from redis._parsers.hiredis import _HiredisParser
 from redis.utils import HIREDIS_AVAILABLE
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.common.urls import HIDDEN, SHOWN, for_people, is_host
 from kvtool.core.errors import KvtoolError, NoSpaceError, RemoteError, UsageError
 from kvtool.core.remote.blobs import AHEAD, LEASES, TIMEOUT, seconds_held
@@ -41,7 +41,7 @@ _BYTES_AT_ONCE = 16 * 2**20
 
 
 def from_url(url: str, timeout: float) -> RedisBlobs:
-    """The database of a `redis://` URL; raises ValueError for one whose password is not escaped."""
+    """Open the database of a `redis://` URL. Raises UsageError, and ValueError if a password is not escaped."""
     parts = urlsplit(url)
     more = parts.path + parts.query
     if not is_host(parts.netloc.rpartition("@")[2]) or parts.fragment or url.count("@") > 1 or "@" in more:
@@ -103,7 +103,7 @@ class RedisBlobs:
             waiting.execute()
 
     def flush(self) -> None:
-        """Redis persists as it is configured to."""
+        """Do nothing: Redis persists as it is configured to."""
 
     def compare_and_swap(self, name: str, before: bytes | None, after: bytes) -> bool:
         with self._explained(), self._client.pipeline() as watching:
@@ -183,7 +183,7 @@ class RedisBlobs:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Errors of redis-py in words; none that repeats a secret is passed on."""
+        """Turn errors of redis-py into KvtoolErrors that repeat no secret."""
         try:
             yield
         except _STRANGE as error:
@@ -215,7 +215,7 @@ class RedisBlobs:
 
 _CHECK = "check the address and that the server runs"
 _MOST_SAID = 1000  # characters of what a server says of an error
-_OPTIONS = "such as redis://host:6379/0; behind `?` stand options of redis-py"
+_OPTIONS = "such as redis://host:6379/0; options of redis-py follow after `?`"
 
 
 class RedisReader:
@@ -226,7 +226,7 @@ class RedisReader:
         self._connection: Any = pool.get_connection()
         self._asked = deque[int]()
 
-    def ask(self, wanted: Sequence[Wanted]) -> None:
+    def ask(self, wanted: Sequence[BlobRequest]) -> None:
         limits = [one.most if one.pack else min(most_bytes(one.name), one.most) for one in wanted]
         with self._blobs._explained():
             commands = [
@@ -259,7 +259,7 @@ def _bounded(value: bytes, most: int) -> bytes | None:
 
 
 def _split_prefix(url: str) -> tuple[str, str]:
-    """The URL without `prefix`, and the prefix."""
+    """Return the URL without `prefix`, and the prefix."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
     prefix = query.pop("prefix", PREFIX)

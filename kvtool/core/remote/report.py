@@ -1,4 +1,4 @@
-"""Report of a push, a pull or a sync."""
+"""Report of a push, a pull or an import."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class TransferReport:
     Attributes
     ----------
     chunks : at a level each. `bytes` : of all that was moved.
-    removed : files of a store, or values of a tier (`bytes_freed`), `forgotten` : documents of a tier.
-    spared : values of a tier that were to go and did not, because another push was running.
+    removed : files of a store, or values of a shared store (`bytes_freed`).
+    forgotten : documents of a shared store.
+    spared : values of a shared store that were to go and did not, because another push was running.
     dry_run : nothing was changed; these are the counts of what would have been.
     damaged : what could not be moved, and why; it was left out.
     origin : what the documents that came are noted to be from; "": as if they were made here.
@@ -57,7 +58,7 @@ class TransferReport:
     signer: str | None = None
 
     def note_damage(self, what: str, why: str) -> None:
-        """Something was left out."""
+        """Note that something was left out, and why."""
         self.damaged.append({"what": what, "reason": why})
 
     def goes_on_from(self, before: TransferReport) -> None:
@@ -69,7 +70,7 @@ class TransferReport:
         self.seconds += before.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON object, as `--json` shows it."""
+        """Return a JSON object, as `--json` shows it."""
         facts = asdict(self)
         if self.direction == "import":  # of what lies on the disk
             facts["path"] = facts.pop("url")

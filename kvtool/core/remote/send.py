@@ -50,14 +50,14 @@ class Sender:
         self.report, self.events, self.verify = report, events, verify
 
     def send(self, mine: Catalogue, theirs: Catalogue | None) -> Catalogue:
-        """Send what is missing; the catalogue as the tier has it now, with the places of what was packed.
+        """Send what is missing. Return the catalogue as the shared store has it now, with the places of packed values.
 
-        It differs from `mine` otherwise where a mark was taken from `theirs` and its records, made on another machine,
-        are gone: half of a level may not be of one rounding and half of another.
+        It also differs from `mine` where a mark was taken from `theirs` and its records, made on another machine, are
+        gone: a level may not mix two roundings.
 
         Raises
         ------
-        RemoteError, NoSpaceError : the tier is gone or full.
+        RemoteError, NoSpaceError : the shared store is gone or full.
         KvtoolError : the store was changed meanwhile.
         """
         self._send_facts(mine)
@@ -81,7 +81,7 @@ class Sender:
         self._put({name: value for name in broken if (value := shelf.get(name.rpartition("/")[2])) is not None})
 
     def _unsound(self, mine: Catalogue, theirs: Catalogue | None) -> tuple[set[Pack], set[Pack]]:
-        """Packs that are missing or cut off there, and those that are mostly garbage."""
+        """Return the packs that are missing or cut off there, and those that are mostly garbage."""
         packs = sorted(mine.packs())
         sizes = self._sound_sizes([pack.name for pack in packs])
         broken = {pack for pack in packs if sizes[pack.name] != pack.size}
@@ -113,7 +113,7 @@ class Sender:
     def _of_one_machine(
         self, chunks: Mapping[str, Chunk], gaps: set[Member], theirs: Catalogue | None
     ) -> dict[str, Chunk]:
-        """The chunks, described anew where this store's records are not those that the tier has lost."""
+        """Return the chunks, described anew if this store's records are not those that the shared store has lost."""
         found = dict(chunks)
         for key in sorted({key for key, _ in gaps}):
             chunk = chunks[key]
@@ -187,7 +187,7 @@ class Sender:
         sizes = {}
         for at in range(0, len(names), _AT_ONCE):
             some = names[at : at + _AT_ONCE]
-            self.lease.renew()  # to read all of a tier may take hours
+            self.lease.renew()  # to read all of a shared store may take hours
             for name, value in zip(some, self.blobs.get(some), strict=True):
                 sizes[name] = len(value) if value is not None and values.is_sound(name, value) else 0
         return sizes
@@ -206,7 +206,7 @@ class Sender:
         self._put(missing)
 
     def _send_descriptions(self, mine: Catalogue, unsound: set[Pack]) -> Catalogue:
-        """Files and chunks themselves; the catalogue with their places."""
+        """Send descriptions of files and chunks. Return the catalogue with their places."""
         descriptions = Descriptions(self.store, mine, unsound | scattered(mine))
         self.report.files.moved += sum(kind == FILE for _, kind in descriptions.lacking)
         self.report.files.unchanged = len(mine.files) - self.report.files.moved
@@ -223,7 +223,7 @@ class Sender:
 
 
 def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Some at a time, as many bytes as a few packs have: one that is larger is sent alone."""
+    """Yield some packs at a time, of as many bytes as a few have; a larger one is sent alone."""
     some, size = list[Packed](), 0
     for packed in packs:
         if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:
@@ -243,8 +243,8 @@ def _same(theirs: Catalogue | None, key: str, level: str, mine: Level) -> Level 
 
 
 def _placed(key: str, chunk: Chunk, places: Mapping[Member, Place | None], lost: set[Member]) -> Chunk:
-    """The chunk with the places of what was sent, without levels that could not be sent and what refines them: no
-    catalogue names what is not there."""
+    """Return the chunk with the places of what was sent, without levels that could not be sent and those that refine
+    them: no catalogue names what is missing."""
     gone = {level for level in chunk.levels if (key, level) in lost}
     while more := {level for level, stored in chunk.levels.items() if stored.base in gone and level not in gone}:
         gone |= more
@@ -307,7 +307,7 @@ def _pack(members: Mapping[Member, list[bytes]]) -> Packed:
 
 
 def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
-    """Chunks in the order in which documents have them, each where it comes first; then those that none has."""
+    """Return chunks in the order in which documents first have them; then those that none has."""
     order: dict[str, None] = {}
     wanted = dict.fromkeys(chunks)
     for source in store.sources():
@@ -321,7 +321,7 @@ def by_document(store: Store, chunks: Iterable[str]) -> list[str]:
 
 
 def thin_packs(mine: Catalogue, theirs: Catalogue) -> set[Pack]:
-    """Packs of which not even half is used any more, by either catalogue."""
+    """Return the packs of which less than half is still used by either catalogue."""
     used: Counter[Pack] = Counter()
     for place in places_of(theirs.files, theirs.chunks):
         used[place.pack] += sum(place.lengths)
@@ -354,8 +354,7 @@ class Descriptions:
         self.lacking |= {(key, CHUNK) for key, chunk in mine.chunks.items() if _lacks(chunk, unsound)}
 
     def in_order(self) -> Iterator[Member]:
-        """All that lack a place: chunks in the order in which documents have them, then files. Who lacks all of either
-        asks once for them, and reads nothing of the other.
+        """Yield all that lack a place: chunks in the order in which documents have them, then files.
 
         Raises
         ------
@@ -382,7 +381,7 @@ class Descriptions:
             yield from ((ref.chunk_id.hex(), CHUNK) for ref in (document.chunks if document is not None else ()))
 
     def records_of(self, member: Member) -> list[bytes]:
-        """The value of one. Raises KvtoolError where the store was changed since it was surveyed."""
+        """Return the value of one. Raises KvtoolError if the store was changed since it was surveyed."""
         key, kind = member
         entry = self._mine.files[key] if kind == FILE else self._mine.chunks[key]
         value = values.value_of(self._store, f"{kind[1:]}/{key}-{entry.mark}")
@@ -391,7 +390,7 @@ class Descriptions:
         return [value]
 
     def placed(self, places: Mapping[Member, Place]) -> Catalogue:
-        """The catalogue with the places of what was sent."""
+        """Return the catalogue with the places of what was sent."""
         files, chunks = dict(self._mine.files), dict(self._mine.chunks)
         for (key, kind), place in places.items():
             if kind == FILE:
@@ -402,8 +401,8 @@ class Descriptions:
 
 
 def scattered(mine: Catalogue) -> set[Pack]:
-    """Small packs of descriptions, where many pushes of a little have left many: they are put together, so that who
-    comes new asks for few. Each push of a little more costs no more than its share of that."""
+    """Return the small packs of descriptions if small pushes have left many. They are joined, so that a new reader
+    requests few; each small push costs no more than its share of that."""
     entries: tuple[File | Chunk, ...] = (*mine.files.values(), *mine.chunks.values())
     packs = {entry.place.pack for entry in entries if entry.place is not None}
     small = {pack for pack in packs if pack.size < PACK_BYTES // _SMALL}

@@ -170,7 +170,7 @@ def proof_of(row: Mapping[str, Any], digest: bytes) -> Proof:
     """Read a signature, inverse of :func:`proof_row`. Raises ValueError, KeyError."""
     name = validation.text_of(row["name"])
     if len(name) > 100 or not name.isprintable():
-        raise ValueError("a signer's name that nobody can print")
+        raise ValueError("a signer's name that cannot be printed")
     key, signature = (
         bytes.fromhex(validation.hex_of(row[part], size)) for part, size in (("key", 32), ("signature", 64))
     )

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from kvtool.core.cache import space
-from kvtool.core.cache.backend import Ahead, KVRead, Wanted
+from kvtool.core.cache.backend import Ahead, BlobRequest, KVRead
 from kvtool.core.cache.chunks import read_record
 from kvtool.core.cache.entries import ChunkInfo
 from kvtool.core.cache.layout import writer_lock
@@ -37,7 +37,7 @@ CATALOGUE = "remote/catalogue"  # side file of the local cache: the catalogue th
 
 
 class Tier:
-    """A shared store as the :class:`kvtool.core.cache.backend.Link` of its local cache.
+    """A shared store as the :class:`kvtool.core.cache.backend.RemoteBackend` of its local cache.
 
     Documents and chunks are those of the catalogue. KV of a chunk is requested when its first layer is read, arrives
     layer by layer, is checked, and is written into the local cache after the answer. Layers that no row sees are
@@ -87,7 +87,7 @@ class Tier:
         fetched = self._fetched.get((chunk_id, level), {})
         return level in self._store.sizes_here(chunk_id) or (chunk is not None and len(fetched) == chunk.layers)
 
-    def wanted(self, chunk_id: bytes, level: str) -> list[Wanted]:
+    def wanted(self, chunk_id: bytes, level: str) -> list[BlobRequest]:
         """Return the requests for a chunk's records at a level, by layer; empty if the level is not offered."""
         chunk = self._chunk(chunk_id)
         return records_wanted(chunk_id.hex(), chunk, level) if chunk is not None and level in chunk.levels else []
@@ -166,7 +166,7 @@ class Tier:
 
     def _ask(self, arrivals: Prefetcher, layers: Mapping[Place, Collection[int]]) -> None:
         """Request what is not here of some layers of some chunks, layer by layer of all of them."""
-        asked, coming = list[tuple[int, Place, Wanted]](), {*self._coming}
+        asked, coming = list[tuple[int, Place, BlobRequest]](), {*self._coming}
         for place, numbers in layers.items():
             wanted = self.wanted(*place)
             if not wanted:

@@ -53,49 +53,49 @@ def _finite(text: str) -> float:
 
 
 def object_of(value: Any) -> dict[str, Any]:
-    """An object."""
+    """Check that a value is an object."""
     if not isinstance(value, dict):
         raise ValueError("not an object")
     return value
 
 
 def list_of(value: Any, length: int | None = None) -> list[Any]:
-    """A list, of this length."""
+    """Check that a value is a list, of this length."""
     if not isinstance(value, list) or (length is not None and len(value) != length):
         raise ValueError("not a list of the right length")
     return value
 
 
 def text_of(value: Any) -> str:
-    """A string."""
+    """Check that a value is a string."""
     if not isinstance(value, str):
         raise ValueError("not a string")
     return value
 
 
 def name_of(value: Any) -> str:
-    """A short name of plain characters."""
+    """Check that a value is a short name of plain characters."""
     if not _KEY.fullmatch(text_of(value)):
         raise ValueError("not a name")
     return str(value)
 
 
 def hex_of(value: Any, *sizes: int) -> str:
-    """Bytes in lower-case hex: one of so many."""
+    """Check that a value is so many bytes in lower-case hex, of one of these sizes."""
     if not isinstance(value, str) or len(value) // 2 not in sizes or not _HEX.fullmatch(value):
         raise ValueError("not bytes in hex of the right length")
     return value
 
 
 def count_of(value: Any, least: int, most: int) -> int:
-    """A whole number within bounds."""
+    """Check that a value is a whole number within bounds."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError("not a whole number within bounds")
     return value
 
 
 def plain(value: Any, left: int = _MOST_NESTED) -> Any:
-    """A value whose numbers fit in 64 bits, nested not too deep, with keys that are names."""
+    """Check that a value's numbers fit in 64 bits, that it is not nested too deep, and that its keys are names."""
     if left == 0:
         raise ValueError("nested too deep")
     if isinstance(value, dict):

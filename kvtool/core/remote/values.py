@@ -62,8 +62,8 @@ _CHECKS = {"manifest": _manifest_of, "codec": validation.codec_of}
 
 
 def file_value(store: Store, entry: FileEntry) -> bytes:
-    """A file's entry and its documents, as they are stored but for their origin. Raises DamagedError where one of them
-    is lost."""
+    """Seal a file's entry and its documents, as they are stored except for their origin. Raises DamagedError if one of
+    them is lost."""
     parts: list[bytes | memoryview] = [replace(entry, origin=HERE).to_bytes()]
     for source in entry.documents:
         document = store.document_bytes(source)
@@ -120,10 +120,10 @@ def _parts_of_file(key: bytes, value: bytes) -> list[memoryview]:
 def _checked_file(
     key: bytes, entry: FileEntry, documents: list[DocumentEntry]
 ) -> tuple[FileEntry, list[DocumentEntry]]:
-    """The file and its documents, if it is the file that was asked for and its chunks lie within its documents."""
+    """Check that it is the file that was asked for, and that its chunks are within its documents."""
     sources = [document.source for document in documents]
     if tables.name_key(entry.path) != key or len(set(sources)) != len(sources) or set(sources) != set(entry.documents):
-        raise DamagedError("another file, or other documents than it names, are in its place")
+        raise DamagedError("it is another file, or has other documents than it names")
     if "\0" in entry.path or not {".", ".."}.isdisjoint(_SEPARATOR.split(entry.path)):
         raise DamagedError("its path is none that an ingest gives a file")
     if any(source != entry.path and not source.startswith(f"{entry.path}#") for source in sources):
@@ -134,7 +134,7 @@ def _checked_file(
         named = 0
         for ref in document.chunks:
             if len(ref.chunk_id) != ID_BYTES or not 0 <= ref.start <= ref.end <= len(document.text):
-                raise DamagedError(f"a chunk lies outside of the document {document.source}")
+                raise DamagedError(f"a chunk is outside of the document {document.source}")
             named += ref.end - ref.start
             if not 0 <= ref.tokens <= MOST_TOKENS:
                 raise DamagedError(f"a chunk of {document.source} has a number of tokens that none can have")
@@ -144,7 +144,7 @@ def _checked_file(
 
 
 def chunk_value(chunk_id: bytes, info: ChunkInfo) -> bytes:
-    """A chunk's description."""
+    """Seal a chunk's description."""
     return seal(chunk_id, Kind.CHUNK, info.to_bytes())
 
 
@@ -173,7 +173,7 @@ def open_chunk(chunk_id: bytes, value: bytes, identity: Mapping[str, Any], layer
 
 
 def profile_value(store: Store, digest: str) -> bytes:
-    """A codec profile; raises DamagedError."""
+    """Seal a codec profile. Raises DamagedError."""
     key = bytes.fromhex(digest)
     data = store.profile(key)
     if data is None:
@@ -186,7 +186,7 @@ def open_profile(digest: str, value: bytes) -> bytes:
     key = bytes.fromhex(digest)
     data = bytes(unseal(key, Kind.PROFILE, value))
     if hashlib.blake2b(data, digest_size=len(key)).digest() != key:
-        raise DamagedError("another profile is in its place")
+        raise DamagedError("it is another profile")
     return data
 
 
@@ -230,17 +230,17 @@ def records_of(store: Store, chunk_id: bytes, level: str, layers: int) -> list[b
 
 
 def mark_of_records(records: Sequence[bytes]) -> str:
-    """Digest of all records of a level, from their own."""
+    """Return the digest of all records of a level, from their own digests."""
     return digest_of(b"".join(record[-DIGEST_BYTES:] for record in records))
 
 
 def base_of(chunk_id: bytes, level: str, record: bytes) -> str | None:
-    """The coarser level that a record refines; raises DamagedError."""
+    """Return the coarser level that a record refines. Raises DamagedError."""
     return base_level(level, decode_record(chunk_id, record)[1])
 
 
 def stored_base(store: Store, chunk_id: bytes, level: str) -> str | None:
-    """The coarser level that a stored one refines; None: none, or its record cannot be read."""
+    """Return the coarser level that a stored one refines; None: none, or its record cannot be read."""
     try:
         record = store.read_kv(chunk_id, level, 0)
         return base_level(level, record[1]) if record is not None else None
@@ -317,8 +317,8 @@ def _survey_chunks(store: Store, known: Mapping[str, Chunk], damaged: Damaged, s
 
 
 def _in_views(store: Store, items: Sequence[_T]) -> Iterator[_T]:
-    """Items; what is read of the store until the next one is asked for is read in a view of some. A view of all would
-    hold on to all that a writer replaces meanwhile."""
+    """Yield items, each within a view of the store that covers some of them. A view of all would keep all that a writer
+    replaces meanwhile."""
     for at in range(0, len(items), _AT_ONCE):
         with store.view():
             yield from items[at : at + _AT_ONCE]
@@ -429,6 +429,6 @@ def join_codec(mine: State, theirs: State) -> dict[str, Any]:
 
 
 def _written(rows: dict[str, Any], profile: str) -> dict[str, Any]:
-    """The older form, which every version reads, where it can hold them all."""
+    """Return the older form, which every version reads, if it can hold them all."""
     maker = profile or NO_PROFILE.hex()
     return dict(rows[maker]) if rows.keys() == {maker} else rows

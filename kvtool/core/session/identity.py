@@ -114,13 +114,13 @@ class StoreIdentity:
                 self.check_movable(f"--fusion {mode}")
         if deferred:
             raise UsageError(
-                "--defer adds chunks to a prompt, and behind them a state is another one", "leave --defer out"
+                "--defer adds chunks to a prompt, and the state after them is another one", "leave --defer out"
             )
 
     def check_movable(self, what: str) -> None:
         """Refuse what needs movable chunks. Raises UsageError."""
         if self.keeps_states:
-            needed = "that would need a state that is the same wherever its chunk stands"
+            needed = "that would need a state that is the same at every position of its chunk"
             raise UsageError(
                 f"{what} needs chunks that can be moved, and {self.model} keeps a recurrent state; {needed}",
                 f"{ONLY_EXACTLY}, which take no such chunks",

@@ -17,11 +17,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.types import Events
 from kvtool.core.ingest.account import Account
-from kvtool.core.ingest.compute import ChunkStorer, Maker
-from kvtool.core.ingest.novelties import Novelties
 from kvtool.core.ingest.options import IngestOptions
-from kvtool.core.ingest.prepare import PreparedFile
-from kvtool.core.ingest.storer import batch_tokens
+from kvtool.core.ingest.prepare import NewChunks, PreparedFile
+from kvtool.core.ingest.storer import ChunkStorer, batch_tokens
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 from kvtool.lab.bench.machine import Host
@@ -146,11 +144,11 @@ def _ingest(decoder: Decoder, identity: StoreIdentity, files: Sequence[PreparedF
         Store.create_or_open(Path(folder) / "store") as store,
         store.writer() as writer,
     ):
-        maker = Maker(decoder, lead_ins_of(identity, decoder), RAW)
-        storer, novelties = ChunkStorer(writer, Account(IngestOptions(), Events()), maker), Novelties(store)
+        account, new_chunks = Account(IngestOptions(), Events()), NewChunks(store)
+        storer = ChunkStorer(writer, account, decoder, lead_ins_of(identity, decoder), RAW, None)
         try:
             for file in files:
-                storer.take(file, novelties.of(file))
+                storer.take(file, new_chunks.of(file))
             storer.finish()
         finally:
             storer.close()

@@ -237,7 +237,7 @@ def random_text(vocabulary: int, sizes: Sizes, seed: int) -> BenchText:
 
 def prompt_of(decoder: Decoder, text: BenchText, level: str, context: int) -> BenchPrompt:
     """Lay out the prompt of `context` tokens. Raises UsageError where no chunk fits in."""
-    # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/compute.py).
+    # Nothing stands before the prefix; it is kept exactly, whatever the level (ingest/storer.py).
     prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]
     return BenchPrompt(context, prefix, tuple(chunks), text.question)

@@ -26,8 +26,8 @@ from kvtool.core.compress.loss import (
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.evaluate.measures import Row
 from kvtool.core.fusion.plan import Segment
-from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
 from kvtool.lab.measure.evaluation import RowsOf, by_run, evaluation_facts

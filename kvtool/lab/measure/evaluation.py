@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.errors import GateError, KvtoolError
 from kvtool.core.evaluate.measures import Row
+from kvtool.core.retrieval.embed import remembered
 from kvtool.core.retrieval.index import INDEX_FORMAT
-from kvtool.core.retrieval.vectors import remembered
 from kvtool.lab.measure.journal import Journal
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.plan import Segment, build_plan
 from kvtool.core.fusion.source import KVSource, MemorySource, ReadStats
 from kvtool.core.model.prefill import ChunkKV, PrefillItem, prefill_chunks
-from kvtool.core.query.layout import lay_out
+from kvtool.core.query.prompt import lay_out
 
 if TYPE_CHECKING:
     from kvtool.core.common.types import Ids
-    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.query.reply import Request
     from kvtool.core.session.session import Session
 

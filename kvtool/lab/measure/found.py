@@ -13,9 +13,9 @@ from kvtool.core.fusion.selectors import REFERENCE
 from kvtool.lab.measure.intervals import estimates, mean
 
 if TYPE_CHECKING:
-    from kvtool.core.query.layout import PromptLayout
+    from kvtool.core.query.prompt import PromptLayout
     from kvtool.core.query.reply import Request
-    from kvtool.core.retrieval.places import Places
+    from kvtool.core.retrieval.finder import Places
 
 
 def check_sources(places: Places, requests: Sequence[Request]) -> None:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvtool.core.evaluate.scoring import normalise
+from kvtool.core.evaluate.measures import normalise
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
 from kvtool.core.model.prompt import chunk_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import encode

@@ -10,8 +10,7 @@ from kvtool.core.fusion.plan import Plan
 from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
 from kvtool.core.query.answer import reply_chunks
 from kvtool.core.query.auto import spans_of
-from kvtool.core.query.defer import spans
-from kvtool.core.query.layout import PromptLayout
+from kvtool.core.query.prompt import PromptLayout
 
 if TYPE_CHECKING:
     from kvtool.core.query.options import QueryOptions
@@ -35,7 +34,7 @@ def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, spe
     """
     plan, chunks = asked.plan, _chunks(session, asked)
     if options.defer:
-        for number, (start, stop) in enumerate(spans(len(chunks), options.defer_first), 1):
+        for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
             for chunk in chunks[start:stop]:
                 chunk["round"] = number
     value: dict[str, Any] = {"chunks": chunks, "cut": asked.cut, "tokens": _tokens(plan)}

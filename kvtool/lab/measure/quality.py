@@ -10,7 +10,7 @@ from kvtool.core.codec.levels import known
 from kvtool.core.common.sizes import counted
 from kvtool.core.evaluate.measures import MEASURES, Row, means, numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.core.query.layout import lay_out
+from kvtool.core.query.prompt import lay_out
 from kvtool.lab.measure.evaluation import RowsOf, by_run, name_of
 from kvtool.lab.measure.found import found, retrieval_of
 from kvtool.lab.measure.intervals import CONFIDENCE, RESAMPLES, Estimate

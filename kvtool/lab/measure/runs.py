@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, cast
 
 from kvtool.core.errors import UsageError, did_you_mean
-from kvtool.core.evaluate.runs import run_name
+from kvtool.core.evaluate.measures import run_name
 from kvtool.core.fusion.selectors import REFERENCE, SELECTORS
 from kvtool.core.options.option import Option, options_of
 from kvtool.core.query.options import QueryOptions

@@ -6,17 +6,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from kvtool.core.evaluate.measures import Row
+from kvtool.core.evaluate.measures import Row, score
 from kvtool.core.evaluate.reference import SAME, Distance, Reference
-from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.fusion.source import KVSource
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.generate import Generated
-from kvtool.core.query.layout import PromptLayout
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import PromptLayout
 from kvtool.lab.measure.runs import RunSpec
 
 NO_CONTEXT = "none"  # the run that answers without any chunk

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def chunk(desk: Desk) -> Findings:
     """Show one chunk: its document, text and stored levels. Loads no model."""
     from kvtool.core.cache.identity import chunk_named, is_id
-    from kvtool.core.retrieval.places import Places
+    from kvtool.core.retrieval.finder import Places
 
     if desk.about is None:
         raise UsageError("inspect chunk needs a chunk's id, or its place", "`kvtool store ls --chunks` lists both")

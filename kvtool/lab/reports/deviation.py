@@ -16,7 +16,7 @@ from kvtool.lab.reports.report import RETRIEVAL, Desk, Findings, Report
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan, Segment
-    from kvtool.core.query.layout import PromptLayout
+    from kvtool.core.query.prompt import PromptLayout
 
 _SHIFT = ("layer", "K", "K shifted", "V", "V shifted")
 _HEAD = ("layer", "K", "V", "top 5 %", "top 15 %", "rank correlation")

@@ -61,7 +61,7 @@ def evaluate_own(desk: Desk) -> Findings:
 
 def _asked(desk: Desk, path: Path) -> Findings:
     from kvtool.core.query.reply import read_batch
-    from kvtool.core.retrieval.places import Places
+    from kvtool.core.retrieval.finder import Places
     from kvtool.lab.charts.eval import own_table, own_text
     from kvtool.lab.charts.quality import quality_sections
     from kvtool.lab.measure.found import check_sources

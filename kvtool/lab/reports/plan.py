@@ -23,7 +23,7 @@ def plan(desk: Desk) -> Findings:
     """Show which parts of a question's prompt are cached, and the expected time of each mode. Runs no model."""
     request, options = one_question(desk, "plan"), desk.query_options(*_ASKED)
     from kvtool.core.checkpoint.load import resolve_device
-    from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.prompt import lay_out
     from kvtool.core.session.speeds import recalled
     from kvtool.lab.measure.plan import plan_facts
 

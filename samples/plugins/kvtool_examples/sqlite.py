@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from urllib.parse import unquote, urlsplit
 
-from kvtool.core.cache.backend import Wanted
+from kvtool.core.cache.backend import BlobRequest
 from kvtool.core.errors import RemoteError, UsageError
 from kvtool.core.remote.blobs import SequentialReader, seconds_held
 
@@ -85,7 +85,7 @@ class SqliteBlobs:
     def close(self) -> None:
         self._db.close()
 
-    def _read(self, wanted: Wanted) -> bytes | None:
+    def _read(self, wanted: BlobRequest) -> bytes | None:
         """A part of a pack, or a value; one that is larger than it may be is as good as none."""
         if wanted.pack:
             query = f"SELECT substr(value, {wanted.start + 1}, {wanted.most}) FROM blobs WHERE name = ?"

@@ -14,8 +14,8 @@ from kvtool.core.fusion.cost import LoadSpeed, PassSpeed, Speeds
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.selectors import MODES, selector_for
 from kvtool.core.query.auto import spans_of
-from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
 from kvtool.lab.measure.plan import expected_ms, plan_facts

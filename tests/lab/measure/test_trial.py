@@ -13,8 +13,8 @@ from kvtool.core.evaluate.reference import Reference, forced_logits, kl
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.selectors import SELECTORS, selector_for
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate
-from kvtool.core.query.layout import PromptLayout
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import PromptLayout
 from kvtool.core.query.reply import Request
 from kvtool.lab.measure.runs import RunSpec, parse_run
 from kvtool.lab.measure.trial import NO_CONTEXT, Trial

@@ -28,39 +28,8 @@ from kvtool.core.corpus.readers import (
     unknown,
 )
 from kvtool.core.corpus.readers.containers import GZIP, gunzip, without_gz
-from kvtool.core.corpus.readers.document import (
-    BinaryFile,
-    Document,
-    EmptyFile,
-    MissingPackage,
-    PassingFailure,
-    SecretFile,
-    UnreadableFile,
-)
+from kvtool.core.corpus.readers.document import Document, UnreadableFile
 from kvtool.core.corpus.readers.encoding import Reader
-
-__all__ = [
-    "READERS",
-    "BinaryFile",
-    "Document",
-    "EmptyFile",
-    "MissingPackage",
-    "PassingFailure",
-    "SecretFile",
-    "UnreadableFile",
-    "ending_of",
-    "file_of",
-    "is_archive",
-    "is_bounded",
-    "is_foreign",
-    "is_image",
-    "is_known",
-    "kind_of",
-    "library_of",
-    "plugin_of",
-    "read_documents",
-    "source_of",
-]
 
 
 class _Format(NamedTuple):
@@ -153,12 +122,12 @@ def is_known(path: PurePath) -> bool:
 
 
 def plugin_of(path: PurePath) -> Plugin | None:
-    """The plugin that reads files of this name."""
+    """Find the plugin that reads files of this name."""
     return _PLUGINS.get(path.suffix.lower().removeprefix("."))
 
 
 def library_of(path: PurePath) -> str:
-    """The library that reads files of this name, with the version that is installed; empty where none is needed."""
+    """Return the library that reads files of this name, with its installed version; "": none is needed."""
     known = _BY_ENDING.get(ending_of(without_gz(path)))
     library = "" if known is None else known.library
     if not library:
@@ -227,7 +196,7 @@ def ending_of(path: PurePath) -> str:
 
 
 def file_of(source: str) -> str:
-    """The file of a document: one of several is called `file.jsonl#id`."""
+    """Return the file of a document: one of several is called `file.jsonl#id`."""
     file, mark, _ = source.rpartition("#")
     return file if mark and READERS.get(ending_of(without_gz(PurePath(file)))) in _SEVERAL else source
 

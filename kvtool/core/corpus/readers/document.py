@@ -41,18 +41,18 @@ class UnreadableFile(KvtoolError):
     """A file holds no text that can be read; the message is the reason, without the path."""
 
     def to_row(self) -> dict[str, str]:
-        """Make what can be written down, and told to another process."""
+        """Make a row for a journal or another process."""
         return {"error": type(self).__name__, "message": self.message, "hint": self.hint}
 
     @staticmethod
     def from_row(row: Mapping[str, str]) -> UnreadableFile:
-        """Inverse of :meth:`to_row`."""
+        """Invert :meth:`to_row`."""
         kinds = {kind.__name__: kind for kind in UnreadableFile.__subclasses__()}
         return kinds.get(row["error"], UnreadableFile)(row["message"], row["hint"])
 
 
 class EmptyFile(UnreadableFile):
-    """There is nothing to read in it, and nothing wrong with it."""
+    """The error for a file without content."""
 
 
 class BinaryFile(UnreadableFile):
@@ -110,7 +110,7 @@ def opened(what: str, library: str) -> Iterator[None]:
 
 
 def cleaned(text: str) -> str:
-    """A text out of a container: one kind of newline, no control characters, no half of a surrogate pair."""
+    """Clean a text from a container: one kind of newline, no control characters, no half of a surrogate pair."""
     return _UNWANTED.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
@@ -125,7 +125,7 @@ class Parts:
 
     Attributes
     ----------
-    gap : what stands between parts.
+    gap : text between parts.
     """
 
     def __init__(self, gap: str = "\n\n") -> None:
@@ -135,7 +135,7 @@ class Parts:
         self._length = 0
 
     def add(self, place: int | str, text: str, gap: str | None = None) -> None:
-        """Add a part, behind another gap than usual where one is given. A part without text is left out."""
+        """Add a part, after `gap` or else the usual gap. A part without text is left out."""
         text = cleaned(text).strip("\n")
         if not text.strip():
             return
@@ -147,7 +147,7 @@ class Parts:
         self._length += len(text)
 
     def document(self, source: str, kind: str, notes: tuple[str, ...] = ()) -> Document:
-        """The document of all parts. Raises EmptyFile where none has any text."""
+        """Return the document of all parts. Raises EmptyFile if none has any text."""
         if not self._texts:
             raise EmptyFile("empty: there is no text in it")
         return Document(source, "".join(self._texts) + "\n", kind, notes, tuple(self._marks))
@@ -160,7 +160,7 @@ def joined(
     gap: str = "\n\n",
     notes: tuple[str, ...] = (),
 ) -> Document:
-    """Make a document of parts, each with its place in the file. Raises EmptyFile where none has any text."""
+    """Make a document of parts, each with its place in the file. Raises EmptyFile if none has any text."""
     made = Parts(gap)
     for place, text in parts:
         made.add(place, text)

@@ -1,8 +1,8 @@
 """Bytes → text: BOMs, UTF-8, UTF-16, then the legacy encodings.
 
-Guessing happens only where UTF-8 fails. Rules tell encodings by the characters that they should yield, for which a
-sentence is enough; charset-normalizer decides the rest. Alone it misreads short texts: of the tests' sentences those in
-EUC-JP, Latin-1, ISO 8859-2, KOI8-R and GBK.
+Guessing happens only where UTF-8 fails. Rules recognise encodings by the characters that they should yield, for which a
+sentence is enough; charset-normalizer decides the rest. Without rules it misreads short texts: of the tests'
+sentences those in EUC-JP, Latin-1, ISO 8859-2, KOI8-R and GBK.
 """
 
 from __future__ import annotations
@@ -64,11 +64,7 @@ _CYRILLIC = re.compile("[А-яЁё]")
 _CENTRAL = re.compile("[ąćęłńóśźżáčďéěíňřšťúůýžĺľôŕäöőüű„”“’–…«»\xa0]", re.IGNORECASE)
 
 
-def _nothing_declared(data: bytes) -> str:
-    return ""
-
-
-def of_text(declared: Callable[[bytes], str] = _nothing_declared) -> Callable[[TextReader], Reader]:
+def of_text(declared: Callable[[bytes], str] = lambda data: "") -> Callable[[TextReader], Reader]:
     """Make a reader of bytes of one that reads decoded text.
 
     Parameters
@@ -183,7 +179,7 @@ def _is_damaged_utf8(data: bytes) -> bool:
 
 
 def _utf16(data: bytes) -> str:
-    """UTF-16 without BOM, the byte order being the one that yields more spaces and ASCII."""
+    """Decode UTF-16 without BOM, in the byte order that yields more spaces and ASCII."""
     texts = (_strict(data, codec) for codec in ("utf-16-le", "utf-16-be"))
     written = [text for text in texts if text and "\0" not in text and _is_written(text)]
     if not written:
@@ -228,7 +224,7 @@ def _sample(data: bytes) -> bytes:
 
 
 def _opened(sample: bytes, codec: str, final: bool) -> str | None:
-    """The sample's text; a character that is torn at its end is left out where it is not the end of the file."""
+    """Decode the sample, without a character that is torn at its end unless that is the end of the file."""
     try:
         return codecs.getincrementaldecoder(codec)().decode(sample, final)
     except UnicodeError:
@@ -253,7 +249,7 @@ def _normalizer_guess(sample: bytes) -> str:
 
 
 def _share(pattern: re.Pattern[str], text: str) -> float:
-    """The part of the non-ASCII characters that match."""
+    """Return the share of the non-ASCII characters that match."""
     others = _NOT_ASCII.findall(text)
     return len(pattern.findall(text)) / len(others) if others else 0.0
 

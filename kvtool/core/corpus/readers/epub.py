@@ -31,7 +31,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _spine(archive: zipfile.ZipFile) -> Iterator[str]:
-    """The names of the pages in reading order."""
+    """Yield the names of the pages in reading order."""
     root = next((e.get("full-path", "") for e in parsed(archive, _CONTAINER).iter() if _name(e.tag) == "rootfile"), "")
     book = parsed(archive, root)
     pages = {e.get("id"): e.get("href", "") for e in book.iter() if e.get("media-type") in _PAGES}

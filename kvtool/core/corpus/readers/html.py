@@ -1,7 +1,7 @@
 """HTML → its visible text, with headings, paragraphs, list items and table rows as lines.
 
-By the standard library's parser, since answers cite lines: selectolax (1.0) knows no lines of a page, and lxml those of
-elements alone, the first 65,535.
+By the standard library's parser, since answers cite lines: selectolax (1.0) knows no lines of a page, and lxml only
+those of elements, up to 65,535.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _VOID = frozenset(
 
 
 def declared_encoding(data: bytes) -> str:
-    """The encoding that the file says it has, or an empty string."""
+    """Return the encoding that the file states; "": none."""
     match = _CHARSET.search(data[:4096])
     return match[1].decode("ascii", "replace") if match else ""
 
@@ -57,7 +57,7 @@ def read(source: str, text: str) -> list[Document]:
 
 
 def visible(text: str) -> str:
-    """The visible text of a page; empty where there is none. Raises UnreadableFile."""
+    """Return the visible text of a page; it may be empty. Raises UnreadableFile."""
     return _joined(_visible(text))[0]
 
 
@@ -76,8 +76,8 @@ def _visible(text: str) -> list[_Block]:
 
 
 def _joined(blocks: Sequence[_Block]) -> tuple[str, list[int]]:
-    """The text of all blocks, lists and tables as adjoining lines, everything else a blank line apart; and where each
-    begins in it."""
+    """Join blocks: lists and tables as adjoining lines, everything else with blank lines between; and return where each
+    begins."""
     parts: list[str] = []
     starts: list[int] = []
     length, last = 0, ""
@@ -92,7 +92,7 @@ def _joined(blocks: Sequence[_Block]) -> tuple[str, list[int]]:
 
 
 def _blocks(text: str, unseen: frozenset[str]) -> list[_Block]:
-    """The visible blocks of a page, without the elements in `unseen`."""
+    """Return the visible blocks of a page, without the elements in `unseen`."""
     page = _Page(unseen)
     try:
         page.feed(_defused(text))
@@ -106,7 +106,7 @@ def _defused(text: str) -> str:
     """Escape each `<` that begins no tag, and shorten numbers: html.parser raises or becomes quadratic on some."""
     text = shortened_references(text)
     text = _LOOSE.sub("&lt;", _SECTION.sub(lambda found: "\n" * found[0].count("\n"), text))
-    last = text.rfind("-->") + 1  # behind it no comment closes
+    last = text.rfind("-->") + 1  # after it no comment closes
     return text[:last] + text[last:].replace("<!--", "&lt;!--")
 
 
@@ -121,7 +121,7 @@ class _Page(HTMLParser):
         self._hidden_by = ""  # the element that hides what follows, until it closes
         self._hidden_depth = 0
         self._words: list[str] = []
-        self._line = 0  # where the first of them that is more than white space stands; 0: there is none
+        self._line = 0  # line of the first word that is more than white space; 0: none yet
         self._form = "text"
         self._prefix = ""
         self._lists: list[int] = []  # open lists: −1 for bullets, else the last number
@@ -132,7 +132,7 @@ class _Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if self._hidden_by:
             self._hidden_depth += tag == self._hidden_by
-        elif tag in self._unseen or (tag not in _VOID and _is_hidden(attrs)):
+        elif tag in self._unseen or (tag not in _VOID and any(name == "hidden" for name, _ in attrs)):
             self._hidden_by, self._hidden_depth = tag, 1
         else:
             self._open(tag)
@@ -158,7 +158,7 @@ class _Page(HTMLParser):
                 self._line = self.getpos()[0] + data.count("\n", 0, len(data) - len(data.lstrip()))
 
     def finished(self) -> list[_Block]:
-        """All blocks, the page's title first where it has no heading of the first rank."""
+        """Return all blocks, the page's title first if it has no heading of the first rank."""
         self._flush()
         if self.title is not None and not any(block.text.startswith("# ") for block in self.blocks):
             self.blocks.insert(0, self.title)
@@ -209,7 +209,7 @@ class _Page(HTMLParser):
         self._form, self._prefix = form, prefix
 
     def _block_break(self) -> None:
-        """A paragraph's edge; inside a cell, or before an item's first word, only a space."""
+        """End a paragraph; inside a cell, or before an item's first word, only add a space."""
         if self._cells is not None or (self._prefix and not self._line):
             self._words.append(" ")
         else:
@@ -254,11 +254,7 @@ class _Page(HTMLParser):
         self._form, self._prefix, self._pre = "text", "", False
 
 
-def _is_hidden(attrs: list[tuple[str, str | None]]) -> bool:
-    return any(name == "hidden" for name, _ in attrs)
-
-
 def _collapsed(text: str) -> str:
-    """White space as a browser shows it: runs are one space, \\v is a line break."""
+    """Collapse white space as a browser does: runs are one space, \\v is a line break."""
     lines = (" ".join(re.split(r"[ \t\n\r\f]+", line)).strip(" ") for line in text.split("\v"))
     return "\n".join(line for line in lines if line)

@@ -83,7 +83,7 @@ def _row(number: int, value: object) -> _Row:
 
 
 def _without_surrogates(text: str) -> str:
-    """JSON may escape half a surrogate pair, which no encoding and no tokenizer takes."""
+    """Replace halves of surrogate pairs: JSON may escape them, but no encoding and no tokenizer takes them."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -95,7 +95,7 @@ def _label(value: object) -> str:
 
 
 def _labels(rows: list[_Row]) -> list[str]:
-    """Each row's id where it is the only one of its kind, else its line number; all different."""
+    """Return each row's id if no other row has it, else its line number; all differ."""
     counts = Counter(row.label for row in rows)
     unique = {label for label, count in counts.items() if label and count == 1}
     return [row.label if row.label in unique else _free(str(row.line), unique) for row in rows]

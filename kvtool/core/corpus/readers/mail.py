@@ -15,7 +15,7 @@ from kvtool.core.corpus.readers.html import visible
 _SHOWN = ("Subject", "From", "To", "Cc", "Date")
 _BEGINS = b"From "  # the line before each message of a mailbox
 _TEXT_KINDS: dict[str, Callable[[str], str]] = {"text/plain": str, "text/html": visible}
-_AS_IT_IS = ("", "7bit", "8bit", "binary")  # encodings that leave the lines of a text alone
+_AS_IT_IS = ("", "7bit", "8bit", "binary")  # encodings that keep the lines of a text
 _DEEPEST = 50  # levels of a message in a message
 
 
@@ -43,7 +43,7 @@ def read(source: str, data: bytes) -> list[Document]:
 
 
 def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """The messages of a mailbox, each with the line on which it begins."""
+    """Yield the messages of a mailbox, each with the line on which it begins."""
     first, lines = 0, io.BytesIO(data).readlines()
     for number, line in enumerate([*lines, _BEGINS]):
         if line.startswith(_BEGINS) and (number == len(lines) or not number or not lines[number - 1].strip()):
@@ -79,7 +79,7 @@ def _begin(data: bytes, part: Message, at: int) -> int:
 
 
 def _header(message: EmailMessage, name: str) -> str:
-    """A header in words; one that the parser cannot take apart as it stands."""
+    """Return a header in words; unparsed if the parser fails."""
     try:
         return " ".join(str(message.get(name, "")).split())
     except (ValueError, IndexError, AttributeError, TypeError):  # the parser's own, on malformed headers
@@ -91,7 +91,7 @@ def _keeps_lines(part: Message) -> bool:
 
 
 def _text_parts(message: Message, depth: int) -> Iterator[Message]:
-    """The parts to read: of several forms of one text the plain one."""
+    """Yield the parts to read: of several forms of one text the plain one."""
     if depth > _DEEPEST:
         raise UnreadableFile(f"parts within parts, over {_DEEPEST} levels deep")
     if not message.is_multipart():
@@ -107,7 +107,7 @@ def _text_parts(message: Message, depth: int) -> Iterator[Message]:
 
 
 def _add_lines(made: Parts, part: Message, line: int) -> None:
-    """Add a part's text, marked with each line of the file where its encoding has left them alone."""
+    """Add a part's text, marked with each line of the file if its encoding keeps them."""
     data = part.get_payload(decode=True)
     if not isinstance(data, bytes) or not data.strip():
         return

@@ -46,7 +46,7 @@ def read_word(source: str, data: bytes) -> list[Document]:
 
 
 def _paragraph(paragraph: Paragraph) -> str:
-    """A paragraph with the mark of a heading or of a list's item."""
+    """Return a paragraph with the mark of a heading or of a list's item."""
     text = paragraph.text.strip()
     style = (paragraph.style.name or "").lower() if paragraph.style is not None else ""
     if not text:
@@ -59,7 +59,7 @@ def _paragraph(paragraph: Paragraph) -> str:
 
 
 def _table_rows(table: Table) -> Iterator[str]:
-    """A table's rows, a cell that spans several columns once."""
+    """Yield a table's rows, a cell that spans several columns once."""
     for row in table.rows:
         cells = {id(cell._tc): " ".join(cell.text.split()) for cell in row.cells}
         yield " | ".join(text for text in cells.values() if text)
@@ -139,7 +139,7 @@ def read_opendocument(source: str, data: bytes) -> list[Document]:
 
 
 def _blocks(element: Element, bullet: str) -> Iterator[str]:
-    """The blocks below an element, in their order; `bullet` stands before each paragraph."""
+    """Yield the blocks below an element, in their order; `bullet` precedes each paragraph."""
     for child in element:
         if child.tag == f"{_TEXT}h":
             rank = child.get(f"{_TEXT}outline-level", "1")
@@ -154,7 +154,7 @@ def _blocks(element: Element, bullet: str) -> Iterator[str]:
 
 
 def _words(element: Element) -> str:
-    """All text in an element; paragraphs inside of it a space apart."""
+    """Return all text in an element, with a space between paragraphs inside of it."""
     parts = [element.text or ""]
     for child in element:
         if child.tag == f"{_TEXT}s":

@@ -50,7 +50,7 @@ def _refused(error: Any) -> UnreadableFile:
 
 
 def _text(file: PdfDocument, number: int) -> str:
-    """The text of a page, words that a line's end has cut put together."""
+    """Return the text of a page; words that are cut at line ends are joined."""
     import pypdfium2
 
     try:

@@ -28,7 +28,7 @@ def read(source: str, text: str) -> list[Document]:
 
 
 def _said(text: str) -> Iterator[tuple[int, str]]:
-    """The lines of each cue: those behind its times, up to an empty one."""
+    """Yield the lines of each cue: those after its times, up to an empty one."""
     inside = False
     for number, line in enumerate(cleaned(text).split("\n"), 1):
         if _TIMES.match(line):

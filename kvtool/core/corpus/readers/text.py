@@ -8,7 +8,7 @@ import unicodedata
 from kvtool.core.corpus.readers.document import Document
 from kvtool.core.corpus.readers.encoding import of_text
 
-_MARKS = {  # a command's name → the mark that Unicode puts behind the letter
+_MARKS = {  # a command's name → the mark that Unicode puts after the letter
     **{"`": "\u0300", "'": "\u0301", "^": "\u0302", "~": "\u0303", '"': "\u0308", "=": "\u0304", ".": "\u0307"},
     **{"H": "\u030b", "c": "\u0327", "u": "\u0306", "v": "\u030c", "d": "\u0323", "b": "\u0331", "k": "\u0328"},
     **{"r": "\u030a"},
@@ -49,7 +49,7 @@ def read_code(source: str, text: str) -> list[Document]:
 @of_text()
 def read_latex(source: str, text: str) -> list[Document]:
     """Return one document, its sections as headings; its lines are those of the file."""
-    text = _LETTER.sub(_letter, _ACCENT.sub(_accented, text))
+    text = _LETTER.sub(lambda found: _LETTERS[found[1] or found[2]], _ACCENT.sub(_accented, text))
     text = _SECTION.sub(lambda found: f"{'#' * _RANKS[found[1]]} {found[2]}", text)
     return [Document(source, text, "markdown")]
 
@@ -57,7 +57,3 @@ def read_latex(source: str, text: str) -> list[Document]:
 def _accented(found: re.Match[str]) -> str:
     letter = (found[3] or found[4]).lstrip("\\")
     return unicodedata.normalize("NFC", letter + _MARKS[found[1] or found[2]])
-
-
-def _letter(found: re.Match[str]) -> str:
-    return _LETTERS[found[1] or found[2]]

@@ -11,7 +11,7 @@ from kvtool.core.corpus.readers.containers import gunzip_start
 from kvtool.core.corpus.readers.document import BinaryFile, Document, SecretFile
 from kvtool.core.corpus.readers.encoding import decode
 
-SNIFFED = 1 << 16  # bytes at the beginning of a file that tell whether it is text
+SNIFFED = 1 << 16  # bytes at the beginning of a file by which a text is recognised
 _MOST_BYTES = 1 << 24  # of such a text that nobody has named
 _FEWEST_BREAKS = 0.02  # white space in a text; base64 in lines of 64 has 0.015, prose 0.15
 _WORD = 20  # characters of a text that may be one word
@@ -43,7 +43,7 @@ def check(beginning: bytes, size: int) -> None:
 
 
 def check_text(documents: Collection[Document]) -> None:
-    """Refuse what was read: behind its first bytes, too, a file may hold a key, and unpacked it is longer."""
+    """Refuse what was read: a key may follow the first bytes, and an unpacked file is longer."""
     _refuse_long(sum(len(document.text) for document in documents))
     for document in documents:
         _refuse_keys(document.text)

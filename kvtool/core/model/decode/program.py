@@ -30,7 +30,7 @@ from kvtool.core.native.jit import Function
 
 I64 = npt.NDArray[np.int64]
 _PROBED = 8  # rows of a weight that are compared with the file's
-_LINE = 16  # floats of a cache line: what different threads write lies in lines of their own
+_LINE = 16  # floats of a cache line: different threads write to different lines
 _POSITIONS = 64  # whose cos and sin are computed together
 _MOST_TABLES = 64  # of so many positions each
 
@@ -116,7 +116,7 @@ class WeightSource:
             return dense(mapped)
         if plain:
             return dense(weight)
-        raise UnsupportedArchitecture("its weights lie in oneDNN's own layout, and the checkpoint has other ones")
+        raise UnsupportedArchitecture("its weights are in oneDNN's own layout, and the checkpoint has other ones")
 
     def _mapped(self, module: Any) -> torch.Tensor | None:
         """Return a module's weight as the file has it, if it has it in bfloat16."""

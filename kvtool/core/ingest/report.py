@@ -1,0 +1,209 @@
+"""Report of an ingest, and its log."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from kvtool.core.common.sizes import shown_size
+from kvtool.core.common.types import Events
+from kvtool.core.corpus.walk import Skip
+from kvtool.core.errors import UsageError
+
+PHASES = {
+    "model_download": "downloading the model, once",
+    "model_hash": "hashing the model's files, once",
+    "model_unpack": "unpacking the model from its GGUF file, once",
+    "model_files": "reading the model's settings and tokenizer",
+    "model_load": "loading the model",
+    "lead_in": "computing the lead-in of the chunks",
+    "index": "indexing words",
+    "gate": "trying the model on this store (the gate), once",
+}
+"""Phases in addition to reading and prefill, in words."""
+_NOTED_BYTES = 10**7  # of KV, from which a forecast is shown
+_MUCH_BYTES, _MUCH_SHARE = 2 * 10**9, 0.1  # of KV, or of the free disk, from which compression is suggested
+_MINUTE = 60.0
+
+
+@dataclass(slots=True)
+class Documents:
+    """Counts of documents by result."""
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    failed: int = 0
+
+
+@dataclass(slots=True)
+class Chunks:
+    """Counts of chunks by result; `reused` ones were in the store already."""
+
+    computed: int = 0
+    reused: int = 0
+    removed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Forecast of the cost of an ingest.
+
+    Attributes
+    ----------
+    tokens : to be computed.
+    kv_bytes : of their KV, before any compression.
+    seconds : at the speed of the last ingest; None: unknown.
+    disk_free : bytes that the disk has left.
+    level : codec level that is stored.
+    """
+
+    tokens: int
+    kv_bytes: int
+    seconds: float | None
+    disk_free: int
+    level: str
+
+    @property
+    def is_noted(self) -> bool:
+        """Return True if the KV is large enough to show a forecast."""
+        return self.kv_bytes >= _NOTED_BYTES
+
+    def told(self) -> str:
+        """Return the forecast in words."""
+        before = "" if self.level == "raw" else " before compression"
+        kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
+        text = f"about {self.tokens:,} tokens to compute: {kv} of KV{before}, {free} of disk free"
+        if self.seconds is not None:
+            text += f"; about {self._minutes()} at the speed of the last ingest"
+        return text
+
+    def advice(self) -> str:
+        """Return a hint to store less, if the KV is large."""
+        much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
+        hint = (
+            "`--level lossless` stores it exactly in less; `kvtool compress --drop-raw` afterwards makes it far less, "
+            "with some loss"
+        )
+        return hint if much and self.level == "raw" else ""
+
+    def _minutes(self) -> str:
+        minutes = (self.seconds or 0) / _MINUTE
+        return "a minute" if minutes < 1.5 else f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.0f} h"
+
+
+@dataclass(slots=True)
+class IngestReport:
+    """Result of an ingest (kvtool/docs/json.md); `tokens` and `kv_bytes` count what this run computed.
+
+    Attributes
+    ----------
+    skipped : number of skipped files, by kind; they are no failures.
+    phases : seconds in addition to reading and prefill, by `PHASES`.
+    unsupported : of the skipped files, those without a reader: `image`, `archive`, `binary`, or their ending.
+    forecast : made before the first chunk; None: no chunk was to be computed.
+    failures : files that could not be read; with `strict` all of them.
+    still_failing : unchanged files that failed before, too; not among `failures`.
+    loss : loss of the new chunks' level in nats per token of the answer; None: not measured, or no new chunk.
+    not_read_again : number of files in both lists that were not read again.
+    """
+
+    documents: Documents = field(default_factory=Documents)
+    chunks: Chunks = field(default_factory=Chunks)
+    tokens: int = 0
+    kv_bytes: int = 0
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    phases: dict[str, float] = field(default_factory=dict)
+    skipped: dict[str, int] = field(default_factory=lambda: {kind.value: 0 for kind in Skip})
+    unsupported: dict[str, int] = field(default_factory=dict)
+    failures: list[dict[str, str]] = field(default_factory=list)
+    still_failing: list[dict[str, str]] = field(default_factory=list)
+    not_read_again: int = 0
+    loss: float | None = None
+    warnings: list[str] = field(default_factory=list)
+    resolved: dict[str, Any] = field(default_factory=dict)
+    gate: dict[str, Any] | None = None
+    forecast: Forecast | None = None
+    dry_run: bool = False
+
+    @property
+    def prefill_tokens_per_second(self) -> float | None:
+        """Return the speed of the prefill, in chunk tokens per second."""
+        return self.tokens / self.prefill_seconds if self.prefill_seconds else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON object of `ingest --json`."""
+        return asdict(self) | {"prefill_tokens_per_second": self.prefill_tokens_per_second}
+
+
+class EventLog:
+    """Log of `--log`: one JSON event per line. Runs may share the file; each line has the process id.
+
+    Raises
+    ------
+    UsageError : the file cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.error = ""  # after which nothing is written: a full disk under the log ends no ingest
+        try:
+            self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666)
+            os.set_blocking(self._file, True)  # opening waits for no reader of a FIFO
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise UsageError(
+                f"the log {path} cannot be written: {reason}", "--log takes a file in a folder that is there"
+            ) from error
+
+    def event(self, type: Literal["status", "warning", "error", "summary"], **facts: Any) -> None:
+        """Append one line by one write."""
+        if self.error:
+            return
+        now = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line = json.dumps(_plain({"time": now, "pid": os.getpid(), "type": type} | facts)) + "\n"
+        try:
+            os.write(self._file, line.encode("ascii"))
+        except OSError as error:
+            self.error = error.strerror or str(error)
+
+    def listening(self, events: Events) -> Events:
+        """Return callbacks that also write to the log."""
+
+        def warn(text: str, hint: str) -> None:
+            self.event("warning", message=text, hint=hint)
+            events.warn(text, hint)
+
+        def failed(path: str, reason: str) -> None:
+            self.event("error", message=reason, path=path)
+            events.failed(path, reason)
+
+        def status(text: str) -> None:
+            self.event("status", message=text)
+            events.status(text)
+
+        def step(label: str, total: int, unit: str) -> None:
+            self.event("status", message=label, total=total, unit=unit)
+            events.step(label, total, unit)
+
+        return replace(events, warn=warn, failed=failed, status=status, step=step)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as strict JSON allows it: NaN and infinity become null."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,101 @@
+"""Access control and the time limit of bodies, before every endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import URL, Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvtool.core.agent.options import is_key
+from kvtool.serve.options import ANY_ORIGIN
+from kvtool.serve.wire import Refusal, refused
+
+_OPEN = ("/health",)  # for monitoring
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Guard:
+    """Middleware that requires the key.
+
+    Parameters
+    ----------
+    key : None: none is required, and the server listens at a loopback address only. Then web pages must not ask
+        unnoticed: a request has to name this machine as its host (another name may lead here), and a page an origin
+        that is allowed.
+    origins : allowed origins of web pages.
+    """
+
+    def __init__(self, app: ASGIApp, key: str | None, origins: Sequence[str]) -> None:
+        self._app, self._key, self._origins = app, key, origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            await refused(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = Headers(scope=scope)
+        if not self._is_allowed(headers.get("origin"), scope):
+            return Refusal(403, "origin", "pages of this origin may not ask", "start the server with --cors-origin")
+        if self._key is None:
+            host = _host(headers)
+            if host not in _LOOPBACK:
+                return Refusal(403, "host", f"this server is not {host!r}", "ask localhost, or start it with a key")
+            return None
+        if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
+            return None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and is_key(given.strip(), self._key):
+            return None
+        hint = "send it as `Authorization: Bearer KEY`; `kvtool serve --show-key` shows it"
+        return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
+
+    def _is_allowed(self, origin: str | None, scope: Scope) -> bool:
+        if origin is None or ANY_ORIGIN in self._origins or origin in self._origins:
+            return True
+        own = URL(scope=scope)
+        return origin == f"{own.scheme}://{own.netloc}"
+
+
+def _host(headers: Headers) -> str | None:
+    """Return the host that a request names, if it is valid. Starlette's URL replaces an invalid one by this machine."""
+    try:
+        return urlsplit(f"//{headers.get('host', '')}").hostname
+    except ValueError:
+        return None
+
+
+class BodyTimeout:
+    """Middleware that disconnects a client whose body does not arrive for so many seconds."""
+
+    def __init__(self, app: ASGIApp, seconds: float) -> None:
+        self._app, self._seconds = app, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        reading, late = True, False
+
+        async def receiving() -> Message:
+            nonlocal reading, late
+            if not reading:  # after the body only the client's leaving is awaited
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self._seconds)
+            except TimeoutError:
+                late = True
+                return {"type": "http.disconnect"}
+            reading = message.get("more_body", False)
+            return message
+
+        async def sending(message: Message) -> None:
+            if late and message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receiving, sending)

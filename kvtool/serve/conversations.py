@@ -1,0 +1,189 @@
+"""Cache of conversations between requests. A client sends all turns each time; the prompt of cached turns is reused.
+
+A cached conversation answers as an uncached one does: turns that are not cached are computed again, each with the
+chunks that its question finds and the answer that the client sends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvtool.core.errors import ContextFullError
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.serve.job import Ask, CachedConversation, Turns
+
+if TYPE_CHECKING:
+    from kvtool.core.query.answer import PreparedAnswer
+    from kvtool.core.query.conversation import Conversation
+    from kvtool.core.session.session import Session
+
+# Not more precise: a client with the key could find out by guesses which questions others have asked.
+_NOT_HELD = "none is held with these turns and options"
+_FREE = ("temperature", "seed", "explain", "token_ids")  # options that do not change the prompt
+_FORGOTTEN = "the model sees none of the turns before; they still steer the search"
+
+
+@dataclass(frozen=True, slots=True)
+class _Key:
+    """Inputs of a conversation's prompt, except for the store and the model."""
+
+    options: QueryOptions
+    chunks: tuple[str, ...]
+    documents: tuple[str, ...]
+    turns: Turns
+
+    @classmethod
+    def of(cls, options: QueryOptions, request: Request, turns: Turns) -> _Key:
+        """Make the key of a conversation; options that do not change the prompt get their defaults."""
+        plain = QueryOptions()
+        free = {name: getattr(plain, name) for name in _FREE}
+        return cls(replace(options, **free), request.chunks, request.documents, turns)
+
+    def begins(self, other: _Key) -> bool:
+        """Return True if the other conversation continues this one, or is this one."""
+        turns = other.turns[: len(self.turns)]
+        return self.turns == turns and replace(other, turns=turns) == self
+
+
+class ConversationCache:
+    """Least recently used conversations, up to a number of bytes.
+
+    One thread uses it; others may read its length and its bytes.
+
+    Parameters
+    ----------
+    limit : bytes of prompt caches; 0 disables the cache.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[_Key, tuple[Conversation, int]] = OrderedDict()
+        self._session: Session | None = None
+        self.nbytes = 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, session: Session, ask: Ask) -> Iterator[CachedConversation | None]:
+        """Bring a question with earlier turns to its first token.
+
+        If that fails, or is closed, the conversation is cached all the same. Raises as `Conversation.begin` does.
+
+        Yields
+        ------
+        None after each turn, where other work may be done; at last the question with its conversation.
+        """
+        if session is not self._session:
+            self.clear()
+            self._session = session
+        turns, options = ask.turns or (), ask.options
+        if turns and (options.defer or options.slo_ms is not None):
+            session.warn("`defer` and `slo_ms` apply to a first question only, and are ignored after other turns", "")
+            options = replace(options, defer=False, slo_ms=None)
+        clock = _Clock()
+        conversation, reason = self._longest(session, _Key.of(options, ask.request, turns))
+        kept, restored = conversation.rows, []
+        try:
+            if ahead := turns[len(conversation.said) :]:
+                yield from clock.paused(_skip_forgotten(session, conversation, ask.request, ahead, options))
+            for question, answer in turns[len(conversation.said) :]:
+                request = replace(ask.request, question=question)
+                restored.append(_begun(session, conversation, partial(conversation.give, session, request, answer)))
+                yield from clock.paused([None])
+            ms = clock.ms
+            begun = _begun(session, conversation, partial(conversation.begin, session, ask.request, options))
+        except BaseException:
+            self.hold(conversation, ask.request)
+            raise
+        yield CachedConversation(conversation, begun, kept, reason, ms, restored)
+
+    def hold(self, conversation: Conversation, request: Request) -> None:
+        """Cache a conversation. `request`: its last one, whose chunks or documents apply to the whole conversation."""
+        size, options = conversation.nbytes, conversation.options
+        if not conversation.turns or size > self._limit or options.defer or options.slo_ms is not None:
+            return
+        key = _Key.of(options, request, tuple((turn.question, turn.answer) for turn in conversation.said))
+        self._take(key)
+        self._held[key] = conversation, size
+        self.nbytes += size
+        while self.nbytes > self._limit:
+            self._take(next(iter(self._held)))
+
+    def clear(self) -> None:
+        """Remove all conversations."""
+        self._held.clear()
+        self.nbytes = 0
+
+    def _longest(self, session: Session, key: _Key) -> tuple[Conversation, str]:
+        """Take the conversation with most of these turns, or make a new one; and the reason if turns are missing."""
+        from kvtool.core.query.conversation import Conversation
+
+        count = max((len(held.turns) for held in self._held if held.begins(key)), default=0)
+        held = self._take(replace(key, turns=key.turns[:count])) if count else None
+        reason = _NOT_HELD if key.turns else ""
+        if held is not None:
+            if held.finds_the_same(session):
+                return held, "" if count == len(key.turns) else f"what is held ends with turn {count}"
+            reason = "other passages are found now, or read otherwise"
+        return Conversation.over(session, key.options, by_text=True), reason
+
+    def _take(self, key: _Key) -> Conversation | None:
+        held = self._held.pop(key, None)
+        if held is None:
+            return None
+        self.nbytes -= held[1]
+        return held[0]
+
+
+def _begun(session: Session, conversation: Conversation, turn: Callable[[], PreparedAnswer]) -> PreparedAnswer:
+    """Begin a turn. If the context is full, the conversation starts over, as in `kvtool chat`."""
+    try:
+        return turn()
+    except ContextFullError as error:
+        if not conversation.turns:
+            raise
+        session.warn(f"{error.message}: it starts over", _FORGOTTEN)
+        conversation.start_over()
+        return turn()
+
+
+def _skip_forgotten(
+    session: Session, conversation: Conversation, request: Request, turns: Turns, options: QueryOptions
+) -> Iterator[None]:
+    """Skip the turns that the context will not hold in the end, found by their lengths. Yields between two turns."""
+    from kvtool.core.query.conversation import searched
+
+    said = [turn.question for turn in conversation.said]
+    asked = [*said, *(question for question, _ in turns)]
+    trial = conversation.trial(session, options)
+    for number, (question, answer) in enumerate([*turns, (request.question, "")]):
+        trial.add(searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
+        yield
+    if trial.full is not None:
+        session.warn(f"{trial.full.message}: it starts over", _FORGOTTEN)
+        conversation.skip(turns[: trial.skipped])
+
+
+class _Clock:
+    """Milliseconds of work with pauses."""
+
+    def __init__(self) -> None:
+        self._done, self._since = 0.0, time.perf_counter()
+
+    @property
+    def ms(self) -> float:
+        """Return the time so far, without the pauses."""
+        return (self._done + time.perf_counter() - self._since) * 1e3
+
+    def paused(self, steps: Iterable[None]) -> Iterator[None]:
+        """Yield between some steps; the time until the caller continues does not count."""
+        for _ in steps:
+            self._done += time.perf_counter() - self._since
+            yield
+            self._since = time.perf_counter()

@@ -1,0 +1,495 @@
+"""The OpenAI API: chat and text completions, models and embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import reprlib
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.types import Send
+
+from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
+from kvtool.core.query.options import ChunkChoice, QueryOptions
+from kvtool.core.query.reply import Request as Question
+from kvtool.serve.engine import Engine
+from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, Turns
+from kvtool.serve.metrics import stats_of
+from kvtool.serve.wire import (
+    LONGEST_TEXT,
+    MOST_NAMES,
+    Refusal,
+    body_of,
+    briefly,
+    taken,
+    texts,
+    within,
+)
+
+T = TypeVar("T")
+
+# ---- requests ----
+
+# Options of a question that a client may set, under `kvtool`: none names a file or a model of this machine.
+ALLOWED = (
+    *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "source", "retriever", "order"),
+    *("min_score", "stop_repeats", "defer", "defer_first", "defer_threshold", "slo_ms"),
+)
+_OWN = ("documents", "chunks", *ALLOWED)
+# Further parameters of the API, and the values at which they change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "best_of": (1,),
+    "top_p": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "logit_bias": ({},),
+    "tools": ([],),
+    "functions": ([],),
+    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "echo": (False,),
+    "suffix": ("",),
+}
+# Parameters about the client and its account only.
+_IGNORED = (
+    *("metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
+    *("prediction", "verbosity", "reasoning_effort"),
+)
+_USER = ("user", "safety_identifier")  # the older and the newer name of one parameter
+_KNOWN = (
+    *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "seed", "stop"),
+    *_USER,
+)
+_MAX_STOPS, _MAX_STOP = 16, 1000  # characters
+_MAX_MESSAGES = 4096
+_MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A parsed request.
+
+    Attributes
+    ----------
+    usage : whether a stream ends with a count of tokens.
+    model, user : named by the client; "" if not.
+    """
+
+    ask: Ask
+    stream: bool
+    usage: bool
+    model: str
+    user: str
+
+
+def read_chat(value: Mapping[str, Any], options: QueryOptions) -> ChatRequest:
+    """Parse a body of `/v1/chat/completions`. `options`: defaults.
+
+    Raises
+    ------
+    Refusal, UsageError : it has no question, or asks for something unsupported.
+    """
+    system, turns, question = _conversation(taken(value, "messages", list, []))
+    return _read(value, "messages", question, replace(options, system=system or options.system), turns)
+
+
+def read_completion(value: Mapping[str, Any], options: QueryOptions) -> ChatRequest:
+    """Parse a body of `/v1/completions`, whose prompt is the question; see `read_chat`."""
+    prompts = texts(value, "prompt", LONGEST_TEXT)
+    if len(prompts) != 1:
+        raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
+    return _read(value, "prompt", prompts[0], options)
+
+
+def _read(
+    value: Mapping[str, Any], asked: str, question: str, options: QueryOptions, turns: Turns | None = None
+) -> ChatRequest:
+    _check_names(value, asked)
+    own = taken(value, "kvtool", dict, {})
+    if unknown := [name for name in own if name not in _OWN]:
+        hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
+        raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
+    given = {name: _bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
+    numbers = {
+        "max_tokens": taken(value, "max_completion_tokens", int, taken(value, "max_tokens", int)),
+        "temperature": taken(value, "temperature", (int, float)),
+        "seed": taken(value, "seed", int),
+    }
+    given |= {name: number for name, number in numbers.items() if number is not None}
+    choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
+    stream = taken(value, "stream_options", dict, {})
+    stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
+    return ChatRequest(
+        ask=Ask(Question(question, choice.chunks, choice.documents), replace(options, **given), stop, turns),
+        stream=taken(value, "stream", bool, False),
+        usage=taken(stream, "include_usage", bool, False),
+        model=taken(value, "model", str, ""),
+        user=next(filter(None, [taken(value, name, str, "") for name in _USER]), ""),
+    )
+
+
+def _bounded(value: Any, name: str) -> Any:
+    """Return an option's value, of limited length. Raises Refusal."""
+    if isinstance(value, list) and len(value) > MOST_NAMES:
+        raise Refusal(400, "too_many", f"{name} has {len(value):,} values", f"at most {MOST_NAMES:,}", name)
+    if not isinstance(value, list):
+        return within(value, name)
+    texts_of_it = [within(each, name) for each in value]
+    if (length := sum(len(each) for each in texts_of_it if isinstance(each, str))) > _MAX_LIST:
+        raise Refusal(400, "too_long", f"{name} has {length:,} characters", f"at most {_MAX_LIST:,}", name)
+    return texts_of_it
+
+
+def _check_names(value: Mapping[str, Any], asked: str) -> None:
+    """Refuse parameters that would change the answer and are not supported; none is ignored silently."""
+    for name, given in value.items():
+        if given is None or name in (asked, "kvtool", *_KNOWN, *_IGNORED):
+            continue
+        if name not in _NEUTRAL:
+            raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
+        if given not in _NEUTRAL[name]:
+            hint = f"leave it out, or give {_NEUTRAL[name][0]!r}"
+            raise Refusal(400, "unsupported", f"{name} cannot be set to {reprlib.repr(given)}", hint, name)
+
+
+def _conversation(messages: list[Any]) -> tuple[str, Turns, str]:
+    """Return the instruction, the earlier turns, and the question."""
+    if len(messages) > _MAX_MESSAGES:
+        raise Refusal(
+            400, "too_many", f"there are {len(messages):,} messages", f"at most {_MAX_MESSAGES:,}", "messages"
+        )
+    said = [_message(message, number) for number, message in enumerate(messages)]
+    system = "\n\n".join(text for role, text in said if role in ("system", "developer"))
+    spoken = [(role, text.strip()) for role, text in said if role in ("user", "assistant")]
+    if not spoken or spoken[-1][0] != "user":
+        raise Refusal(400, "no_question", "the last message has to be the user's", param="messages")
+    if not spoken[-1][1]:
+        raise UsageError("the question is empty", "ask something")
+    return system, *_turns(spoken)
+
+
+def _turns(spoken: list[tuple[str, str]]) -> tuple[Turns, str]:
+    """Return questions with their answers, and the last question. Successive messages of one role are joined; a
+    greeting of the assistant becomes part of the first question."""
+    groups = [(role, [text for _, text in group if text]) for role, group in groupby(spoken, lambda one: one[0])]
+    if groups[0][0] == "assistant":
+        (_, greeting), (_, first), *later = groups
+        groups = [("user", [*(f"Assistant: {text}" for text in greeting), *first]), *later]
+    joined = ["\n\n".join(group) for _, group in groups]
+    return tuple(zip(joined[:-1:2], joined[1::2], strict=True)), joined[-1]
+
+
+def _message(message: Any, number: int) -> tuple[str, str]:
+    where = f"messages.{number}"
+    if not isinstance(message, dict):
+        raise Refusal(400, "wrong_type", f"{where} is no object", param=where)
+    role = message.get("role")
+    if role not in ("system", "developer", "user", "assistant"):
+        text = f"{where} has the role {reprlib.repr(role)}"
+        raise Refusal(400, "unsupported", text, "user, assistant or system", f"{where}.role")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    words = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+    if not all(isinstance(word, str) for word in words):
+        raise Refusal(400, "unsupported", f"{where} holds something else than text", param=f"{where}.content")
+    return role, within("\n".join(map(str, words)), f"{where}.content", LONGEST_TEXT)
+
+
+# ---- responses ----
+
+_DONE = "data: [DONE]\n\n"
+_WAITING = ": waiting\n\n"  # a comment, which keeps the connection open and shows whether it is
+
+
+def _event(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+@dataclass(slots=True)
+class OpenAIResponse:
+    """Response of `/v1/chat/completions` (`chat`) or `/v1/completions`: an object, or server-sent events."""
+
+    chat: bool
+    model: str
+    with_usage: bool = False
+    id: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+    _held: str = ""  # white space that may end the answer
+    _begun: bool = False
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """Return the object of a complete answer."""
+        said = {"message": {"role": "assistant", "content": answer.text}} if self.chat else {"text": answer.text}
+        kind = "chat.completion" if self.chat else "text_completion"
+        return {**self._object(kind, said, answer.finish), "usage": _usage(answer), "kvtool": _about(answer)}
+
+    def beginning(self) -> Iterator[str]:
+        """Yield the event before the first piece."""
+        if self.chat:
+            yield _event(self._chunk({"role": "assistant", "content": ""}))
+
+    def piece(self, text: str) -> Iterator[str]:
+        """Yield the events of a piece of text, without white space at the ends of the answer."""
+        text = self._held + text
+        text = text if self._begun else text.lstrip()
+        shown = text.rstrip()
+        self._held = text[len(shown) :]
+        if shown:
+            self._begun = True
+            yield _event(self._chunk({"content": shown} if self.chat else shown))
+
+    def end(self, answer: Answer) -> Iterator[str]:
+        """Yield the events after the last piece."""
+        last = self._chunk({} if self.chat else "", answer.finish)
+        yield _event({**last, "kvtool": _about(answer)})
+        if self.with_usage:
+            yield _event({**last, "choices": [], "usage": _usage(answer)})
+        yield _DONE
+
+    def _chunk(self, said: dict[str, Any] | str, finish: str | None = None) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self.chat else "text_completion"
+        return self._object(kind, {"delta": said} if self.chat else {"text": said}, finish)
+
+    def _object(self, kind: str, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
+        name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
+        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+        return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
+
+
+def _about(answer: Answer) -> dict[str, Any]:
+    """Return the field `kvtool` of a response: sources, tokens, times, misses and warnings."""
+    facts = {name: value for name, value in answer.facts.items() if name not in ("question", "answer")}
+    facts["sources"] = list(answer.places)
+    waits = {"queue": round(answer.queue_ms, 3), "others": round(answer.others_ms, 3)}
+    facts["timing_ms"] = facts["timing_ms"] | waits
+    facts["warnings"] = [{"message": text, "hint": hint} for text, hint in answer.warnings]
+    return facts
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    """Count the tokens; the KV of `cached_tokens` was in memory, or was read and reused unchanged."""
+    tokens = answer.facts["tokens"]
+    return {
+        "prompt_tokens": tokens["prompt"],
+        "completion_tokens": tokens["generated"],
+        "total_tokens": tokens["prompt"] + tokens["generated"],
+        "prompt_tokens_details": {"cached_tokens": tokens["reused"] + answer.facts.get("turn", {}).get("kept", 0)},
+    }
+
+
+class EventStream(StreamingResponse):
+    """A streamed response that closes its events as soon as the client leaves. `first`: an event that is ready."""
+
+    body_iterator: AsyncGenerator[str]
+
+    def __init__(self, first: str, events: AsyncGenerator[str], media_type: str) -> None:
+        super().__init__(_after(first, events), media_type=media_type, headers={"Cache-Control": "no-store"})
+
+    async def stream_response(self, send: Send) -> None:
+        async with aclosing(self.body_iterator):
+            await super().stream_response(send)
+
+
+async def _after(first: str, events: AsyncGenerator[str]) -> AsyncGenerator[str]:
+    async with aclosing(events):
+        yield first
+        async for text in events:
+            yield text
+
+
+# ---- waiting for an answer ----
+
+_CHECK_EVERY = 10.0  # seconds between two checks whether an answer is still in progress
+
+
+class Listening:
+    """Queue of a question's events, from the engine's thread to the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.job: Job | None = None  # once it is submitted
+
+    def tell(self, event: Event) -> None:
+        """Add an event, in any thread. Raises LeftError if the loop has ended."""
+        try:
+            self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            raise LeftError("nobody listens any more") from None
+
+    async def next(self, timeout: float | None = None) -> str | Answer | None:
+        """Return the next event; None if none came for so many seconds. Raises the error that ended the answer."""
+        is_over = self.job is not None and self.job.ended  # its last event is in the queue by now
+        try:
+            event = await asyncio.wait_for(self._events.get(), timeout)
+        except TimeoutError:
+            if is_over:
+                raise KvtoolError("the answer has no end", "this is a bug in kvtool") from None
+            return None
+        if isinstance(event, KvtoolError):
+            raise event
+        return event
+
+    async def whole(self) -> Answer:
+        """Wait for the complete answer."""
+        while not isinstance(event := await self.next(_CHECK_EVERY), Answer):
+            pass
+        return event
+
+
+@asynccontextmanager
+async def listening(engine: Engine, ask: Ask) -> AsyncIterator[Listening]:
+    """Ask, and listen in this block; at its end an unfinished answer is abandoned. Raises BusyError."""
+    events = Listening()
+    job = events.job = engine.submit(ask, events.tell)
+    try:
+        yield events
+    finally:
+        engine.scheduler.leave(job)
+
+
+async def while_there(request: Request, work: Awaitable[T]) -> T:
+    """Wait for work until the client leaves.
+
+    Raises
+    ------
+    ClientDisconnect : the client has left; the work was cancelled.
+    """
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        with suppress(asyncio.CancelledError, KvtoolError):
+            await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+# ---- endpoints ----
+
+_BEFORE_HEADERS = 10.0  # seconds in which an error has a status of its own
+_ALIVE_EVERY = 10.0  # seconds between two comments of a stream
+_ANY_NAME = "kvtool"  # a further name of the model
+_MAX_TEXTS = 2048  # of embeddings
+_EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
+_FORMATS = ("float", "base64")
+Read = Callable[[Mapping[str, Any], QueryOptions], ChatRequest]
+
+
+class OpenAI:
+    """Endpoints of the OpenAI API. `options`: defaults of a question."""
+
+    def __init__(self, engine: Engine, options: QueryOptions) -> None:
+        self._engine, self._options = engine, options
+        self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
+
+    async def chat(self, request: Request) -> Response:
+        """`POST /v1/chat/completions`."""
+        return await self._answered(request, read_chat, chat=True)
+
+    async def completion(self, request: Request) -> Response:
+        """`POST /v1/completions`."""
+        return await self._answered(request, read_completion, chat=False)
+
+    async def models(self, request: Request) -> Response:
+        """`GET /v1/models`."""
+        names = [name for name in (self._engine.model_name, self._engine.embedder_name) if name]
+        created = int(time.time())
+        rows = [{"id": name, "object": "model", "created": created, "owned_by": "kvtool"} for name in names]
+        return JSONResponse({"object": "list", "data": rows})
+
+    async def _answered(self, request: Request, read: Read, chat: bool) -> Response:
+        asked = read(await body_of(request), self._options)
+        name = self._engine.model_name
+        if asked.model not in ("", _ANY_NAME, name):
+            hint = f"this server has {name!r}" if name else "nothing is ingested yet"
+            raise Refusal(404, "model_not_found", f"there is no model {asked.model!r}", hint, "model")
+        address = request.client.host if request.client else ""
+        ask = replace(asked.ask, client=(address, asked.user))
+        response = OpenAIResponse(chat, name or _ANY_NAME, asked.usage)
+        if asked.stream:
+            events = self._streamed(request, ask, response)
+            first = await while_there(request, anext(events))  # an error before it has a status of its own
+            return EventStream(first, events, "text/event-stream")
+        async with listening(self._engine, ask) as heard:
+            answer = await while_there(request, heard.whole())
+        stats_of(request).answer = answer
+        return JSONResponse(response.whole(answer))
+
+    async def _streamed(self, request: Request, ask: Ask, response: OpenAIResponse) -> AsyncGenerator[str]:
+        """Yield the events of a streamed answer; the first one after its first token, or after some seconds."""
+        async with listening(self._engine, ask) as heard:
+            event = await heard.next(_BEFORE_HEADERS)
+            left: KvtoolError | None = LeftError("the client has left")
+            try:
+                for text in response.beginning():
+                    yield text
+                while not isinstance(event, Answer):
+                    for text in [_WAITING] if event is None else response.piece(event):
+                        yield text
+                    event = await heard.next(_ALIVE_EVERY)
+                stats_of(request).answer = event
+                left = None
+                for text in response.end(event):
+                    yield text
+            except KvtoolError as error:
+                left = error
+                yield _event({"error": Refusal.of(error).to_json()})
+                yield _DONE
+            finally:
+                if left is not None:
+                    stats_of(request).failed(left, Refusal.of(left).status)
+
+    async def embed(self, request: Request) -> Response:
+        """`POST /v1/embeddings`: vectors of the store's own embedding model."""
+        value = await body_of(request)
+        words, name = texts(value, "input", LONGEST_TEXT, _MAX_TEXTS), taken(value, "model", str, "")
+        kind = taken(value, "encoding_format", str, "float")
+        known = await briefly(lambda: self._engine.embedder_name)
+        if known is None:
+            raise Refusal(404, "no_embedder", "the store has no embedding model", "ingest once with --embedder MODEL")
+        if name not in ("", known):
+            raise Refusal(404, "model_not_found", f"there is no model {name!r}", f"this server has {known!r}", "model")
+        if not words or len(words) > _MAX_TEXTS or not all(words):
+            raise Refusal(400, "wrong_input", f"input has to be 1 to {_MAX_TEXTS} texts", param="input")
+        if kind not in _FORMATS:
+            raise Refusal(400, "unsupported", f"there is no format {kind!r}", "float or base64", "encoding_format")
+        async with self._embedding:
+            vectors, tokens = await asyncio.to_thread(self._engine.embed, words)
+        rows = [
+            {"object": "embedding", "index": number, "embedding": _encoded(kind, vector)}
+            for number, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": rows, "model": known, "usage": usage})
+
+
+def _encoded(kind: str, vector: Any) -> list[float] | str:
+    """Return a vector as numbers, or as Base64 of its little-endian float32, which clients request by default."""
+    if kind == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
+    return [float(number) for number in vector]
