@@ -183,7 +183,7 @@ def _plainly(build: str) -> str:
 
 def figure(machines: Sequence[Machine]) -> str:
     """A panel a machine."""
-    from kvtool.lab.charts.svg import line_charts
+    from kvtool.reports.charts import line_charts
 
     panels = [_panel(machine) for machine in machines]
     note = "SmolLM2-135M (Q4_1); llama.cpp: the quickest of its settings"
@@ -191,7 +191,7 @@ def figure(machines: Sequence[Machine]) -> str:
 
 
 def _panel(machine: Machine) -> Any:
-    from kvtool.lab.charts.svg import Line, Panel
+    from kvtool.reports.charts import Line, Panel
 
     lines = {
         "kvtool full": lambda context: machine.mode(context, "full")["ttft_ms"],

@@ -93,7 +93,7 @@ def generated_help() -> dict[str, str]:
     from kvtool.cli.app import SHOWN, app
     from kvtool.cli.help import TOPICS
     from kvtool.cli.reference import reference
-    from kvtool.lab.reports import REPORTS
+    from kvtool.reports import REPORTS
 
     overview = [*SHOWN, *(line for rows in SHOWN.values() for line in rows.values()), str(app.info.help)]
     lists = {"kvtool --help": overview, "kvtool help": TOPICS.values(), "kvtool inspect --help": REPORTS.values()}
