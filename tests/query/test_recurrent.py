@@ -143,7 +143,7 @@ def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_p
     folder = save_tiny("jamba", tmp_path / "jamba")
     kvtool("ingest", made / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()
     asked = ("query", FIRST, "--store", tmp_path / "store", "--documents", "mill2.md", *SHORT)
-    kvtool(*asked).failed(12, "the gate refuses this model", "behind a stored beginning", "--fusion full")
+    kvtool(*asked).failed(12, "the gate refuses this model", "after a stored beginning", "--fusion full")
     kvtool(*asked, "--fusion", "full").fine()
 
 
