@@ -134,7 +134,7 @@ def _fitting(prompt: BenchPrompt) -> BenchPrompt:
             break
         count += 1
     if not count:
-        raise UsageError(f"a context of {prompt.wanted} tokens has no room for a chunk", "take a longer --context")
+        raise UsageError(f"a context of {prompt.wanted} tokens is too short for a chunk", "take a longer --context")
     chunks = prompt.chunks[:count]
     return BenchPrompt(prompt.wanted, prompt.prefix, chunks, prompt.question, count == len(prompt.chunks))
 
@@ -223,7 +223,7 @@ class BenchText:
         room = context - len(self.prefix) - len(self.question)
         if room < 1:
             least = len(self.prefix) + len(self.question) + 1
-            raise UsageError(f"a context of {context} tokens has no room for a chunk", f"take at least {least}")
+            raise UsageError(f"a context of {context} tokens is too short for a chunk", f"take at least {least}")
         body, size = self.body[:room], self.chunk_tokens
         return [body[start : start + size] for start in range(0, room, size)]
 

@@ -85,7 +85,7 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
         yield f"prompts  {what} of what was answered{unused}, {kept['bytes'] / 1e6:,.1f} MB"
     if (kept := value["unfinished"])["files"]:
         what = f"{counted(kept['files'], 'file')} begun and not finished: {counted(kept['chunks'], 'chunk')}"
-        yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest goes on from there"
+        yield f"half     {what}, {kept['bytes'] / 1e6:,.1f} MB; the next ingest continues from there"
     served = value["served"]
     if served["hit_rate"] is not None:
         asked = served["hits"] + served["misses"]

@@ -114,7 +114,7 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
         warned: list[str] = []
         hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval()).hits
         assert hits[0].passage.source == "a"
-        assert "found by words alone" in warned[0]
+        assert "found only by words" in warned[0]
         for how in (Retrieval("hybrid"), Retrieval("auto", str(static_model))):
             with pytest.raises(ModelError, match="there is no embedding model"):
                 found(store, "mill", how)

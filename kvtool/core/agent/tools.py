@@ -305,7 +305,7 @@ class Tools:
         if not os.path.isabs(path) or not roots.show(real):
             raise UsageError(
                 f"{path} may not be ingested",
-                f"allowed is what lies below {', '.join(map(str, self.roots))}, but nothing hidden, no secret and "
+                f"allowed is what is below {', '.join(map(str, self.roots))}, but nothing hidden, no secret and "
                 "nothing that an ignore file names",
             )
         return real

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.generate import Generated
 
 
-_READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
+_READ_ONLY = "audits are stored next to the store, which cannot be written: none is made"
 
 
 class Auditor:

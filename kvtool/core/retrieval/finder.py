@@ -268,7 +268,7 @@ class Finder:
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise NothingFoundError(
-                "no chunk matches the question", "use words that stand in the documents, or name the documents"
+                "no chunk matches the question", "use words of the documents, or name the documents"
             )
         return hits
 
@@ -340,7 +340,7 @@ class Finder:
         except ModelError as error:
             if retrieval.retriever != "auto" or retrieval.embedder is not None:
                 raise
-            self._warn(f"found by words alone: {error.message}", error.hint)
+            self._warn(f"found only by words: {error.message}", error.hint)
             return None
 
     def _meaning_by(self, ref: str, offline: bool) -> Meaning:
