@@ -9,6 +9,7 @@ several, or with an `@app.callback()`, it is a group (`kvtool store stats`).
 from __future__ import annotations
 
 import faulthandler
+import functools
 import importlib
 import os
 import signal
@@ -138,9 +139,12 @@ def group_of(name: str) -> str | None:
 
 def load_command(name: str) -> Any:
     """Import `kvtool.cli.<name>` and build its command."""
-    command = typer.main.get_command(importlib.import_module(f"kvtool.cli.{name}").app)
+    command = _build_command(importlib.import_module(f"kvtool.cli.{name}").app)
     command.name = name
     return command
+
+
+_build_command = functools.cache(typer.main.get_command)  # which reads every signature anew
 
 
 app = new_app(

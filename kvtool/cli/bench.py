@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from kvtool.bench.options import CodecBenchOptions, DecodeBenchOptions, FusionBenchOptions, IngestBenchOptions
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, open_session, takes
 from kvtool.core.cache.options import StoreOptions
@@ -16,14 +17,10 @@ from kvtool.core.errors import KvtoolError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.bench.options import CodecBenchOptions, DecodeBenchOptions, FusionBenchOptions, IngestBenchOptions
 
 if TYPE_CHECKING:
+    from kvtool.bench.fusion import FusionOptions
     from kvtool.core.model.decoder import Decoder
-    from kvtool.lab.bench.codec import CodecBench
-    from kvtool.lab.bench.decode import DecodeBench, StepperRow
-    from kvtool.lab.bench.fusion import FusionBench, FusionOptions
-    from kvtool.lab.bench.ingest import IngestBench
 
 app = new_app("Measure speed on this machine, compared with plain transformers in the same run.")
 
@@ -40,8 +37,8 @@ def ingest(run: Run) -> None:
 
     The ingest writes to a temporary store. The prefill computes the same chunks in batches.
     """
+    from kvtool.bench.ingest import bench_ingest, files_of, passes
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.ingest import bench_ingest, files_of, passes
 
     options = run.get(IngestBenchOptions)
     with Store.open(run.folder) as store:
@@ -52,14 +49,20 @@ def ingest(run: Run) -> None:
         with run.out.progress("measure", total=passes(options.repeat), unit="passes", aloud=True) as bar:
             events = Events(status=bar.describe, advance=bar.advance)
             result = bench_ingest(session.decoder, session.identity, files, options.repeat, events)
-    run.out.result(result.to_json(), human=lambda: _show_ingest(run, result))
+    run.out.result(result, human=lambda: _show_ingest(run, result))
 
 
-def _show_ingest(run: Run, result: IngestBench) -> None:
-    facts = {name: value for name, value in result.to_json().items() if name != "host"}
+def _show_ingest(run: Run, result: Mapping[str, Any]) -> None:
+    facts = {name: value for name, value in result.items() if name != "host"}
     rows = [(name, f"{value:.3g}" if isinstance(value, float) else value) for name, value in facts.items()]
     run.out.table(("what", "value"), rows)
-    run.out.print(result.host.line())
+    _show_host(run, result)
+
+
+def _show_host(run: Run, result: Mapping[str, Any]) -> None:
+    from kvtool.bench.machine import Host
+
+    run.out.print(Host(**result["host"]).line())
 
 
 @app.command()
@@ -75,8 +78,8 @@ def codec(run: Run) -> None:
     The output has the store's number format, as for a query, or that of --dtype. A copy and zstandard are measured in
     the same run.
     """
+    from kvtool.bench.codec import bench_codec
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.codec import bench_codec
 
     options, dtype = run.get(CodecBenchOptions), run.get(ModelOptions).dtype
     with (
@@ -85,28 +88,24 @@ def codec(run: Run) -> None:
     ):
         events = Events(status=bar.describe, advance=bar.advance)
         result = bench_codec(store, options.tokens, options.repeat, options.threads, events, dtype)
-    run.out.result(result.to_json(), human=lambda: _show_codec(run, result))
+    run.out.result(result, human=lambda: _show_codec(run, result))
 
 
-def _show_codec(run: Run, result: CodecBench) -> None:
+def _show_codec(run: Run, result: Mapping[str, Any]) -> None:
     rows = [
         (
-            " ".join(filter(None, (row.what, row.level))),
-            row.threads,
-            f"{row.gb_per_s:.2f}",
-            "-" if row.bits_per_element is None else f"{row.bits_per_element:.3f}",
-            row.batch,
+            " ".join(filter(None, (row["what"], row["level"]))),
+            *(row["threads"], f"{row['gb_per_s']:.2f}", f"{row['bits_per_element']:.3f}", row["batch"]),
         )
-        for row in result.rows
+        for row in result["rows"]
     ]
-    head = ("what", "threads", "GB/s of 16-bit KV", "bits/element", "at once")
-    run.out.table(head, rows)
-    about = "the store's profile" if result.profile else "a profile fitted to these"
+    run.out.table(("what", "threads", "GB/s of 16-bit KV", "bits/element", "at once"), rows)
+    about = "the store's profile" if result["profile"] else "a profile fitted to these"
     run.out.print(
-        f"{result.model}: {counted(result.chunks, 'chunk')}, {counted(result.tokens, 'token')}, {about}; "
-        f"decoded to {result.decoded_to}; entropy coder {result.backend}; medians of {result.repeat} rounds"
+        f"{result['model']}: {counted(result['chunks'], 'chunk')}, {counted(result['tokens'], 'token')}, {about}; "
+        f"decoded to {result['decoded_to']}; entropy coder {result['backend']}; medians of {result['repeat']} rounds"
     )
-    run.out.print(result.host.line())
+    _show_host(run, result)
 
 
 @app.command()
@@ -123,8 +122,8 @@ def fusion(run: Run) -> None:
 
     Both are measured in the same run. --chunk-tokens is for --shape only, because a store has its own chunks.
     """
-    from kvtool.lab.bench.fusion import FusionOptions, passes
-    from kvtool.lab.bench.prompts import Sizes
+    from kvtool.bench.fusion import FusionOptions, passes
+    from kvtool.bench.prompts import Sizes
 
     wanted = run.get(FusionBenchOptions)
     chunk_tokens = run.get(IngestOptions).chunk_tokens or SplitSettings().max_tokens
@@ -138,16 +137,14 @@ def fusion(run: Run) -> None:
     )
     with run.out.progress("measure", total=passes(options), unit="passes", aloud=True) as bar:
         result = _measured(run, wanted.shape, options, Events(status=bar.describe, advance=bar.advance))
-    if wanted.plot is not None:
-        _draw(result, wanted.plot)
-    for note in result.notes:
+    for note in result["notes"]:
         run.out.warning(note)
-    run.out.result(result.to_json(), human=lambda: _show_fusion(run, result))
+    run.out.result(result, human=lambda: _show_fusion(run, result))
 
 
-def _measured(run: Run, shape: str | None, options: FusionOptions, events: Events) -> FusionBench:
+def _measured(run: Run, shape: str | None, options: FusionOptions, events: Events) -> dict[str, Any]:
+    from kvtool.bench.fusion import bench_shape, bench_store
     from kvtool.core.cache.store import Store
-    from kvtool.lab.bench.fusion import bench_shape, bench_store
 
     if shape is not None:
         wanted = run.get(ModelOptions)
@@ -157,14 +154,8 @@ def _measured(run: Run, shape: str | None, options: FusionOptions, events: Event
         return bench_store(store, session, options, events)
 
 
-def _draw(result: FusionBench, path: Path) -> None:
-    from kvtool.lab.charts.fusion import fusion_chart
-
-    path.write_text(fusion_chart(result), encoding="utf-8")
-
-
-def _show_fusion(run: Run, result: FusionBench) -> None:
-    from kvtool.lab.charts.fusion import fusion_notes, fusion_tables
+def _show_fusion(run: Run, result: Mapping[str, Any]) -> None:
+    from kvtool.bench.fusion import fusion_notes, fusion_tables
 
     for table in fusion_tables(result):
         run.out.table(table.head, table.rows, title=table.title)
@@ -190,7 +181,7 @@ def decode(run: Run) -> None:
     """
     import torch
 
-    from kvtool.lab.bench.decode import DecodeOptions, bench_decode
+    from kvtool.bench.decode import DecodeOptions, bench_decode
 
     wanted = run.get(DecodeBenchOptions)
     if wanted.threads is not None:
@@ -199,17 +190,17 @@ def decode(run: Run) -> None:
     decoder = _decoder(run, wanted.shape)
     with run.out.progress("measure", total=options.new_tokens, unit="steps") as bar:
         result = bench_decode(decoder, options, Events(status=bar.describe, advance=bar.advance))
-    for note in result.notes:
+    for note in result["notes"]:
         run.out.warning(note)
-    run.out.result(result.to_json(), human=lambda: _show(run, result))
+    run.out.result(result, human=lambda: _show_decode(run, result))
 
 
 def _decoder(run: Run, shape: str | None) -> Decoder:
+    from kvtool.bench.shapes import build_shape
     from kvtool.core.checkpoint.hub import resolve
     from kvtool.core.checkpoint.load import load_model
     from kvtool.core.kernels.linear.onednn import pack_weights
     from kvtool.core.model.decoder import Decoder
-    from kvtool.lab.bench.shapes import build_shape
 
     wanted = run.get(ModelOptions)
     run.out.doing(f"loading {shape or wanted.model or PACKAGED}")
@@ -221,46 +212,30 @@ def _decoder(run: Run, shape: str | None) -> Decoder:
     return Decoder(loaded)
 
 
-def _show(run: Run, result: DecodeBench) -> None:
+def _show_decode(run: Run, result: Mapping[str, Any]) -> None:
     rows = [
         (
-            row.stepper,
-            f"{row.tokens_per_second:.1f}",
-            f"{row.step_ms:.2f}",
-            f"{row.step_cpu_ms:.2f}",
-            f"{row.first_step_ms:.1f}",
-            *_read(row),
+            *(row["stepper"], f"{row['tokens_per_second']:.1f}", f"{row['step_ms']:.2f}"),
+            *(f"{row['step_cpu_ms']:.2f}", f"{row['first_step_ms']:.1f}"),
+            "-" if row["bytes_per_s"] is None else f"{row['bytes_per_s'] / 1e9:.1f}",
+            "-" if row["copy_share"] is None else f"{row['copy_share']:.2f}",
         )
-        for row in result.rows
+        for row in result["rows"]
     ]
-    run.out.table(("stepper", "tokens/s", "ms", "CPU ms", "first ms", *_READ), rows)
-    if result.parts:
-        run.out.table(
-            ("part", "ms", "MB"), [(p.part, f"{p.part_ms:.2f}", f"{p.bytes_read / 1e6:.1f}") for p in result.parts]
+    run.out.table(("stepper", "tokens/s", "ms", "CPU ms", "first ms", "GB/s read", "of a copy's"), rows)
+    if result["parts"]:
+        parts = [(row["part"], f"{row['part_ms']:.2f}", f"{row['bytes_read'] / 1e6:.1f}") for row in result["parts"]]
+        run.out.table(("part", "ms", "MB"), parts)
+    model, _, dtype = result["resolved"].values()
+    run.out.print(
+        f"{model} in {dtype}, {result['context']} tokens before {result['new_tokens']} steps; "
+        f"a copy reads and writes {2 * result['memcpy_bytes_per_s'] / 1e9:.1f} GB/s; {result['includes']}"
+    )
+    if result["make_ms"] is not None:
+        run.out.print(
+            f"machine code for {result['isa']}, made in {result['make_ms']:.0f} ms; "
+            f"weights {', '.join(result['matrices'])}, {result['weights_bytes'] / 1e6:.0f} MB"
         )
-    for line in _notes(result):
-        run.out.print(line)
-
-
-_READ = ("GB/s read", "of a copy's")
-
-
-def _read(row: StepperRow) -> tuple[str, str]:
-    if row.bytes_per_s is None or row.copy_share is None:
-        return "-", "-"
-    return f"{row.bytes_per_s / 1e9:.1f}", f"{row.copy_share:.2f}"
-
-
-def _notes(result: DecodeBench) -> list[str]:
-    lines = [
-        f"{result.model} in {result.dtype}, {result.context} tokens before {result.new_tokens} steps; "
-        f"a copy reads and writes {2 * result.memcpy_bytes_per_s / 1e9:.1f} GB/s; {result.includes}"
-    ]
-    if result.make_ms is not None and result.weights_bytes is not None:
-        lines.append(
-            f"machine code for {result.isa}, made in {result.make_ms:.0f} ms; weights {', '.join(result.matrices)}, "
-            f"{result.weights_bytes / 1e6:.0f} MB"
-        )
-    if result.kl_max is not None:
-        lines.append(f"logits: KL {result.kl_max:.1e} nats at most, difference {result.apart_max:.1e} at most")
-    return [*lines, result.host.line()]
+    if result["kl_max"] is not None:
+        run.out.print(f"logits: KL {result['kl_max']:.1e} nats at most, difference {result['apart_max']:.1e} at most")
+    _show_host(run, result)

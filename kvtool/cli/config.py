@@ -43,7 +43,7 @@ def config(
 
 def _show_plugins(run: Run) -> None:
     """List what other packages add, by kind, and import it to see whether it can be used."""
-    from kvtool.lab.doctor.plugins import all_plugins
+    from kvtool.reports.doctor import all_plugins
 
     rows = [
         {"kind": each.group, "name": each.name, "package": each.package, "target": each.target, "problem": problem}

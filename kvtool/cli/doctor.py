@@ -14,7 +14,7 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.remote.options import RemoteOptions
 
 if TYPE_CHECKING:
-    from kvtool.lab.doctor.finding import Finding
+    from kvtool.reports.doctor import Finding
 
 _LABELS = {"ok": "ok", "warning": "warning", "failed": "FAILED"}
 
@@ -30,7 +30,7 @@ app = new_app()
 )
 def doctor(run: Run) -> int | None:
     """Check that libraries, device, model, store and disk work. Exit 1 if one does not."""
-    from kvtool.lab.doctor.checkup import checkup
+    from kvtool.reports.doctor import checkup
 
     timeout = run.get(RemoteOptions).remote_timeout
     found = checkup(run.get(StoreOptions).place, run.get(ModelOptions), timeout, run.out.doing)

@@ -1,10 +1,10 @@
-"""`kvtool inspect`: the store at a glance, and one command for each report in `kvtool/lab/reports`."""
+"""`kvtool inspect`: the store at a glance, and one command for each report in `kvtool/reports`."""
 
 from __future__ import annotations
 
 import inspect as signatures
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import typer
 import typer.main
@@ -15,11 +15,8 @@ from kvtool.cli.out import JobView
 from kvtool.core.cache.options import StoreOptions
 from kvtool.core.errors import KvtoolError
 from kvtool.core.remote.options import RemoteOptions
-from kvtool.lab.reports import REPORTS, load_report
-from kvtool.lab.reports.report import Desk, Findings, PageOptions, Quote, Report
-
-if TYPE_CHECKING:
-    from kvtool.lab.charts.page import Table
+from kvtool.reports import REPORTS, load_report
+from kvtool.reports.report import PageOptions, Quote, Report, ReportContext, ReportResult, Shown
 
 _EVERY = (PageOptions, StoreOptions, RemoteOptions)  # what every report takes
 
@@ -88,32 +85,32 @@ def show(run: Run, report: Report, about: str | None = None) -> int | None:
     """Make a report, write its page, print it."""
     page = run.get(PageOptions)  # refused before anything is computed
     with open_any_store(run) as store, JobView(run.out) as view:
-        findings = report.find(Desk(store, run.resolved, view.events, about))
+        result = report.find(ReportContext(store, run.resolved, view.events, about))
         if page.wanted:
-            _write(run, page, findings)
-    run.out.result(findings.value, human=lambda: _tell(run, findings.told))
-    return findings.exit_code or None
+            _write(run, page, result)
+    run.out.result(result.value, human=lambda: _show(run, result.summary))
+    return result.exit_code or None
 
 
-def _tell(run: Run, told: Sequence[str | Quote | Table]) -> None:
-    for part in told:
+def _show(run: Run, summary: Sequence[Shown]) -> None:
+    for part in summary:
         if isinstance(part, str):
             run.out.prose(part)
         elif isinstance(part, Quote):
             run.out.quote(part.text)
         else:
-            run.out.table(part.head, part.rows)
+            run.out.table(part.head, part.rows, part.title)
 
 
-def _write(run: Run, options: PageOptions, findings: Findings) -> None:
+def _write(run: Run, options: PageOptions, result: ReportResult) -> None:
     """Write the page, and the figures as separate files. Raises KvtoolError where they cannot be written."""
-    from kvtool.lab.charts.page import figure_files, page
+    from kvtool.reports.page import figure_files, page
 
-    title, sections = findings.title, findings.page_sections
+    title, sections = result.title, result.page_sections
     files = []
     if options.html is not None:
-        shown = f"{title}, {findings.subtitle}" if findings.subtitle else title
-        files.append((options.html, page(shown, findings.facts, sections)))
+        shown = f"{title}, {result.subtitle}" if result.subtitle else title
+        files.append((options.html, page(shown, result.facts, sections)))
     if options.figures is not None:
         files += [(options.figures / name, figure) for name, figure in figure_files(title, sections)]
     for path, text in files:

@@ -37,8 +37,7 @@ from kvtool.core.fusion.selectors import FUSIONS, REFERENCE
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import Options, option, options_of
 from kvtool.core.query.options import ANSWER, INSIDE, ChunkChoice, QueryOptions
-from kvtool.core.query.reply import ReplyChunk, Request
-from kvtool.core.query.summary import numbers, summarise
+from kvtool.core.query.reply import ReplyChunk, Request, numbers, summarise
 from kvtool.core.remote.options import RemoteOptions
 from kvtool.serve.unix_socket import Declined, ask, connect, placed, socket_path
 

@@ -35,7 +35,7 @@ def search(
 ) -> None:
     """Show the passages that match a question, best first. No language model is needed."""
     from kvtool.core.query.reply import ReplyChunk
-    from kvtool.core.query.since import with_changes
+    from kvtool.core.query.staleness import with_changes
     from kvtool.core.retrieval.finder import Finder
 
     options, question = run.get(QueryOptions), " ".join(words)

@@ -164,7 +164,7 @@ def import_(run: Run, sources: Sources) -> int | None:
     from kvtool.core.cache.store import Store
     from kvtool.core.pack.import_ import merge
     from kvtool.core.session.identity import store_identity
-    from kvtool.lab.reports.glance import computed_by, makers
+    from kvtool.reports.glance import computed_by, makers
 
     options, trust = run.get(ImportOptions), run.get(ImportOptions).trusted(run.get(StoreOptions))
     tell_budget(run, options.max_size)

@@ -158,20 +158,16 @@ def _skip_forgotten(
 ) -> Iterator[None]:
     """Skip the turns that the context will not hold in the end, found by their lengths. Yields between two turns."""
     from kvtool.core.query.conversation import searched
-    from kvtool.core.query.turns import Start, last_start
 
     said = [turn.question for turn in conversation.said]
     asked = [*said, *(question for question, _ in turns)]
-    found = (
-        (searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
-        for number, (question, answer) in enumerate([*turns, (request.question, "")])
-    )
-    start = Start()
-    for start in last_start(conversation.trial(session, options), found):  # noqa: B007 (the last one counts)
+    trial = conversation.trial(session, options)
+    for number, (question, answer) in enumerate([*turns, (request.question, "")]):
+        trial.add(searched(session, replace(request, question=question), asked[: len(said) + number]), answer)
         yield
-    if start.full is not None:
-        session.warn(f"{start.full.message}: it starts over", _FORGOTTEN)
-        conversation.skip(turns[: start.skipped])
+    if trial.full is not None:
+        session.warn(f"{trial.full.message}: it starts over", _FORGOTTEN)
+        conversation.skip(turns[: trial.skipped])
 
 
 class _Clock:

@@ -95,13 +95,13 @@ class Engine:
         ------
         KvtoolError : the store or its model cannot be used.
         """
-        from kvtool.core.model.decode.native import prepare_compiled_model
+        from kvtool.core.model.generate import prepare_decoding
 
         if self._loaded.exists():
             session = self._loaded.session()
             with self._loaded.turn():
                 session.check_gate()
-            prepare_compiled_model(session.decoder)
+            prepare_decoding(session.decoder)
         self.scheduler.start()
 
     def refuse(self) -> None:
@@ -237,7 +237,7 @@ class Engine:
     @property
     def embedder_name(self) -> str | None:
         """Return the embedding model of the store's vectors; None if it has none."""
-        from kvtool.core.retrieval.vectors import remembered
+        from kvtool.core.retrieval.embed import remembered
 
         if isinstance(self.place, str) or not self._loaded.exists():
             return None

@@ -31,7 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from samples.tools.machine_pages import Machine, figure, machines_page, peers_page  # noqa: E402
+from samples.benchmarks.machine_pages import Machine, figure, machines_page, peers_page  # noqa: E402
 
 RESULTS = ROOT / "samples" / "results"
 CONTEXTS = "1000,4000,8000"

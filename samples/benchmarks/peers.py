@@ -26,7 +26,7 @@ from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import MODES
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.charts.svg import Line, Panel, line_charts
+from kvtool.reports.charts import Line, Panel, line_charts
 from samples.benchmarks.script import Parser, draw, parser, run, several, whole
 from samples.benchmarks.systems.job import PeersOptions, measure_peers, runs
 from samples.benchmarks.systems.rows import PeerRow, PeersBench, gathered
@@ -164,7 +164,7 @@ def peers_notes(result: PeersBench) -> Iterator[str]:
         f"chunks of {result.chunk_tokens}, a question of {result.question_tokens}, {result.new_tokens} tokens decoded; "
         f"ratio {result.ratio:g}, {result.link_tokens} link tokens; medians of the rounds"
     )
-    from kvtool.lab.bench.machine import Host  # imports torch, which the measuring processes alone need
+    from kvtool.bench.machine import Host  # imports torch, which the measuring processes alone need
 
     yield Host(**result.host).line()
     for kind, version, build in dict.fromkeys((who.kind, who.version, who.build) for who in result.contenders):

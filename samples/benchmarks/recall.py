@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry
 from kvtool.core.retrieval.embed import Embedder
-from kvtool.core.retrieval.index import Index, Part
+from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
@@ -56,7 +56,7 @@ def main() -> None:
     entries = [document(number, body) for number, body in enumerate(bodies)]
     index = Index.empty()
     started = time.perf_counter()
-    index.parts = [Part(IndexSegment.build([MarkedDocument(bytes(20), bytes(16), entry) for entry in entries]))]
+    index.segments = [IndexSegment.build([MarkedDocument(bytes(20), bytes(16), entry) for entry in entries])]
     built = time.perf_counter() - started
     by_source = {entry.source: entry for entry in entries}
 

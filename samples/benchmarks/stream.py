@@ -24,7 +24,7 @@ from kvtool.core.fusion.cost import PassSpeed
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.session.session import Session
 from kvtool.core.session.speeds import recalled
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 from kvtool.core.streaming.policy import DEPTH
 from samples.benchmarks.script import Parser, draw, parser, positive, run, several, whole
 from samples.benchmarks.streaming.bench import StreamBench, StreamOptions, bench_stream

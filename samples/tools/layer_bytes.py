@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from kvtool.bench.shapes import SHAPES, shape_config
 from kvtool.core.cache.identity import ids_digest
 from kvtool.core.checkpoint.load import Loaded
 from kvtool.core.fusion.loader import ReadSet
@@ -28,7 +29,6 @@ from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.fusion.selectors.union import Union
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.kinds import LayerKind
-from kvtool.lab.bench.shapes import SHAPES, shape_config
 
 PAGE = Path(__file__).resolve().parents[1] / "results" / "layers.md"
 VOCABULARY, QUESTION = 512, 32

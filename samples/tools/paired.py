@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvtool.lab.measure.intervals import interval
+from kvtool.reports.intervals import interval
 
 
 def main() -> None:

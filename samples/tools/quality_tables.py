@@ -21,10 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.evaluate.measures import numbers_of
 from kvtool.core.fusion.selectors import REFERENCE
-from kvtool.lab.measure.holdout import holdout
-from kvtool.lab.measure.intervals import interval
-from kvtool.lab.measure.quality import summarise
-from kvtool.lab.measure.trial import NO_CONTEXT
+from kvtool.reports.intervals import interval
+from kvtool.reports.report import NO_CONTEXT
+from kvtool.reports.summary import holdout, summarise
 
 ALL = "all together"
 RUN_HEAD = (

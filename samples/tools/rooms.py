@@ -1,6 +1,6 @@
 """Draw which rooms of kvtool import which: rooms in their order, arrows that point down it, arrows that do not.
 
-    python samples/tools/rooms.py OUT.svg [--package kvtool] [--order cli,lab,…,errors]
+    python samples/tools/rooms.py OUT.svg [--package kvtool] [--order cli,bench,…,errors]
 
 The order is that of `tests/test_rooms.py`, its last room at the top. Modules that stand alone in `kvtool/core` and
 have no place in it are one room, "loose files". Every import counts, wherever it stands.

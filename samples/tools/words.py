@@ -93,9 +93,11 @@ def generated_help() -> dict[str, str]:
     from kvtool.cli.app import SHOWN, app
     from kvtool.cli.help import TOPICS
     from kvtool.cli.reference import reference
+    from kvtool.reports import REPORTS
 
     overview = [*SHOWN, *(line for rows in SHOWN.values() for line in rows.values()), str(app.info.help)]
-    return {"kvtool --help": "\n\n".join(overview), "kvtool help": "\n\n".join(TOPICS.values()), "help": reference()}
+    lists = {"kvtool --help": overview, "kvtool help": TOPICS.values(), "kvtool inspect --help": REPORTS.values()}
+    return {name: "\n\n".join(lines) for name, lines in lists.items()} | {"help": reference()}
 
 
 def strings(*folders: str, docs: bool) -> dict[str, str]:

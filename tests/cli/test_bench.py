@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from kvtool.bench import codec
 from kvtool.core.cache.record import OVERHEAD_BYTES
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import NESTED
 from kvtool.core.common.types import Events
-from kvtool.lab.bench import codec
 from tests.cli.working import LAYERS, damages, kvtool, listing
 
 KV_HEADS, HEAD_DIM = 2, 16  # of the tiny model

@@ -18,7 +18,7 @@ def test_both_steppers_and_the_parts_of_a_token() -> None:
     assert [row["stepper"] for row in found["rows"]] == ["native", "torch"]
     assert [part["part"] for part in found["parts"]] == ["products", "attention", "rest"]
     assert found["matrices"] == ["float32"]
-    assert found["weights_bytes"] == 4 * (4 * 36864 + 64 * 512)  # of the tiny shape, see tests/lab/bench/test_flops.py
+    assert found["weights_bytes"] == 4 * (4 * 36864 + 64 * 512)  # of the tiny shape, see tests/bench/test_flops.py
     assert found["kl_max"] < 1e-9
     assert found["apart_max"] < 1e-3
     assert found["rows"][1]["bytes_per_s"] is None

@@ -173,7 +173,7 @@ def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Pa
     assert damages(store) == []
 
 
-def wait_for_documents(path: Path, wanted: int, seconds: float = 60) -> None:
+def wait_for_documents(path: Path, wanted: int, seconds: float = 120) -> None:
     """Until a running ingest has committed so many."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:

@@ -11,9 +11,9 @@ from kvtool.core.cache.store import Store
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.retrieval.finder import Finder
-from samples.tools import documents
 from tests.cli.working import PREFIX, SHORT, Done, kvtool
 from tests.families import save_tiny
+from tests.support import documents
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtool.lab.reports import REPORTS, load_report
+from kvtool.reports import REPORTS, load_report
 from tests.cli.working import QUESTION, kvtool
 
 
@@ -23,7 +23,7 @@ def test_every_report_has_a_page_of_help(name: str) -> None:
 
 def test_the_help_of_reports_imports_no_torch() -> None:
     code = (
-        "import sys; from kvtool.lab.reports import REPORTS, load_report;"
+        "import sys; from kvtool.reports import REPORTS, load_report;"
         "[load_report(name) for name in (*REPORTS, 'glance')]; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

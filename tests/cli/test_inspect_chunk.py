@@ -10,7 +10,7 @@ import pytest
 from kvtool.core.cache.access_log import ServedLog
 from kvtool.core.cache.store import Store
 from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, chunks_of, drop_records, kvtool, listing, prefix_chunk
-from tests.lab.charts.test_page import Outline
+from tests.reports.test_page import Outline
 
 
 def test_one_chunk(store: Path, tmp_path: Path) -> None:

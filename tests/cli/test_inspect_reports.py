@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from kvtool.core.model.decoder import Decoder
-from kvtool.lab.charts.spark import sparkline
-from kvtool.lab.measure.means import mean_of
+from kvtool.reports.charts import sparkline
+from kvtool.reports.deviation import mean_of
 from tests.cli.working import CHUNKS, QUESTION, chunks_of, kvtool, payloads, write_corpus
 from tests.compress.making import fixed_losses, run
-from tests.lab.charts.test_page import Outline
+from tests.reports.test_page import Outline
 
 REPORTS = ("deviation", "sparsity")
 

@@ -10,8 +10,8 @@ import pytest
 from rich.cells import cell_len
 
 from kvtool.cli.terminal import clean
-from samples.tools.office.portable import pdf
 from tests.cli.working import PREFIX, QUESTION, SHORT, kvtool, on_terminal, process
+from tests.support.office.portable import pdf
 
 LONG = ("--max-tokens", "40")
 

@@ -99,7 +99,7 @@ def test_vectors(tiny: Path, corpus: Path, tmp_path: Path, embedder: Path) -> No
     assert Path(found[0]["source"]).name == "stream.md"
     embedder.rename(tmp_path / "gone")
     done = kvtool("query", QUESTION, *SHORT, "--json", "--store", path).fine()
-    assert "found by words alone" in done.err
+    assert "found only by words" in done.err
     assert done.json["chunks"]
     kvtool("query", QUESTION, "--retriever", "hybrid", "--store", path).failed(12, "no embedding model")
     (corpus / "stream.md").unlink()

@@ -20,7 +20,7 @@ from kvtool.core.corpus.readers import read_documents
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.errors import DamagedError, ModelError
 from kvtool.core.retrieval import embed
-from kvtool.lab.doctor.plugins import check_plugins
+from kvtool.reports.doctor import check_plugins
 from tests.cli.working import kvtool
 
 Install = Callable[..., None]

@@ -24,10 +24,10 @@ from kvtool.core.corpus.reading import Bounds, Reading
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.options.resolve import resolve
-from kvtool.core.retrieval.places import Places
-from samples.tools import documents
-from samples.tools.office.portable import pdf, scanned
-from samples.tools.office.writers import WRITERS
+from kvtool.core.retrieval.finder import Places
+from tests.support import documents
+from tests.support.office.portable import pdf, scanned
+from tests.support.office.writers import WRITERS
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 from kvtool.core.cache.side_files import append_side
 from kvtool.core.cache.store import Store
 from kvtool.core.evaluate.audits import Audit, is_drawn, keep_audit, kept_audits, shortened
-from kvtool.lab.measure.runs import parse_run
+from kvtool.reports.paired_run import parse_run
 from tests.cache.making import make_store
 
 MODEL = "f" * 64

@@ -1,8 +1,10 @@
-"""Means and medians over rows of which not all have every number."""
+"""Measures of an answer: means over those that have them, and SQuAD scores."""
 
 from __future__ import annotations
 
-from kvtool.core.evaluate.measures import means, medians, numbers_of
+import pytest
+
+from kvtool.core.evaluate.measures import Scores, means, medians, normalise, numbers_of, score
 
 ROWS = [{"f1": 1.0, "top1_agrees": True}, {"f1": 0.0, "ms": 4}, {"top1_agrees": False, "ms": 2, "answer": "x"}]
 
@@ -13,3 +15,50 @@ def test_a_row_counts_where_it_has_the_number() -> None:
     assert means(ROWS, ("ms", "nothing")) == {"ms": 3.0}
     assert medians(ROWS, ("ms", "f1", "nothing")) == {"ms": 3.0, "f1": 0.5}
     assert means([]) == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Quick, brown fox!", "quick brown fox"),
+        ("an apple a day", "apple day"),
+        ("A-ha and the end.", "aha and end"),
+        ("theatre", "theatre"),
+        ("U.S.A.", "usa"),
+        ("  \n", ""),
+        ("the", ""),
+        ("1,874", "1874"),
+        ("Café", "café"),
+        ("Cafe\u0301", "café"),
+        ("서울, 대한민국", "서울 대한민국"),
+    ],
+)
+def test_normalise(text: str, expected: str) -> None:
+    assert normalise(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "expected"),
+    [
+        ("The mill.", ["mill"], (1.0, 1.0, 1.0)),
+        ("It was the old mill", ["mill"], (0.4, 0.0, 1.0)),  # it was old mill: precision 1/4, recall 1
+        ("old mill", ["the old mill on the river"], (2 * 2 / (2 + 4), 0.0, 0.0)),
+        ("river river", ["river"], (2 / 3, 0.0, 1.0)),
+        ("no", ["yes"], (0.0, 0.0, 0.0)),
+        ("mill", ["river", "Mill"], (1.0, 1.0, 1.0)),
+        ("", ["mill"], (0.0, 0.0, 0.0)),
+        ("the", ["a"], (1.0, 1.0, 0.0)),  # both say nothing; nothing is contained in no answer
+        ("mill", [], (0.0, 0.0, 0.0)),
+        ("1874년에 완성되었다", ["1874년"], (0.0, 0.0, 1.0)),
+    ],
+)
+def test_score(answer: str, gold: list[str], expected: tuple[float, float, float]) -> None:
+    found = score(answer, gold)
+    assert isinstance(found, Scores)
+    assert (found.f1, found.exact_match, found.contains) == pytest.approx(expected)
+
+
+def test_the_best_gold_answer_counts_for_each_score() -> None:
+    found = score("the old mill on the river", ["old mill river", "mill"])
+    assert found.f1 == pytest.approx(2 * 3 / (4 + 3))
+    assert found.contains == 1.0

@@ -1,4 +1,4 @@
-"""KL by its definition. (Answers and distances of whole runs: tests/lab/measure/test_trial.py.)"""
+"""KL by its definition. (Answers and distances of whole runs: tests/reports/test_paired_run.py.)"""
 
 from __future__ import annotations
 

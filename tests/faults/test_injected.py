@@ -1,4 +1,4 @@
-"""Faults, really injected, of every kind that `samples/tools/faults.py` goes on with for hours; here a few of each."""
+"""Faults, really injected, of every kind that `tests/support/faults.py` goes on with for hours; here a few of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMANDS = {"ingest", "compress", "prune", "compact", "import", "push", "pull", 
 def run(journal: Path, *words: object) -> subprocess.CompletedProcess[str]:
     """In a process of its own, which forks."""
     few = [str(word) for name, count in FEW.items() for word in (f"--{name}", count)]
-    command = [sys.executable, str(ROOT / "samples/tools/faults.py"), "--journal", str(journal), "--json", *few]
+    command = [sys.executable, str(ROOT / "tests/support/faults.py"), "--journal", str(journal), "--json", *few]
     return subprocess.run([*command, *map(str, words)], capture_output=True, text=True, timeout=400, check=False)
 
 

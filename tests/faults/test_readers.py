@@ -1,4 +1,4 @@
-"""Reader processes beside an ingest, a prune and a compact (`samples/tools/readers.py` runs it for longer)."""
+"""Reader processes beside an ingest, a prune and a compact (`tests/support/readers.py` runs it for longer)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from samples.tools import readers
 from tests.cli.working import CHUNKS, PREFIX, kvtool
+from tests.support import readers
 
 
 @pytest.mark.slow

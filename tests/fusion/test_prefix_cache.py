@@ -253,7 +253,7 @@ def test_a_state_cannot_go_back() -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_in_bfloat16_it_is_as_far_off_as_transformers(name: str) -> None:
-    """Of full prefill; and behind a stored beginning, where the model goes on from one."""
+    """Of full prefill; and after a stored beginning, where the model goes on from one."""
     with torch.inference_mode(False):
         rounded = Case(name, "bfloat16", decoder_of(tiny_model(name, "bfloat16")))
     shelf, plan = Shelf(), plan_of()

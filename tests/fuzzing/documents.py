@@ -25,8 +25,8 @@ from kvtool.core.errors import UsageError
 from kvtool.core.query.reply import read_batch
 from kvtool.core.retrieval.passages import title_of
 from kvtool.core.retrieval.terms import asked_terms, language_of, terms
-from samples.tools.office.facts import facts
-from samples.tools.office.writers import WRITERS
+from tests.support.office.facts import facts
+from tests.support.office.writers import WRITERS
 
 Target = Callable[[bytes], None]
 

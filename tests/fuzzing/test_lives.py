@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtool.core.query.turns import TurnLayout
+from kvtool.core.query.conversation import TurnLayout
 from kvtool.core.session.identity import StoreIdentity
 from tests.fuzzing import runs
 from tests.fuzzing.engines import EngineLife
@@ -60,6 +60,6 @@ def test_a_lead_in_left_out_of_the_name_is_noticed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stale_conversation_is_noticed(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
-    for name in ("is_so", "still_stands"):
+    for name in ("finds_the_same", "has_all_records"):
         monkeypatch.setattr(TurnLayout, name, lambda *_: True)
     assert lived(EngineLife, "llama", "turn lead_in turn lead_in turn").at is not None

@@ -15,9 +15,9 @@ import pytest
 from kvtool.core.corpus import reading as reading_module
 from kvtool.core.corpus.readers.document import UnreadableFile
 from kvtool.core.corpus.reading import Bounds, Reading
-from samples.tools.office.facts import facts
-from samples.tools.office.portable import pdf
-from samples.tools.office.writers import WRITERS
+from tests.support.office.facts import facts
+from tests.support.office.portable import pdf
+from tests.support.office.writers import WRITERS
 
 _LAUGHS = (
     '<!DOCTYPE x [<!ENTITY a0 "ha">' + "".join(f'<!ENTITY a{n} "{f"&a{n - 1};" * 10}">' for n in range(1, 20)) + "]>"

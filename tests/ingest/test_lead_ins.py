@@ -120,7 +120,7 @@ def test_a_lead_in_file_that_cannot_be_used(content: Any, tiny: Path, corpus: Pa
 
 @pytest.mark.slow
 def test_a_store_of_an_earlier_version_with_a_learned_lead_in(store: Path, corpus: Path) -> None:
-    """Its chunks are used as they are stored, and it is said; an ingest computes them behind the warm lead-in."""
+    """Its chunks are used as they are stored, and it is said; an ingest computes them after the warm lead-in."""
     kvtool("ingest", corpus, "--store", store, "--lead-in", "learned").failed(2, "is no lead-in")
     rows = hashlib.blake2b(b"rows", digest_size=20)
     kvtool("ingest", corpus, "--store", store, "--lead-in", "bos", "--quiet").fine()
@@ -133,7 +133,7 @@ def test_a_store_of_an_earlier_version_with_a_learned_lead_in(store: Path, corpu
     before = payloads(store)
     asked = ("query", QUESTION, "--store", store, *SHORT, "--json")
     done = kvtool(*asked).fine()
-    assert "behind a learned lead-in, which kvtool no longer makes" in done.err
+    assert "after a learned lead-in, which kvtool no longer makes" in done.err
     assert {chunk["status"] for chunk in done.json["chunks"]} == {"hit"}
     assert payloads(store) == before
     done = kvtool("ingest", corpus, "--store", store, "--json").fine()

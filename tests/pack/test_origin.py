@@ -326,7 +326,7 @@ def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scen
         scene.ingest(store=new)
         assert not talk.finds_the_same(session)
         assert talk.ask(question).chunks == []  # it stands again, by the own records
-        assert [text for text in said if "gone through anew" in text]
+        assert [text for text in said if "computed again" in text]
         assert talk.finds_the_same(session)
 
 
@@ -812,7 +812,7 @@ def test_a_document_is_unpacked_once_for_all_of_its_passages(
     tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is held against its text, before the first token."""
-    from kvtool.core.query.layout import lay_out
+    from kvtool.core.query.prompt import lay_out
 
     corpus = write_corpus(tmp_path / "corpus", documents=1, paragraphs=8)
     kvtool("ingest", corpus, "--store", tmp_path / "store", "--model", tiny, *CHUNKS, *PREFIX).fine()

@@ -129,7 +129,7 @@ def test_a_read_only_store_is_told_of_once(store: Path, tmp_path: Path, monkeypa
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK and real(path, mode))
     done = kvtool("query", "--batch", batch, "--store", store, *SHORT, *ALL).fine()
-    assert done.err.count("audits are kept beside the store, which cannot be written") == 1
+    assert done.err.count("audits are stored next to the store, which cannot be written") == 1
     assert done.lines[-1]["audited"] == 0
     assert not (store / "audit").exists()
 

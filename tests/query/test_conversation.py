@@ -226,7 +226,7 @@ def test_what_stands_is_made_anew_of_another_instruction_or_other_records(
         expected = Conversation.over(session, options, by_text=True)
         expected.give(session, Request(FIRST, search=FIRST), first.answer)
         assert torch.equal(second.fused.logits, expected.ask(SECOND).fused.logits)
-    assert any("gone through anew" in text for text in told)
+    assert any("computed again" in text for text in told)
     assert second.turn["number"] == 2
 
 

@@ -16,9 +16,9 @@ from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.query.answer import answer
 from kvtool.core.query.audit import compare
-from kvtool.core.query.defer import confidence, judge, spans
-from kvtool.core.query.layout import lay_out
+from kvtool.core.query.iterative import confidence, judge
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session
@@ -186,7 +186,7 @@ def test_comparing_is_refused_in_python_too(session: Session) -> None:
     ],
 )
 def test_spans(count: int, first: int, expected: list[tuple[int, int]]) -> None:
-    assert list(spans(count, first)) == expected
+    assert list(QueryOptions(defer=True, defer_first=first).rounds(count)) == expected
 
 
 def test_confidence_is_the_geometric_mean() -> None:
@@ -206,9 +206,9 @@ def test_confidence_is_the_geometric_mean() -> None:
     ],
 )
 def test_verdicts(sure: float, text: str, enough: bool, why: str) -> None:
-    verdict = judge(sure, text, 0.5)
-    assert verdict.enough == enough
-    assert why in verdict.why
+    given, reason = judge(sure, text, 0.5)
+    assert given == enough
+    assert why in reason
 
 
 # ---- what is planned, and what is warm ----

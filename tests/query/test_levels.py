@@ -12,7 +12,7 @@ from kvtool.core.cache import tables
 from kvtool.core.cache.record import decode_record, encode_record
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.lossless import Lossless, Raw
-from kvtool.core.query import fill, layout
+from kvtool.core.query import answer, prompt
 from tests.cli.working import (
     CHUNKS,
     LAYERS,
@@ -87,7 +87,7 @@ def test_a_level_that_is_not_stored_is_computed_and_said(
     asked: str, stored: str, both: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what is stored stays as it is; nothing is prefilled for the store."""
-    monkeypatch.setattr(fill, "make", None)
+    monkeypatch.setattr(answer, "make", None)
     path = both[stored == "lossless"]
     before = files_below(path)
     done = kvtool("query", QUESTION, "--store", path, "--level", asked, *SHORT, "--json").fine()
@@ -248,7 +248,7 @@ def test_mixed_stores_are_normal(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "smallest_allowed", lambda *_: None)  # as if all lost more
+    monkeypatch.setattr(prompt, "smallest_allowed", lambda *_: None)  # as if all lost more
     gone = chunks_of(fitted, "mill0.md")[1]
     with Store.open(fitted) as store:
         levels = store.levels(bytes.fromhex(gone))
@@ -260,7 +260,7 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
 
 def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are computed in place, and said; nothing is stored, and nothing that is stored goes."""
-    monkeypatch.setattr(fill, "make", None)
+    monkeypatch.setattr(answer, "make", None)
     one, *others = chunks_of(fitted, "mill0.md")
     for level in "123":
         drop(fitted, level, one)

@@ -19,8 +19,8 @@ from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import KvtoolError, ModelError, StoreFormatError, UsageError
 from kvtool.core.query import answer as answering
 from kvtool.core.query.answer import answer
-from kvtool.core.query.layout import _candidate, lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import _candidate, lay_out
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.retrieval.passages import Hit
 from kvtool.core.session.session import Session

@@ -16,7 +16,7 @@ from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.plan import Candidate, Segment
 from kvtool.core.fusion.source import ChunkCache, ReadStats, RecordMissing
 from kvtool.core.model.prefill import ChunkKV
-from kvtool.core.query.ahead import COMPUTED, BackgroundDecoder
+from kvtool.core.query.streaming import COMPUTED, BackgroundDecoder
 
 LAYERS, RECORD = 3, 10  # bytes
 SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]

@@ -10,10 +10,8 @@ from typing import Any, cast
 from kvtool.core.cache.backend import BlobRequest, BlobResponse, RemoteBackend
 from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.plan import Candidate, Segment
-from kvtool.core.query.ahead import BackgroundDecoder, Ended
-from kvtool.core.query.fetching import Driver
-from kvtool.core.streaming.book import Fetch
-from kvtool.core.streaming.ladder import Part
+from kvtool.core.query.streaming import BackgroundDecoder, Driver, Ended
+from kvtool.core.streaming.fetch_state import Fetch, Part
 
 SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number]))) for number in range(4)]
 

@@ -1,6 +1,6 @@
 """Pushes and pulls that are killed with -9 at a known moment, over a folder, a Redis and a bucket.
 
-At random moments, and over a folder, the fault harness does it (`samples/tools/faults.py`): what is left of files that
+At random moments, and over a folder, the fault harness does it (`tests/support/faults.py`): what is left of files that
 were being written is looked at there. Buckets of others are written by the same class as those of S3.
 """
 

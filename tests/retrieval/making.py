@@ -9,7 +9,7 @@ from pathlib import Path
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
-from kvtool.core.retrieval.index import Index, Part
+from kvtool.core.retrieval.index import Index
 from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
@@ -49,7 +49,7 @@ def index_of_texts(texts: Mapping[str, str]) -> Index:
     """An index of documents (source: text), in memory."""
     index = Index.empty()
     marked = [MarkedDocument(bytes(20), bytes(16), entry_of(source, text)) for source, text in texts.items()]
-    index.parts = [Part(IndexSegment.build(marked))] if marked else []
+    index.segments = [IndexSegment.build(marked)] if marked else []
     return index
 
 

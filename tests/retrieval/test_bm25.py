@@ -8,8 +8,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from kvtool.core.retrieval import bm25
-from kvtool.core.retrieval.index import Index, Part
+from kvtool.core.retrieval.index import Index
+from kvtool.core.retrieval.search import bm25_scores, count_rare, keywords
 from kvtool.core.retrieval.segment import IndexSegment
 from kvtool.core.retrieval.terms import asked_terms, terms
 from tests.retrieval.making import index_of_texts
@@ -46,14 +46,14 @@ def split(texts: dict[str, str], *sizes: int) -> Index:
     index, items = Index.empty(), list(texts.items())
     for size in sizes:
         some, items = dict(items[:size]), items[size:]
-        index.parts += index_of_texts(some).parts
+        index.segments += index_of_texts(some).segments
     return index
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 @pytest.mark.parametrize("sizes", [(6,), (1, 5), (2, 2, 1, 1)])
 def test_the_formula(question: str, sizes: tuple[int, ...]) -> None:
-    assert bm25.scores(split(TEXTS, *sizes), asked_terms(question)) == pytest.approx(by_formula(question, TEXTS))
+    assert bm25_scores(split(TEXTS, *sizes), asked_terms(question)) == pytest.approx(by_formula(question, TEXTS))
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -61,32 +61,32 @@ def test_the_dead_leave_no_trace(question: str) -> None:
     index = split(TEXTS, 4, 2)
     index.segments[0].bury(np.array([1, 2]))
     living = {source: TEXTS[source] for source in "adef"}
-    found = bm25.scores(index, asked_terms(question))
+    found = bm25_scores(index, asked_terms(question))
     assert found[[0, 3, 4, 5]] == pytest.approx(by_formula(question, living))
     assert not found[[1, 2]].any()
     merged = Index.empty()
-    merged.parts = [Part(IndexSegment.merged(index.segments))]
-    assert bm25.scores(merged, asked_terms(question)).tolist() == found[[0, 3, 4, 5]].tolist()
+    merged.segments = [IndexSegment.merged(index.segments)]
+    assert bm25_scores(merged, asked_terms(question)).tolist() == found[[0, 3, 4, 5]].tolist()
 
 
 def test_a_word_of_several_forms_counts_as_one() -> None:
     """By the form that a chunk has most of; how rare it is, is told by the chunks that have any of them."""
     texts = {"a": "river brook", "b": "river mill", "c": "brook mill", "d": "mill bread"}
     index = split(texts, 3, 1)
-    one = bm25.scores(index, [("river", "brook")])
+    one = bm25_scores(index, [("river", "brook")])
     joined = {"a": "river bread", "b": "river mill", "c": "river mill", "d": "mill bread"}
-    assert one == pytest.approx(bm25.scores(split(joined, 3, 1), [("river",)]))
-    assert bm25.rare(index, [("river", "brook"), ("mill",), ("zebra", "bread")], 0.25) == 1
-    assert bm25.rare(index, [("river", "brook"), ("mill",), ("zebra", "bread")], 1.0) == 3
+    assert one == pytest.approx(bm25_scores(split(joined, 3, 1), [("river",)]))
+    assert count_rare(index, [("river", "brook"), ("mill",), ("zebra", "bread")], 0.25) == 1
+    assert count_rare(index, [("river", "brook"), ("mill",), ("zebra", "bread")], 1.0) == 3
 
 
 def test_nothing() -> None:
-    assert bm25.scores(Index.empty(), [("mill",)]).tolist() == []
-    assert bm25.scores(index_of_texts({"a": "…"}), [("mill",)]).tolist() == [0.0]
+    assert bm25_scores(Index.empty(), [("mill",)]).tolist() == []
+    assert bm25_scores(index_of_texts({"a": "…"}), [("mill",)]).tolist() == [0.0]
 
 
 def test_keywords_tell_a_text_from_the_others() -> None:
     index = index_of_texts(TEXTS)
-    assert bm25.keywords(index, terms(TEXTS["c"])[0], 1) == ["river"]
-    assert "built" not in bm25.keywords(index, terms(TEXTS["a"])[0], 4)  # another text has it, too
-    assert bm25.keywords(index, [], 4) == []
+    assert keywords(index, terms(TEXTS["c"])[0], 1) == ["river"]
+    assert "built" not in keywords(index, terms(TEXTS["a"])[0], 4)  # another text has it, too
+    assert keywords(index, [], 4) == []

@@ -12,9 +12,9 @@ import pytest
 
 from kvtool.core.cache.integrity import find_damage, repair
 from kvtool.core.cache.store import Store
+from kvtool.core.retrieval.embed import remember, remembered
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.tables import open_tables, write_tables
-from kvtool.core.retrieval.vectors import remember, remembered
 from tests.cli.working import kvtool
 from tests.retrieval.making import store_of
 

@@ -65,7 +65,7 @@ def test_texts_are_read_some_at_a_time(store: Store, built: list[int], monkeypat
     anew = Index.empty()
     anew.update(store)
     assert built == [6, 1, 1, 1, 1, 1, 1]
-    assert len(anew.parts) == 1
+    assert len(anew.segments) == 1
     assert answers(anew, TEXTS) == first
 
 
@@ -130,7 +130,7 @@ def test_no_order_of_arrival_changes_a_score(tmp_path: Path) -> None:
             index = index_of(store)
             found.append(answers(index, TEXTS))
             assert len(index) == len(TEXTS)
-            assert len(index.parts) <= 3
+            assert len(index.segments) <= 3
     assert found[0] == found[1] == found[2]
 
 
@@ -141,7 +141,7 @@ def test_many_small_changes_leave_few_segments(tmp_path: Path) -> None:
                 ingest(writer, {f"f{number}": {f"f{number}": f"The mill, number {number}."}})
             index = index_of(store)
         assert len(index) == 40
-        assert len(index.parts) <= 4
+        assert len(index.segments) <= 4
         assert len([path for path in (store.path / FOLDER).iterdir() if path.name.startswith("segment")]) >= 1
 
 

@@ -12,10 +12,9 @@ import pytest
 from kvtool.core.cache.store import Store
 from kvtool.core.errors import DamagedError, ModelError, UsageError
 from kvtool.core.retrieval import embed
-from kvtool.core.retrieval.embed import Embedder
+from kvtool.core.retrieval.embed import Embedder, Meaning, remembered
 from kvtool.core.retrieval.finder import Finder, Retrieval
 from kvtool.core.retrieval.index import index_of
-from kvtool.core.retrieval.vectors import Meaning, remembered
 from tests.retrieval.making import ingest, store_of
 
 TEXTS = {"a": "the mill", "b": "the stream", "c": "the loaf", "d": "something else"}
@@ -115,7 +114,7 @@ def test_a_remembered_model_that_is_gone_is_told_and_done_without(store: Store, 
         warned: list[str] = []
         hits = Finder(store, lambda text, hint: warned.append(text)).find("mill", 1, Retrieval()).hits
         assert hits[0].passage.source == "a"
-        assert "found by words alone" in warned[0]
+        assert "found only by words" in warned[0]
         for how in (Retrieval("hybrid"), Retrieval("auto", str(static_model))):
             with pytest.raises(ModelError, match="there is no embedding model"):
                 found(store, "mill", how)

@@ -16,8 +16,8 @@ from kvtool.core.api import Cache
 from kvtool.core.cache.store import Store
 from kvtool.core.checkpoint import load
 from kvtool.core.codec.levels import LEVELS, NO_PROFILE, Level
-from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.session.identity import MeasuredLosses, smallest_allowed, store_identity
 from kvtool.core.session.session import Session

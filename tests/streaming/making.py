@@ -8,9 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.book import Fetch, Policy, Task
-from kvtool.core.streaming.estimate import make_estimator
-from kvtool.core.streaming.ladder import Ladder, Part, Rung
+from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task, make_estimator
 from kvtool.core.streaming.policy import Adaptive
 from samples.benchmarks.streaming.traces import LinkTrace
 

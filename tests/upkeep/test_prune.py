@@ -213,7 +213,7 @@ def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) 
     keep_budget(path, "10kB")
     done = kvtool("store", "prune", "--cold", "0s", "--quiet", "--store", path)
     assert done.code == 14
-    assert "so nothing went for the size" in done.err
+    assert "so nothing was removed for the size" in done.err
     assert {tuple(levels_in(path)[chunk]) for chunk in chunks_in(path)} == {("4",)}
     row = kvtool("store", "prune", "--cold", "0s", "--dry-run", "--json", "--store", path).json
     assert (row["steps"], row["refused"], row["reached"]) == ([], None, False)

@@ -21,7 +21,7 @@ from kvtool.core.errors import StoreFormatError, UsageError
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.options.option import options_of
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.since import changes
+from kvtool.core.query.staleness import changes
 from kvtool.core.remote.mirror import open_store
 from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.passages import Hit, Passage, passages_in, place_and_text
@@ -305,7 +305,7 @@ class Tools:
         if not os.path.isabs(path) or not roots.show(real):
             raise UsageError(
                 f"{path} may not be ingested",
-                f"allowed is what lies below {', '.join(map(str, self.roots))}, but nothing hidden, no secret and "
+                f"allowed is what is below {', '.join(map(str, self.roots))}, but nothing hidden, no secret and "
                 "nothing that an ignore file names",
             )
         return real

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Unpack
 
-from kvtool.core.api.held import alone
-from kvtool.core.api.sharing import Sharing
-from kvtool.core.api.upkeep import Upkeep
-from kvtool.core.cache.options import default_store
+from kvtool.core.api.held import Held, alone
+from kvtool.core.cache.options import LockOptions, default_store
+from kvtool.core.cache.store import Store
 from kvtool.core.common.types import Events, Warn
 from kvtool.core.common.urls import is_url
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import options_of
 from kvtool.core.query.options import ChunkChoice, QueryOptions
+from kvtool.core.remote.options import ExportOptions, ImportOptions, PullOptions, PushOptions
+from kvtool.core.upkeep.options import ForgetOptions, PruneOptions
 
 if TYPE_CHECKING:
     from kvtool.core.compress.report import CompressReport
     from kvtool.core.ingest.report import IngestReport
     from kvtool.core.options import arguments
+    from kvtool.core.pack.export import ExportReport
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.query.reply import Reply
+    from kvtool.core.remote.report import TransferReport
+    from kvtool.core.upkeep.plan import Plan
+    from kvtool.core.upkeep.prune import Compacted, PruneReport
+    from kvtool.core.upkeep.size_report import Budget
+
 
 __all__ = ["Cache", "open"]
 
@@ -53,7 +61,7 @@ def open(
     return Cache(store, ModelOptions.of({"model": model, **options}), warn)
 
 
-class Cache(Sharing, Upkeep):
+class Cache(Held):
     """A store of chunk KV caches. Use `kvtool.open`.
 
     Threads may share it: what they ask for is done one after the other. The model is loaded when it is needed, and
@@ -127,3 +135,108 @@ class Cache(Sharing, Upkeep):
         wanted = self._wanted(CompressOptions, options, levels=levels)
         with self._beside() as folder:
             return compress(folder, wanted, self._events(events), self._decoder)
+
+    @alone(PushOptions)
+    def push(
+        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PushArguments]
+    ) -> TransferReport:
+        """Bring a shared store up to date with this one; `options` are the fields of `PushOptions`."""
+        from kvtool.core.remote.push import push_to
+
+        wanted = self._wanted(PushOptions, options)
+        with self._beside() as folder:
+            return push_to(url, folder, wanted, self._events(events))
+
+    @alone(PullOptions)
+    def pull(
+        self, url: str, *, events: Events | None = None, **options: Unpack[arguments.PullArguments]
+    ) -> TransferReport:
+        """Bring this store up to date with a shared one; `options` are the fields of `PullOptions`."""
+        from kvtool.core.remote.pull import pull_from
+
+        wanted = self._wanted(PullOptions, options)
+        with self._beside() as folder:
+            return pull_from(url, folder, wanted, self._events(events))
+
+    @alone(ExportOptions)
+    def export(
+        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ExportArguments]
+    ) -> ExportReport:
+        """Write the store, or a part of it, into one file; `options` are the fields of `ExportOptions`."""
+        from kvtool.core.pack.export import export
+
+        wanted = self._wanted(ExportOptions, options)
+        levels, told = wanted.levels or None, self._events(events)
+        with self._beside() as folder:
+            only, force = wanted.only, wanted.force
+            return export(folder, Path(pack), only=only, levels=levels, force=force, key=wanted.key, events=told)
+
+    @alone(ImportOptions)
+    def take(
+        self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ImportArguments]
+    ) -> TransferReport:
+        """Take a pack into the store, as `store import` does; `options` are the fields of `ImportOptions`."""
+        from kvtool.core.pack.import_ import take
+
+        wanted = self._wanted(ImportOptions, options)
+        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
+        with self._beside() as folder:
+            return take(folder, Path(pack), trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
+
+    @alone(ImportOptions)
+    def merge(
+        self,
+        sources: Sequence[str | Path],
+        *,
+        events: Events | None = None,
+        **options: Unpack[arguments.ImportArguments],
+    ) -> list[TransferReport]:
+        """Take other stores and packs into the store, as `store import` does; `options` are of `ImportOptions`."""
+        from kvtool.core.pack.import_ import merge
+
+        wanted, paths = self._wanted(ImportOptions, options), [Path(source) for source in sources]
+        told, trust, wait = self._events(events), wanted.trusted(), wanted.lock_wait
+        with self._beside() as folder:
+            return merge(folder, paths, trust=trust, lock_wait=wait, max_size=wanted.max_size, events=told)
+
+    @alone(ForgetOptions)
+    def rm(self, *targets: str | Path, **options: Unpack[arguments.ForgetArguments]) -> Plan:
+        """Remove documents, by path, folder, glob or chunk's id; `options` are the fields of `ForgetOptions`."""
+        from kvtool.core.upkeep.forget import forget
+
+        wanted = self._wanted(ForgetOptions, options)
+        names = tuple(map(str, targets))
+        with self._beside() as folder:
+            return forget(folder, names, dry_run=wanted.dry_run, yes=wanted.yes, lock_wait=wanted.lock_wait)
+
+    @alone(PruneOptions)
+    def prune(self, **options: Unpack[arguments.PruneArguments]) -> PruneReport:
+        """Make the store smaller; `options` are the fields of `PruneOptions`."""
+        from kvtool.core.upkeep.prune import prune
+
+        wanted = self._wanted(PruneOptions, options)
+        with self._beside() as folder:
+            return prune(folder, wanted)
+
+    @alone(LockOptions)
+    def compact(self, **options: Unpack[arguments.LockArguments]) -> Compacted:
+        """Give free pages, and what nothing refers to, back to the disk."""
+        from kvtool.core.upkeep.prune import compact
+
+        wanted = self._wanted(LockOptions, options)
+        with self._beside() as folder:
+            return compact(folder, lock_wait=wanted.lock_wait)
+
+    @alone(LockOptions)
+    def budget(self, *size: int | str | None) -> Budget:
+        """Return the size budget that the store keeps to; a size (bytes, or `20GB`) sets it, None or "none" lifts
+        it."""
+        from kvtool.core.upkeep.size_report import keep_budget, read_budget
+
+        with self._beside() as folder:
+            if size:
+                wanted = None if size[0] == "none" else size[0]
+                most = options_of(IngestOptions)["max_size"].accept(wanted, "size")
+                return keep_budget(folder, most, lock_wait=self._wanted(LockOptions, {}).lock_wait)
+            with Store.open(folder) as store:
+                return read_budget(store)

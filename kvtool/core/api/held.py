@@ -55,7 +55,7 @@ def alone(source: type[Options] = Options) -> Callable[[Method], Method]:
 
 
 def _with_keywords(plain: inspect.Signature, source: type[Options]) -> inspect.Signature:
-    """A signature whose `**options` are written out."""
+    """Return a signature whose `**options` are written out."""
     keep = [each for each in plain.parameters.values() if each.kind is not each.VAR_KEYWORD]
     names = {each.name for each in keep}
     written_out = [
@@ -104,7 +104,7 @@ class Held:
             raise UsageError("this cache was closed", f"open the store again: kvtool.open({str(self.path)!r})")
 
     def _wanted(self, source: type[O], given: Mapping[str, Any], **own: Any) -> O:
-        """The options of a call, with the model's as the cache was opened with.
+        """Return the options of a call, with the model's as the cache was opened with.
 
         Raises
         ------
@@ -121,7 +121,8 @@ class Held:
 
     @contextmanager
     def _beside(self) -> Iterator[Path]:
-        """The store's folder, for what opens it by itself: the model stays loaded, and learns of what was changed."""
+        """Lend the store's folder to what opens it by itself: the model stays loaded, and learns of what was
+        changed."""
         if isinstance(self.path, str):
             raise UsageError("a shared store can only be asked", "work on a local one, and push it")
         if self._session is not None:
@@ -158,7 +159,7 @@ class Held:
 
     @property
     def _decoder(self) -> Decoder | None:
-        """The model, if it is loaded."""
+        """Return the model, if it is loaded."""
         return self._session.decoder if self._session is not None else None
 
     def _release(self) -> None:
@@ -168,7 +169,7 @@ class Held:
 
     @contextmanager
     def _lent(self) -> Iterator[Session]:
-        """The session for one question of a conversation."""
+        """Lend the session for one question of a conversation."""
         with self._lock:
             self._check_open()
             self._finish_audits()

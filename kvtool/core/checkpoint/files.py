@@ -105,7 +105,7 @@ def check_folder(folder: Path) -> None:
             raise ModelError(f"{weights} holds no tensors", "download it again")
     if not any((folder / name).is_file() for name in _VOCABULARIES):
         raise ModelError(
-            f"{folder} has no tokenizer ({', '.join(_VOCABULARIES)})", "copy the model's tokenizer files beside it"
+            f"{folder} has no tokenizer ({', '.join(_VOCABULARIES)})", "copy the model's tokenizer files next to it"
         )
     for name in TOKENIZER_FILES:
         if (folder / name).is_file():
@@ -117,7 +117,7 @@ def _refuse_adapter(folder: Path) -> None:
     one fingerprint."""
     if os.path.lexists(folder / _ADAPTER):
         raise ModelError(
-            f"{folder} has an adapter beside its weights ({_ADAPTER})",
+            f"{folder} has an adapter next to its weights ({_ADAPTER})",
             f"merge it into the model, or move {_ADAPTER} away to use the model without it",
         )
 
@@ -175,7 +175,7 @@ def _no_weights(folder: Path) -> ModelError:
             f"{folder} holds {others[0]} but neither {_WEIGHTS} nor {_INDEX}",
             "an adapter needs merging into its model first; a single weight file must be called " + _WEIGHTS,
         )
-    return ModelError(f"{folder} is a model folder without weights", f"put {_WEIGHTS} beside config.json")
+    return ModelError(f"{folder} is a model folder without weights", f"put {_WEIGHTS} next to config.json")
 
 
 @contextmanager

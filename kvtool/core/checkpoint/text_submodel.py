@@ -20,7 +20,7 @@ _EMBEDDING = "embed_tokens.weight"
 _HEAD = "lm_head.weight"
 _BASE = "model."  # prefix of the decoder's weights in a causal model of `transformers`
 _CACHES = ("past_key_values", "cache")  # names of the prompt cache in a model's output, by release of `transformers`
-_HINT = "use the text model alone, or another one"
+_HINT = "use only the text model, or another one"
 # Changes of logits that a wrapper could make, by the names that configurations have for them.
 _LOGITS = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 

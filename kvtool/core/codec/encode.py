@@ -105,7 +105,7 @@ def encode_nested(
     KvtoolError : there is no profile, or a number is not finite.
     """
     if profile is None:
-        raise KvtoolError("this level needs a codec profile, and there is none", "`kvtool compress` fits one")
+        raise KvtoolError("this level needs a codec profile, and the store has none", "`kvtool compress` fits one")
     kvs = _check(profile, layers, kvs)
     order = sorted(levels, key=NESTED.index, reverse=True)  # coarsest first: a finer one names it
     made: dict[str, list[list[Payload]]] = {level: [] for level in order}

@@ -19,9 +19,8 @@ from kvtool.core.codec.transform_kernels import squares_of
 from kvtool.core.common.types import Ids
 from kvtool.core.compress.fitting import probes
 from kvtool.core.errors import DamagedError
-from kvtool.core.evaluate.measures import Row, means
+from kvtool.core.evaluate.measures import Row, means, score
 from kvtool.core.evaluate.reference import Reference
-from kvtool.core.evaluate.scoring import score
 from kvtool.core.fusion.engine import Fused, fuse
 from kvtool.core.fusion.plan import Candidate, Plan, Segment, build_plan
 from kvtool.core.fusion.selectors.reuse import Reuse

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvtool.core.cache.side_files import append_side, read_side_log
-from kvtool.core.evaluate.runs import run_name
+from kvtool.core.evaluate.measures import run_name
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
@@ -58,11 +58,11 @@ class Audit:
 
     @property
     def run(self) -> str:
-        """The mode with its other parameters and its amount, such as `union+shift=no:0.15`."""
+        """Return the mode with its other parameters and its amount, such as `union+shift=no:0.15`."""
         return run_name(self.fusion, self.changes.items(), self.amount)
 
     def to_json(self) -> dict[str, Any]:
-        """A line of the journal."""
+        """Return a line of the journal."""
         return {"format": _FORMAT} | {name: getattr(self, name) for name in self.__slots__}
 
     @classmethod
@@ -79,7 +79,7 @@ class Audit:
         return audit
 
     def _numbers(self) -> tuple[float, ...]:
-        """All that is to be a number. Raises KeyError: how much was recomputed is not told."""
+        """Return all that is to be a number. Raises KeyError: how much was recomputed is not told."""
         distances = (self.kl_first, self.kl_answer, self.top1_agrees, self.answer_equal)
         shares = (self.tokens["reused"], self.tokens["recomputed"], self.amount or 0)
         return (*distances, *shares, self.holes, self.sampled, self.milliseconds)
@@ -103,7 +103,7 @@ def is_drawn(question: str, revision: int, share: float) -> bool:
 
 
 def shortened(question: str) -> str:
-    """The beginning of a question, on one line."""
+    """Return the beginning of a question, on one line."""
     words = " ".join(question.split())
     return words if len(words) <= _SHORT else f"{words[: _SHORT - 1]}…"
 

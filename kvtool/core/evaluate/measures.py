@@ -1,10 +1,16 @@
-"""Measures of an answer: their names in all commands, and means over many answers."""
+"""Measures of an answer: SQuAD scores, names in all commands, and means over many answers."""
 
 from __future__ import annotations
 
+import re
 import statistics
+import string
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from kvtool.core.common.spelling import normalised
 
 SCORES = ("f1", "exact_match", "contains")  # against gold answers; `scoring`
 DISTANCES = ("kl_first", "kl_answer", "top1_agrees", "answer_equal")  # from a reference's answer; `reference`
@@ -26,3 +32,63 @@ def means(rows: Sequence[Row], names: Iterable[str] = MEASURES) -> dict[str, flo
 def medians(rows: Sequence[Row], names: Iterable[str]) -> dict[str, float]:
     """Take the median of each number over the rows that have it; what no row has is left out."""
     return {name: statistics.median(numbers) for name in names if (numbers := numbers_of(rows, name))}
+
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = set(string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Similarity of an answer to the best gold one: token F1, exact match, whether it contains one."""
+
+    f1: float
+    exact_match: float
+    contains: float
+
+    def to_json(self) -> dict[str, float]:
+        """Name the three."""
+        return asdict(self)
+
+
+def normalise(text: str) -> str:
+    """Reduce a text to lower case without punctuation, articles and double spaces (SQuAD 1.1 evaluation)."""
+    text = normalised("NFC", text).lower()
+    text = "".join(char for char in text if char not in _PUNCTUATION)
+    return " ".join(_ARTICLES.sub(" ", text).split())
+
+
+def score(answer: str, gold: Iterable[str]) -> Scores:
+    """Score one answer against all accepted ones."""
+    said = normalise(answer)
+    wanted = [normalise(text) for text in gold]
+    return Scores(
+        max((_f1(said, text) for text in wanted), default=0.0),
+        float(said in wanted),
+        float(any(text and text in said for text in wanted)),
+    )
+
+
+def _f1(said: str, wanted: str) -> float:
+    a, b = said.split(), wanted.split()
+    common = sum((Counter(a) & Counter(b)).values())
+    if not a or not b:
+        return float(a == b)
+    return 2 * common / (len(a) + len(b))
+
+
+def run_name(mode: str, changes: Iterable[tuple[str, Any]], amount: float | None) -> str:
+    """Return a run as a user writes it, such as `union+shift=no:0.15`.
+
+    Parameters
+    ----------
+    changes : options of the mode and their values. `amount`: what its own knob says; None: it has none.
+    """
+    variant = "+".join([mode, *(f"{name}={_text(value)}" for name, value in changes)])
+    return variant if amount is None else f"{variant}:{amount:.12g}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.12g}" if isinstance(value, float) else str(value)

@@ -367,8 +367,8 @@ def update_index(store: Store, account: Account, embedder: str | None, offline: 
     ------
     ModelError : the given embedder cannot be used; an earlier one only causes a warning.
     """
+    from kvtool.core.retrieval.embed import remembered
     from kvtool.core.retrieval.finder import Finder
-    from kvtool.core.retrieval.vectors import remembered
 
     finder = Finder(store, account.warn)
     with suppress(DamagedError):  # of an earlier document: `store verify` and a query report it

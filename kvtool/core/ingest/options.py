@@ -14,9 +14,8 @@ from kvtool.core.corpus.options import command_error, commands_of, shard_error
 from kvtool.core.corpus.split import METHODS, SplitSettings
 from kvtool.core.crew.options import RayOptions
 from kvtool.core.errors import UsageError
-from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, system_option
+from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, embedder_option, system_option
 from kvtool.core.options.option import option
-from kvtool.core.retrieval.options import embedder_option
 
 if TYPE_CHECKING:
     from kvtool.core.corpus.reading import Reading

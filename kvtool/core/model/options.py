@@ -1,4 +1,4 @@
-"""Options of the model, and of the instruction that every prompt begins with."""
+"""Options of the model, of the instruction that every prompt begins with, and of the embedding model."""
 
 from __future__ import annotations
 
@@ -99,3 +99,14 @@ def _file_text(path: Path) -> str:
     if not text or len(data) > _MOST_BYTES:
         raise UsageError(f"the instruction {str(path)!r} {'is over 64 KiB' if text else 'is empty'}", hint)
     return text
+
+
+def embedder_option(group: str) -> str | None:
+    """The embedding model: an option of an ingest, which computes vectors, and of a query, which looks among them."""
+    return option(
+        None,
+        "The embedding model for search by meaning.",
+        group=group,
+        metavar="NAME|FOLDER",
+        instead="the store's own",
+    )

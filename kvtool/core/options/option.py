@@ -204,7 +204,7 @@ class Option:
 
     @property
     def default_text(self) -> str:
-        """The default in words; empty where there is nothing to say."""
+        """Return the default in words; empty where there is nothing to say."""
         if self.instead:
             return self.instead
         if self.unit == "percentage":
@@ -299,7 +299,7 @@ class Options:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """These options with the values of a call in Python.
+        """Return these options with the values of a call in Python.
 
         Raises
         ------
@@ -313,7 +313,7 @@ class Options:
 
     @classmethod
     def some(cls, *names: str) -> Part:
-        """Some of them, for a command that does not take them all."""
+        """Return some of them, for a command that does not take them all."""
         return Part(cls, names)
 
 
@@ -330,7 +330,7 @@ class Part:
 
 
 def options_of(source: type[Options]) -> Mapping[str, Option]:
-    """The options of a class by name: first its own in the order of declaration, then those that it shares."""
+    """Return the options of a class by name: first its own in the order of declaration, then those that it shares."""
     if source not in _READ:
         _READ[source] = _read_options(source)
     return _READ[source]

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import os
-import stat
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from kvtool.core.common.files import default_config_file
+from kvtool.core.common.files import default_config_file, read_regular
 from kvtool.core.common.urls import is_url
 from kvtool.core.errors import UsageError, did_you_mean
 from kvtool.core.options.option import ENV_PREFIX, Option, Options, options_of
@@ -58,7 +56,7 @@ class Resolved:
     origins: Mapping[str, Origin]
 
     def get(self, source: type[O], *names: str, **others: Any) -> O:
-        """A room's options with the values in force.
+        """Return a room's options with the values in force.
 
         Parameters
         ----------
@@ -204,34 +202,22 @@ def _file_layer(names: _Names, layer: Literal["project", "user"], path: Path) ->
 
 def _read_toml(path: Path) -> Mapping[str, Any]:
     try:
-        return tomllib.loads(_read_file(path).decode("utf-8-sig"))
+        data = read_regular(path, _MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise OSError(f"it has more than {_MOST_BYTES:,} bytes")
+        return tomllib.loads(data.decode("utf-8-sig"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UsageError(f"{path} is not valid TOML: {error}", "one `key = value` a line; text in quotes") from error
     except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}", "check the file's permissions") from error
-
-
-def _read_file(path: Path) -> bytes:
-    """Read a regular file of settings: in a folder of others a FIFO would hang who opens it, and a device never end.
-
-    Raises
-    ------
-    OSError
-    """
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "it is not a regular file")
-        if status.st_size > _MOST_BYTES:
-            raise OSError(errno.EFBIG, f"it has more than {_MOST_BYTES:,} bytes")
-        return file.read(_MOST_BYTES)
+        why = error.strerror or error
+        raise UsageError(f"{path} cannot be read: {why}", "check the file's permissions") from error
 
 
 def _named_values(table: Mapping[str, Any], names: _Names, path: Path) -> Iterator[tuple[str, Any, Option]]:
-    """The file's values with their options, found by name; in a command's table also by what its flag is called."""
+    """Yield the file's values with their options, found by name; in a command's table also by what its flag is
+    called."""
     for name, value in table.items():
         if name in names.tables and isinstance(value, dict):
             for inner, inner_value in value.items():

@@ -10,29 +10,38 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.codec.levels import RAW
+from kvtool.core.cache.entries import ChunkSpec
+from kvtool.core.cache.writer import Writer
+from kvtool.core.codec.levels import RAW, exact
 from kvtool.core.common.timeline import add_span
-from kvtool.core.evaluate.scoring import score
+from kvtool.core.errors import DamagedError, KvtoolError
+from kvtool.core.evaluate.measures import score
 from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Segment
+from kvtool.core.fusion.prefix_cache import extend_prefix
 from kvtool.core.fusion.selectors import AUTO, WEIGHED, selector_for
 from kvtool.core.fusion.source import ChunkCache
 from kvtool.core.model.generate import Generated, Sampling, first_token, generate, prepare_decoding
+from kvtool.core.model.states import StateCache
 from kvtool.core.query.auto import Choice, choose
-from kvtool.core.query.chains import answer_chain, keep
 from kvtool.core.query.explain import explain, explain_attention
-from kvtool.core.query.fill import fill_holes
-from kvtool.core.query.layout import Marks, PromptLayout, plan_marks
+from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import Marks, PromptLayout, plan_marks
+from kvtool.core.query.recurrent import answer_chain, keep_prefix
 from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request
-from kvtool.core.query.rounds import Outcome, fuse_in_rounds, fuse_on
-from kvtool.core.query.since import with_changes
 from kvtool.core.query.spotted import lay_out_request
-from kvtool.core.query.streaming import Streamed, stream_prompt
+from kvtool.core.query.staleness import with_changes
+from kvtool.core.query.streaming import Streamed, stands_alone, stream_prompt
+from kvtool.core.records.encode import LeadIns, make
+from kvtool.core.records.read import read_chunk
+from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
-    from kvtool.core.fusion.plan import Plan, Segment
+    from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.session.session import Session
+
 
 OnText = Callable[[str], None]
 
@@ -61,15 +70,7 @@ def answer(
     """
     options = options or QueryOptions()
     with session.lock, session.store.view():
-        return answer_asked(session, lay_out_request(session, request, options), options, on_text, again)
-
-
-def answer_asked(
-    session: Session, asked: PromptLayout, options: QueryOptions, on_text: OnText | None = None, again: bool = False
-) -> Reply:
-    """Answer a request whose prompt is laid out."""
-    with session.lock, session.store.view():
-        begun = begin_answer(session, asked, options)
+        begun = begin_answer(session, lay_out_request(session, request, options), options)
         started, (first, *more) = time.perf_counter(), begun.known
         said = generate(session.decoder, begun.outcome.fused.cache, first, begun.sampling, on_text, more)
         add_span(session.timeline, "generate", started, tokens=len(said.ids))
@@ -104,14 +105,14 @@ class PreparedAnswer:
 
     def reply(self, said: Generated) -> Reply:
         """Return the reply: the answer, with all that led to it."""
-        return _reply(self, said, _timing(self, said))
+        return _reply(self, said)
 
     def keep(self, again: bool = False) -> None:
         """Note what was used, and store what was missing; `again`: see `answer`."""
         if not self.selector.uses_cache:
             return
         if self.outcome.chained is not None:
-            keep(self.session, self.outcome.chained, self.options.state_cache_size, again)
+            keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
             _keep(self.session, self.outcome.fused, self.streamed.holes, again)
 
@@ -144,7 +145,7 @@ def begin_answer(
         sampling = Sampling(options.max_tokens, options.temperature, options.seed, stop_repeats=options.stop_repeats)
         known = _first_tokens(outcome, sampling)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
-        chunks, again = reply_chunks(session, asked, outcome.fused.plan), _standing_chunks(session, asked)
+        chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
         session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
         return PreparedAnswer(
@@ -186,21 +187,22 @@ def _fetch(session: Session, asked: PromptLayout, options: QueryOptions, selecto
 def _fuse(
     session: Session, asked: PromptLayout, streamed: Streamed, selector: Selector, options: QueryOptions
 ) -> Outcome:
-    """The whole prompt in one pass, or in rounds; or what comes behind one that stands."""
-    if asked.behind is not None:
-        return fuse_on(session, asked.behind, asked.plan, selector, options)
-    if session.identity.keeps_states:
-        chained = answer_chain(session, streamed.plan, selector, options)
-        return Outcome(chained.fused, None, [], chained)
-    if options.defer:
-        return fuse_in_rounds(session, streamed.plan, selector, streamed.source, options)
-    decoder, plan, source = session.decoder, streamed.plan, streamed.source
-    fused = fuse(decoder, plan, selector, source, options.max_tokens, session.timeline, options.load_timeout)
-    return Outcome(fused, None, [])
+    """Fuse the whole prompt in one pass, or in rounds; or what comes after a cached prefix."""
+    decoder, plan, timeline, reserve = session.decoder, streamed.plan, session.timeline, options.max_tokens
+    cache = None if asked.behind is None else asked.behind.cache
+    if isinstance(cache, StateCache):
+        chained = extend_prefix(decoder, cache, plan, selector, reserve, timeline)
+        return Outcome(chained.fused, chained=chained)
+    if cache is None and session.identity.keeps_states:
+        chained = answer_chain(session, plan, selector, options)
+        return Outcome(chained.fused, chained=chained)
+    if cache is None and options.defer:
+        return fuse_in_rounds(session, plan, selector, streamed.source, options)
+    return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
 
 
 def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
-    """The first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
+    """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
     if outcome.begun is not None:
         if sampling.temperature <= 0:
             return outcome.begun.ids
@@ -223,7 +225,7 @@ def reply_chunks(session: Session, asked: PromptLayout, plan: Plan) -> list[Repl
     ]
 
 
-def _standing_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
+def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
     """Return the reply's entry of each retrieved chunk that was in the prompt cache already."""
     if asked.behind is None:
         return []
@@ -251,8 +253,7 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     ]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
-    if holes:
-        fill_holes(session, holes)
+    _fill_holes(session, holes)
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
@@ -282,9 +283,9 @@ def _bytes_spared(begun: PreparedAnswer) -> int:
     return begun.outcome.fused.read_set.bytes_skipped(sizes)
 
 
-def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> Reply:
+def _reply(begun: PreparedAnswer, said: Generated) -> Reply:
     session, asked, options, choice = begun.session, begun.asked, begun.options, begun.choice
-    fused, slo_ms = begun.outcome.fused, options.slo_ms
+    fused, slo_ms, timing = begun.outcome.fused, options.slo_ms, _timing(begun, said)
     text = said.text.strip()
     return Reply(
         question=asked.request.question,
@@ -293,7 +294,7 @@ def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> 
         fusion=str(options.fusion),
         chunks=with_changes(session.store, begun.chunks),
         revision=asked.revision,
-        tokens=_tokens(fused, said),
+        tokens=fused.tokens.to_json() | {"shifted": int(fused.shifted.rows.sum()), "generated": len(said.ids)},
         timing_ms=timing,
         bytes_read=fused.bytes_read + begun.streamed.bytes_read,
         bytes_spared=_bytes_spared(begun),
@@ -324,7 +325,7 @@ def _reply(begun: PreparedAnswer, said: Generated, timing: dict[str, float]) -> 
 
 
 def _segments(session: Session, plan: Plan) -> dict[str, Any]:
-    """The prompt's token ids, by what they are."""
+    """Return the prompt's token ids, by what they are."""
     return {
         "prefix": list(plan.segments[0].ids),
         "lead_in": list(session.identity.lead_in.ids),
@@ -333,6 +334,78 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _tokens(fused: Fused, said: Generated) -> dict[str, int]:
-    shifted = int(fused.shifted.rows.sum())
-    return fused.tokens.to_json() | {"shifted": shifted, "generated": len(said.ids)}
+def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
+    """Prefill holes behind the store's lead-in and store them. Say what was computed in place and why, and what has it
+    stored: this question, or an ingest.
+
+    A query is no writer: when the store is locked, full or read-only the holes stay, with a warning. A chunk of a
+    `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
+    (Candidate.stored) is not missing.
+    """
+    wanted = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
+    stored: set[bytes] = set()
+    if wanted and not session.store.read_only and _store(session, wanted):
+        stored = {chunk.chunk_id for chunk in wanted}
+    for segment in holes:
+        chunk_id = segment.source.chunk_id  # an instruction of one's own has none
+        name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"
+        hint = "it is stored now, for the next question" if chunk_id in stored else ""
+        if not hint and chunk_id and not segment.source.stored:
+            hint = "an ingest of its document stores it"
+        session.warn(f"{name} was computed in place: {segment.reason}", hint)
+
+
+def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
+    """Store what was computed; False with a warning where that cannot be."""
+    store, decoder, identity = session.store, session.decoder, session.identity
+    try:
+        with store.writer() as writer:
+            of_chunks: LeadIns | None = None  # computed once for all
+            for chunk in wanted:
+                if _clean(session, writer, chunk):
+                    continue  # only what was made of it was damaged
+                if chunk.chunk_id == identity.prefix_id:
+                    lead_ins = LeadIns.nothing(decoder)
+                else:
+                    lead_ins = of_chunks = of_chunks or lead_ins_of(identity, decoder)
+                (made,) = make(decoder, lead_ins, [chunk])
+                writer.put_chunk(made.chunk_id, made.info, made.level, made.layers)
+    except KvtoolError as error:
+        session.warn(f"{len(wanted)} computed chunk(s) could not be stored: {error.message}", error.hint)
+        return False
+    store.note_use([chunk.chunk_id for chunk in wanted])
+    return True
+
+
+def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
+    """Drop of a chunk what cannot be read, and nothing else; whether a level that loses nothing is left."""
+    store, layers = session.store, session.layers
+    wanted = chunk.info(layers)
+    try:
+        info = store.chunk_info(chunk.chunk_id)
+    except DamagedError:
+        info = None
+    if info is not None and (info.token_ids, info.lead_in, info.layers) != (chunk.ids, wanted.lead_in, layers):
+        writer.drop_chunks([chunk.chunk_id])  # another chunk's
+        return False
+    here = store.sizes_here(chunk.chunk_id)
+    sound = [level for level in here if _is_readable(session, chunk.chunk_id, level)]
+    for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any more
+        writer.drop_level([chunk.chunk_id], level)
+    return info is not None and bool(exact(sound))
+
+
+def _is_readable(session: Session, chunk_id: bytes, level: str) -> bool:
+    try:
+        read_chunk(session.store, chunk_id, level, session.layers, session.profiles)
+    except DamagedError:
+        return False
+    return True
+
+
+def _wanted(segment: Segment, identity: StoreIdentity) -> ChunkSpec | None:
+    """Return the record to make; None: there is one all the same, or the chunk before it is needed."""
+    chunk_id = segment.source.chunk_id
+    if segment.source.stored or not stands_alone(segment, identity):
+        return None
+    return identity.wanted_prefix if chunk_id == identity.prefix_id else identity.wanted(segment.ids)

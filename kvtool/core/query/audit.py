@@ -21,20 +21,17 @@ from kvtool.core.fusion.plan import Candidate, Plan, build_plan
 from kvtool.core.fusion.selectors import REFERENCE, selector_for
 from kvtool.core.model.decoder import out_of_memory_hint
 from kvtool.core.query.answer import answer
-from kvtool.core.query.chains import answer_chain
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.recurrent import answer_chain
 from kvtool.core.query.reply import Reply, Request
 from kvtool.core.session.session import Session
 
 if TYPE_CHECKING:
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Generated
-    from kvtool.core.query.options import QueryOptions
-    from kvtool.core.query.reply import Reply
-    from kvtool.core.session.session import Session
 
 
-_READ_ONLY = "audits are kept beside the store, which cannot be written: none is made"
+_READ_ONLY = "audits are stored next to the store, which cannot be written: none is made"
 
 
 class Auditor:
@@ -108,7 +105,7 @@ def _in_full(session: Session, plan: Plan, options: QueryOptions) -> Fused:
 
 
 def uncached(plan: Plan) -> Plan:
-    """The same prompt, rows that were not there among it, as one segment of which nothing is stored."""
+    """Return the same prompt, rows that were not there among it, as one segment of which nothing is stored."""
     return build_plan(Candidate(()), [], plan.text_ids)
 
 
@@ -142,7 +139,7 @@ def _is_same(said: Generated, full: Generated) -> bool:
 
 
 def changes_of(selector: Selector) -> dict[str, Any]:
-    """The parameters of a mode that are not its own, but for the amount."""
+    """Return the parameters of a mode that are not its own, but for the amount."""
     return {
         each.name: value
         for each in fields(cast(Any, selector))

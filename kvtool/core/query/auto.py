@@ -21,15 +21,12 @@ from kvtool.core.codec.levels import known
 from kvtool.core.fusion.cost import CACHED, PromptRows, Span, Speeds
 from kvtool.core.fusion.loader import ReadSet
 from kvtool.core.fusion.selectors import SELECTORS, WEIGHED, selector_for
-from kvtool.core.query.layout import PromptLayout, lay_out_at
+from kvtool.core.query.prompt import PromptLayout, lay_out_at
 from kvtool.core.session.identity import allowed_levels
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
-    from kvtool.core.query.layout import PromptLayout
     from kvtool.core.query.options import QueryOptions
     from kvtool.core.session.session import Session
 
@@ -46,7 +43,7 @@ class Choice:
 
 
 def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choice:
-    """The mode, the ratio and the level that a prompt is answered in soonest.
+    """Choose the mode, the ratio and the level that a prompt is answered in soonest.
 
     Deciding counts in the TTFT; measuring the machine does not, and is reported as `profile`.
 
@@ -76,7 +73,7 @@ def choose(session: Session, asked: PromptLayout, options: QueryOptions) -> Choi
 
 
 def spans_of(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Span]:
-    """A prompt's segments, with what each mode reads of them where some layers look through a window; loads no
+    """Return a prompt's segments, with what each mode reads of them where some layers look through a window; loads no
     model."""
     windows, shares = session.windows, [dict[str, float]() for _ in plan.segments]
     if any(window is not None for window in windows):
@@ -88,7 +85,8 @@ def spans_of(session: Session, plan: Plan, modes: Sequence[Selector]) -> list[Sp
 
 
 def _at_levels(session: Session, asked: PromptLayout, options: QueryOptions) -> dict[str, PromptLayout]:
-    """The prompt at each level that may be read, the finest first, and as `--level auto` would read a mixed store."""
+    """Return the prompt at each level that may be read, the finest first, and as `--level auto` would read a mixed
+    store."""
     cached = asked.plan.cached_chunks
     used = {segment.source.level for segment in cached}
     own = used.pop() if len(used) == 1 else "auto"
@@ -204,7 +202,8 @@ def _lossless(prompts: Mapping[str, PromptRows], modes: Sequence[Selector]) -> l
 
 
 def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
-    """The largest ratio, from the selector's own to 1, that is expected to add no more than `NOISE` of the loading."""
+    """Return the largest ratio, from the selector's own to 1, that is expected to add no more than `NOISE` of the
+    loading."""
     floor = selector.amount
 
     def seconds(ratio: float) -> float:
@@ -233,7 +232,7 @@ def _notes(
     expected: Mapping[str, float],
     lossless: str | None,
 ) -> Iterator[str]:
-    """The decision in words."""
+    """Yield the decision in words."""
     load = _ms(prompt.load(*CACHED).seconds)
     yield f"{prompt.length} tokens, {prompt.context} of chunks in the cache: loading them {load}"
     if len(at_floor) > 1:

@@ -7,25 +7,267 @@ computes of the new passages, as `--defer` does in a later round (fusion/engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import ContextFullError, DamagedError, KvtoolError, UsageError
+from kvtool.core.fusion.engine import copied
+from kvtool.core.fusion.plan import Candidate, Plan, as_resident
 from kvtool.core.model.generate import Generated, generate
+from kvtool.core.model.prompt import question_tokens, turn_header
+from kvtool.core.model.states import Marked, StateCache
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.answer import OnText, PreparedAnswer, begin_answer
-from kvtool.core.query.layout import CachedPrefix, lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import (
+    OTHER_TEXT,
+    CachedPrefix,
+    Marks,
+    PromptLayout,
+    lay_out,
+    parts_for,
+    plan_marks,
+    record_marks,
+)
 from kvtool.core.query.reply import Reply, Request
-from kvtool.core.query.turns import ConversationState, Trial, Turn, TurnLayout, check_room, marked
 
 if TYPE_CHECKING:
-    from kvtool.core.query.reply import Request
+    from kvtool.core.model.prompt_cache import PromptCache
     from kvtool.core.retrieval.finder import Finder
     from kvtool.core.session.session import Session
+
+
+@dataclass(slots=True)
+class Trial:
+    """Lengths of a prompt's turns, added up as a conversation would lay them out.
+
+    Parameters
+    ----------
+    tokens : that stand already. `chunks`: those among them, with the tokens of each.
+
+    Attributes
+    ----------
+    skipped : turns that were added before the last one at which the conversation has to start over.
+    full : why it has to start over there; None: it goes on.
+    """
+
+    session: Session
+    options: QueryOptions
+    tokens: int = 0
+    chunks: Mapping[bytes, int] = field(default_factory=dict)
+    skipped: int = 0
+    full: ContextFullError | None = None
+    _added: int = 0
+
+    def add(self, request: Request, answer: str = "") -> None:
+        """Add a turn. Raises as `lay_out` does of a first turn that is too long by itself."""
+        try:
+            asked = self._laid_out(request)
+        except ContextFullError as error:
+            self.full, self.skipped, self.tokens, self.chunks = error, self._added, 0, {}
+            asked = self._laid_out(request)
+        self._added += 1
+        self.chunks = {**self.chunks, **chunks_of(asked)}
+        tokenizer = self.session.tokenizer
+        self.tokens = asked.plan.length + len(encode(tokenizer, answer)) + len(turn_header(tokenizer))
+
+    def _laid_out(self, request: Request) -> PromptLayout:
+        behind = None
+        if self.tokens:
+            check_room(self.session, self.tokens)
+            behind = CachedPrefix(Candidate((0,) * self.tokens), self.session.decoder.new_cache(0), self.chunks)
+        return lay_out(self.session, request, self.options, behind=behind, must_find=False)
+
+
+def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
+    """Return the chunks that a turn brings, with the tokens of each."""
+    sources = [segment.source for segment in asked.plan.chunks]
+    return {one.chunk_id: len(one.ids) for one in sources if one.chunk_id}
+
+
+def check_room(session: Session, tokens: int) -> None:
+    """Refuse to go on behind so many tokens where they fill the model's context. Raises ContextFullError."""
+    if session.is_loaded and tokens >= session.decoder.context:
+        raise ContextFullError(
+            f"the conversation has {tokens} tokens, the model takes {session.decoder.context}",
+            "start a new one, or shorten what was said in it",
+        )
+
+
+Origin = tuple[Candidate, Marks]
+"""Origin of a segment's KV: the segment as it was looked up, without its rank among the passages, and the marks of the
+records of each layer; none where none was read."""
+
+
+def _is_stored(session: Session, origin: Origin) -> bool:
+    """Return whether the store still has these records, or, where none was read, a chunk of these ids."""
+    wanted, marks = origin
+    if not wanted.chunk_id:
+        return True
+    if marks and wanted.level is not None:
+        return marks == record_marks(session, wanted.chunk_id, wanted.level)
+    try:
+        info = session.store.chunk_info(wanted.chunk_id)
+    except DamagedError:
+        return False
+    return info is not None and info.token_ids == wanted.ids
+
+
+@dataclass(frozen=True, slots=True)
+class TurnLayout:
+    """The segments that a turn added to its conversation's prompt, and how they were found.
+
+    Attributes
+    ----------
+    known : chunks that stood before the turn; None: it was the first.
+    origins : of its segments, the question last.
+    is_as_laid : all of them were read as they were laid out, and none was computed in its place.
+    revision : of the store, at which all of it was looked up.
+    """
+
+    request: Request
+    known: Mapping[bytes, int] | None
+    origins: tuple[Origin, ...]
+    is_as_laid: bool
+    revision: int
+
+    @classmethod
+    def of(cls, begun: PreparedAnswer) -> TurnLayout:
+        """Note the layout of an answer's prompt."""
+        asked, fused = begun.asked, begun.outcome.fused
+        # Else a record was damaged, or slow.
+        is_as_laid = isinstance(fused.cache, StateCache) or _levels(fused.plan) == _levels(asked.plan)
+        marks = begun.marks if is_as_laid else [()] * len(asked.plan.segments)
+        known = None if asked.behind is None else asked.behind.chunks
+        return cls(asked.request, known, _origins(asked.plan, marks), is_as_laid, asked.revision)
+
+    def finds_the_same(self, session: Session, options: QueryOptions, cache: PromptCache) -> bool:
+        """Return whether the store as it is now would give the same layout, of the same records."""
+        if not self.is_as_laid or self.revision == session.store.revision():
+            return self.is_as_laid
+        behind = None if self.known is None else CachedPrefix(Candidate(()), cache, self.known)
+        try:
+            asked = lay_out(session, self.request, options, behind=behind, must_find=False)
+        except KvtoolError:  # what it names is gone
+            return False
+        return _origins(asked.plan, plan_marks(session, asked.plan)) == self.origins
+
+    def has_all_records(self, session: Session, options: QueryOptions) -> bool:
+        """Return whether the store still has all that the turn was made of, whatever its question would find now."""
+        if self.revision == session.store.revision():
+            return True
+        parts, (*first, question) = parts_for(session, options), self.origins
+        if question[0].ids != question_tokens(session.tokenizer, self.request.question, parts):
+            return False
+        if self.known is None and first[0][0].ids != parts.prefix:
+            return False
+        return all(_is_stored(session, origin) for origin in first)
+
+
+def _origins(plan: Plan, marks: Sequence[Marks]) -> tuple[Origin, ...]:
+    return tuple(
+        (replace(segment.source, relevance=0.0), mark)
+        for segment, mark in zip(plan.segments, marks, strict=True)
+        if segment.status != "resident"
+    )
+
+
+def _levels(plan: Plan) -> list[tuple[object, ...]]:
+    return [(one.source.ids, one.source.level if one.cached else None) for one in plan.segments]
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A question and what came of it.
+
+    Attributes
+    ----------
+    places : where the passages stand that it was answered from, the best first.
+    tokens : as in its reply.
+    """
+
+    question: str
+    answer: str
+    places: tuple[str, ...]
+    tokens: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationState:
+    """State of a conversation between two questions.
+
+    Attributes
+    ----------
+    states : recurrent states of the model, if it has any, after the rows of `prefix`.
+    pending : tokens after those of `prefix` that have no row yet: the answer's last token, and the template's between
+        two turns.
+    is_whole : nothing was written after the rows of `prefix`; else a question may have been begun there and given up.
+    """
+
+    session: Session
+    system: str | None
+    prefix: CachedPrefix
+    states: Marked | None
+    pending: Ids
+    is_whole: bool = True
+
+    @classmethod
+    def after(cls, begun: PreparedAnswer, said: Sequence[int], answer: Ids) -> ConversationState:
+        """Return the state after a turn. Rows of its answer are kept if they were computed from the same tokens.
+
+        Parameters
+        ----------
+        said : the tokens whose rows the cache holds after the prompt, and maybe more. `answer`: those to keep.
+        """
+        fused, before = begun.outcome.fused, begun.asked.behind
+        computed = fused.cache.buffers[0].length - fused.plan.length
+        pairs = zip(said[:computed], answer, strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if alike < computed and isinstance(fused.cache, StateCache):
+            alike = 0  # where its states are marked
+        if alike < computed:
+            fused.cache.set_length(fused.plan.length + alike)
+        named = [one for one in fused.plan.chunks if one.source.chunk_id and one.source.reason != OTHER_TEXT]
+        chunks = {one.source.chunk_id: len(one.source.ids) for one in named}
+        tokens = as_resident(fused.plan.segments, answer[:alike])
+        if before is not None:
+            chunks = {**before.chunks, **chunks}
+        pending = (*answer[alike:], *turn_header(begun.session.tokenizer))
+        prefix = CachedPrefix(tokens, fused.cache, chunks)
+        return cls(begun.session, begun.options.system, prefix, marked(fused.cache), pending)
+
+    def whole(self) -> ConversationState:
+        """Return the same state without what was written after its rows."""
+        if self.is_whole:
+            return self
+        cache, rows = self.prefix.cache, len(self.prefix.tokens.rows)
+        if isinstance(cache, StateCache):
+            assert self.states is not None
+            cache.go_back(self.states)
+            return replace(self, is_whole=True)
+        # A thread that reads a slow record may still write into the old one.
+        prefix = replace(self.prefix, cache=copied(self.session.decoder, cache, rows))
+        return replace(self, prefix=prefix, is_whole=True)
+
+    def settled(self) -> ConversationState:
+        """Return the same state with its cache brought to where the next question begins; it has to be whole."""
+        if not self.pending:
+            return self
+        tokens, cache = self.prefix.tokens, self.prefix.cache
+        self.session.decoder.append(self.pending, cache)
+        grown = range(len(tokens.ids), len(tokens.ids) + len(self.pending))
+        kept = None if tokens.kept is None else (*tokens.kept, *grown)
+        prefix = replace(self.prefix, tokens=Candidate((*tokens.ids, *self.pending), kept=kept))
+        return replace(self, prefix=prefix, states=marked(cache), pending=())
+
+
+def marked(cache: object) -> Marked | None:
+    """Mark where states can be set back to."""
+    return cache.mark() if isinstance(cache, StateCache) else None
 
 
 Lend = Callable[[], AbstractContextManager["Session"]]
@@ -51,34 +293,34 @@ class Conversation:
 
     @classmethod
     def over(cls, session: Session, options: QueryOptions | None = None, by_text: bool = False) -> Conversation:
-        """A conversation over a session that stays open."""
+        """Return a conversation over a session that stays open."""
         return cls(lambda: nullcontext(session), options, by_text)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns that stand, the first one first."""
+        """Return the turns that stand, the first one first."""
         return self._now.turns
 
     @property
     def said(self) -> tuple[Turn, ...]:
-        """All turns since the conversation began, those before it started over among them."""
+        """Return all turns since the conversation began, those before it started over among them."""
         return (*self._now.earlier, *self._now.turns)
 
     @property
     def tokens(self) -> int:
         """Return the number of text tokens that the next question's prompt begins with."""
-        stands = self._now.stands
-        return 0 if stands is None else len(stands.standing.tokens.ids) + len(stands.pending)
+        state = self._now.state
+        return 0 if state is None else len(state.prefix.tokens.ids) + len(state.pending)
 
     @property
     def rows(self) -> int:
         """Return how many of these have rows in the prompt cache: the others are computed with the next question."""
-        return 0 if self._now.stands is None else len(self._now.stands.standing.tokens.rows)
+        return 0 if self._now.state is None else len(self._now.state.prefix.tokens.rows)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the prompt cache that it holds."""
-        return 0 if self._now.stands is None else self._now.stands.standing.cache.nbytes
+        return 0 if self._now.state is None else self._now.state.prefix.cache.nbytes
 
     def reset(self) -> None:
         """Forget all turns, and what they were about."""
@@ -126,7 +368,7 @@ class Conversation:
         options: QueryOptions | None = None,
         must_find: bool = True,
     ) -> PreparedAnswer:
-        """The first half of `ask`, up to the first token. The conversation stays as it was until `take`.
+        """Do the first half of `ask`, up to the first token. The conversation stays as it was until `take`.
 
         Parameters
         ----------
@@ -138,15 +380,15 @@ class Conversation:
             request = searched(session, request, [turn.question for turn in self.said])
             behind = self._behind(session, options)
             asked = lay_out(session, request, options, behind=behind, must_find=must_find)
-            if self._now.stands is not None:
-                self._stand_on(replace(self._now.stands, is_whole=False))
+            if self._now.state is not None:
+                self._set_state(replace(self._now.state, is_whole=False))
             begun = begin_answer(session, asked, options, marked=True)
             if self._by_text:
                 marked(begun.outcome.fused.cache)  # where the answer begins
             return begun
 
     def take(self, begun: PreparedAnswer, said: Generated) -> Reply:
-        """The second half of `ask`: the answer becomes a turn."""
+        """Do the second half of `ask`: the answer becomes a turn."""
         reply = begun.reply(said)
         request = begun.asked.request
         reply.turn = {"number": len(self.turns) + 1, "search": request.search or request.question}
@@ -168,11 +410,11 @@ class Conversation:
 
     def finds_the_same(self, session: Session) -> bool:
         """Return True if its questions would be answered from the same passages now, at the same levels."""
-        stands = self._now.stands
-        if stands is None or stands.session is not session:
+        state = self._now.state
+        if state is None or state.session is not session:
             return False
         with session.lock, session.store.view():
-            return all(laid.is_so(session, self.options, stands.standing.cache) for laid in self._now.laid)
+            return all(laid.finds_the_same(session, self.options, state.prefix.cache) for laid in self._now.laid)
 
     def skip(self, turns: Sequence[tuple[str, str]]) -> None:
         """Let go of what stands, and note further turns that will not stand either: they say what is talked about."""
@@ -180,43 +422,43 @@ class Conversation:
 
     def trial(self, session: Session, options: QueryOptions) -> Trial:
         """Return a trial of what would follow the turns that stand."""
-        stands = self._now.stands
-        return Trial(session, options, self.tokens, {} if stands is None else stands.standing.chunks)
+        state = self._now.state
+        return Trial(session, options, self.tokens, {} if state is None else state.prefix.chunks)
 
     def _ids_of(self, begun: PreparedAnswer, answer: str) -> Ids:
         return tuple(encode(begun.session.tokenizer, answer))
 
-    def _add(self, turn: Turn, begun: PreparedAnswer, stands: ConversationState) -> None:
+    def _add(self, turn: Turn, begun: PreparedAnswer, state: ConversationState) -> None:
         now = self._now
-        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(begun)), stands=stands)
+        self._now = replace(now, turns=(*now.turns, turn), laid=(*now.laid, TurnLayout.of(begun)), state=state)
 
     def _behind(self, session: Session, options: QueryOptions) -> CachedPrefix | None:
         """Return the cached prefix of the question, with the user's turn begun; None for the first question."""
-        stands = self._now.stands
-        if stands is None:
+        state = self._now.state
+        if state is None:
             return None
-        if stands.session is not session:
+        if state.session is not session:
             session.warn("the store was opened anew: the conversation starts over", "")
             self.start_over()
             return None
-        if options.system != stands.system:
-            raise UsageError("the instruction stands at the beginning of the conversation", "start a new one")
+        if options.system != state.system:
+            raise UsageError("a conversation keeps the instruction that it began with", "start a new one")
         session.refresh()
-        if not all(laid.still_stands(session, options) for laid in self._now.laid):
+        if not all(laid.has_all_records(session, options) for laid in self._now.laid):
             self._go_through_anew(session)
             return self._behind(session, options)
         check_room(session, self.tokens)
-        stands = stands.whole()
-        self._stand_on(replace(stands, is_whole=False))
-        stands = stands.settled()
-        self._stand_on(stands)
-        return stands.standing
+        state = state.whole()
+        self._set_state(replace(state, is_whole=False))
+        state = state.settled()
+        self._set_state(state)
+        return state.prefix
 
     def _go_through_anew(self, session: Session) -> None:
         """Replace what stands by the same turns over the store as it is now; where that fails, the conversation starts
         over."""
         before = self._now
-        session.warn("the store has another instruction or other records now: the turns are gone through anew", "")
+        session.warn("the store has another instruction or other records now: all turns are computed again", "")
         self._now = _Now(earlier=before.earlier)
         try:
             for turn, laid in zip(before.turns, before.laid, strict=True):
@@ -228,8 +470,8 @@ class Conversation:
             session.warn(f"the conversation starts over: {error.message}", error.hint)
             self.start_over()
 
-    def _stand_on(self, stands: ConversationState) -> None:
-        self._now = replace(self._now, stands=stands)
+    def _set_state(self, state: ConversationState) -> None:
+        self._now = replace(self._now, state=state)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,10 +487,10 @@ class _Now:
     turns: tuple[Turn, ...] = ()
     earlier: tuple[Turn, ...] = ()
     laid: tuple[TurnLayout, ...] = ()
-    stands: ConversationState | None = None
+    state: ConversationState | None = None
 
 
-# A vague follow-up is searched with the questions before it, as `samples/benchmarks/follow_ups.py` measured. Answers
+# A vague follow-up is searched with the questions before it, as samples/results/chat.md measured. Answers
 # are left out: those of small models mislead the search.
 RARE = 0.05  # share of the chunks that a rare word stands in at most
 ENOUGH = 4  # rare words of a question that is searched alone
@@ -264,7 +506,7 @@ def searched(session: Session, request: Request, before: Sequence[str]) -> Reque
 
 
 def search_text(question: str, before: Sequence[str], finder: Finder) -> str:
-    """The text that a question is searched by.
+    """Return the text that a question is searched by.
 
     One that has fewer than `ENOUGH` rare words is searched together with those before it, back to the last that says
     what is talked about. It counts twice, so that a new subject is found beside the old one.

@@ -104,7 +104,7 @@ def explain(fused: Fused, tokenizer: Any) -> list[ChunkSpans]:
 
 
 def _fates(fused: Fused, segment: Segment) -> list[str]:
-    """A reason or "" for each token of a segment."""
+    """Return a reason or "" for each token of a segment."""
     if not segment.cached:
         return [HOLE] * len(segment.ids)
     tokens = range(len(segment.ids)) if segment.kept is None else segment.kept

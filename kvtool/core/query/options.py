@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvtool.core.codec.levels import LEVELS, MAX_LOSS, NAMES
 from kvtool.core.errors import UsageError
 from kvtool.core.fusion.selectors import AUTO, EXACTLY, FUSIONS, WEIGHED
-from kvtool.core.model.options import NetworkOptions, system_option
+from kvtool.core.model.options import NetworkOptions, embedder_option, system_option
 from kvtool.core.options.option import Options, option
-from kvtool.core.query.defer import spans
-from kvtool.core.retrieval.options import embedder_option
 from kvtool.core.retrieval.passages import Found, Hit
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, PREDICTORS
 
 if TYPE_CHECKING:
     from kvtool.core.query.reply import Request
@@ -33,7 +31,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     ----------
     system : the instruction to use instead of the store's own; the prompt's beginning is then computed fresh.
     defer : load the best `defer_first` chunks, and more of the `top_k` only as long as the answer's beginning is less
-        sure than `defer_threshold`; core/query/defer.py.
+        sure than `defer_threshold`; core/query/iterative.py.
     check_layer, metric, from_depth, pooling, weighting, union_links : parameters of selectors (fusion/selectors); None:
         the mode's own.
     """
@@ -175,7 +173,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
 
     def mode(self, keeps_states: bool = False) -> str:
-        """The fusion mode: the one that was asked for, else what the model is best answered in."""
+        """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
 
     def check_of(self, identity: StoreIdentity, modes: Sequence[str] = ()) -> None:
@@ -217,8 +215,17 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         hits, cut = finder.find(request.search or request.question, self.top_k, self.retrieval, prefer=prefer)
         if not self.defer:
             return Found(in_order(hits, self.order), cut)
-        rounds = spans(len(hits), self.defer_first)
+        rounds = self.rounds(len(hits))
         return Found([hit for start, stop in rounds for hit in in_order(hits[start:stop], self.order)])
+
+    def rounds(self, count: int) -> Iterator[tuple[int, int]]:
+        """Yield the range of chunks, best first, that each round of `--defer` loads: `defer_first`, then as many as are
+        loaded already."""
+        start, stop = 0, min(self.defer_first, count)
+        yield start, stop
+        while stop < count:
+            start, stop = stop, min(2 * stop, count)
+            yield start, stop
 
     def check(self) -> None:
         """Refuse what is chosen for a whole prompt where it is loaded in rounds."""

@@ -1,9 +1,10 @@
-"""Request and reply of a query (kvtool/docs/json.md)."""
+"""Request and reply of a query (kvtool/docs/json.md), and sums of replies."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvtool.core.common.json_text import parsed
 from kvtool.core.common.marks import Place
+from kvtool.core.evaluate.measures import MEASURES, Row, means, medians
 from kvtool.core.fusion.selectors import AUTO
 from kvtool.core.retrieval.passages import Hit, place_and_text
 
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.engine import Fused
     from kvtool.core.fusion.selectors.base import Selector
     from kvtool.core.model.generate import Finish, Generated
-    from kvtool.core.query.defer import Round
     from kvtool.core.query.explain import ChunkSpans, LayerBackends
 
 
@@ -61,7 +62,7 @@ class ReplyChunk:
     ----------
     start, end : characters of the document.
     line : of the file, where it begins; None where it is not known, or `label` says where: `p. 12`, `slide 3`.
-    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/since.py`).
+    since_ingest : `changed` or `gone`, where the file is not what was ingested (`query/staleness.py`).
     origin : the pack, store or signer that the document came from; "" for one that was ingested here.
     """
 
@@ -104,7 +105,7 @@ class ReplyChunk:
         return self.behind(self.source)
 
     def behind(self, name: str) -> str:
-        """The place behind a name of its file."""
+        """Return the place behind a name of its file."""
         return Place(self.line, self.label).behind(name)
 
     def to_json(self) -> dict[str, Any]:
@@ -112,6 +113,40 @@ class ReplyChunk:
         row = {name: getattr(self, name) for name in names}
         more = {"reason": self.reason, "since_ingest": self.since_ingest, "origin": self.origin}
         return row | {name: value for name, value in more.items() if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Report of one round of `--defer`: the chunks that it loaded, its cost and its result.
+
+    Attributes
+    ----------
+    chunks : ids (hex) of the loaded chunks.
+    enough, reason : whether the round's answer is good enough, and why.
+    confidence : of the answer's beginning, 0 … 1; None in a last round, where no decision depends on it.
+    tokens : `prompt = standing + reused + recomputed + fresh`; `standing` rows are those of the rounds before.
+    milliseconds : of fusing and of computing the answer's beginning.
+    """
+
+    chunks: tuple[str, ...]
+    enough: bool
+    reason: str
+    confidence: float | None
+    bytes_read: int
+    milliseconds: float
+    tokens: dict[str, int]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a line of the reply's `rounds`."""
+        return {
+            "chunks": list(self.chunks),
+            "enough": self.enough,
+            "reason": self.reason,
+            "confidence": self.confidence,
+            "bytes_read": self.bytes_read,
+            "timing_ms": {"round": round(self.milliseconds, 3)},
+            "tokens": self.tokens,
+        }
 
 
 @dataclass(slots=True, repr=False)
@@ -166,7 +201,7 @@ class Reply:
 
     @property
     def asked_mode(self) -> str:
-        """The mode that was asked for: `fusion`, or `auto` where the controller chose it."""
+        """Return the mode that was asked for: `fusion`, or `auto` where the controller chose it."""
         return AUTO if self.controller else self.fusion
 
     @property
@@ -201,7 +236,7 @@ class Reply:
         return [f"{self.fusion}: first token after {self.timing_ms.get('ttft', 0.0):.0f} ms", f"tokens: {tokens}"]
 
     def _repr_html_(self) -> str:
-        """The answer and its sources, for notebooks."""
+        """Return the answer and its sources, for notebooks."""
         cells = [
             (chunk.place, chunk.text[:_SHOWN], "" if chunk.score is None else f"{chunk.score:.3f}", chunk.status)
             for chunk in self.chunks
@@ -214,7 +249,7 @@ class Reply:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON object of `query --json`."""
+        """Return the JSON object of `query --json`."""
         row: dict[str, Any] = {
             "question": self.question,
             "answer": self.answer,
@@ -246,7 +281,7 @@ class Reply:
 
 
 def read_batch(path: Path) -> list[Request]:
-    """The requests of a `--batch` file: one JSON object a line.
+    """Return the requests of a `--batch` file: one JSON object a line.
 
     Raises
     ------
@@ -283,7 +318,7 @@ def _wrong(error: Exception) -> str:
 
 
 def request_of(row: Any) -> Request:
-    """The request of a line. Raises ValueError."""
+    """Return the request of a line. Raises ValueError."""
     if not isinstance(row, dict) or not isinstance(row.get("question"), str):
         raise ValueError("no question")
     lists = {name: row.get(name) or [] for name in ("answers", "chunks", "documents", "sources")}
@@ -300,3 +335,31 @@ def request_of(row: Any) -> Request:
         sources=tuple(lists["sources"]),
         made_by=str(row.get("made_by") or ""),
     )
+
+
+_TIMES = ("ttft", "retrieve", "read", "recompute", "generate")
+_COUNTS = ("prompt", "reused", "recomputed", "fresh")
+
+
+def numbers(reply: Reply) -> Row:
+    """Pick what is summed up of one reply; what it has not is left out."""
+    row = reply.to_json()
+    return {
+        **{name: row[name] for name in MEASURES if name in row},
+        **{f"tokens_{name}": row["tokens"][name] for name in _COUNTS},
+        "bytes_read": row["bytes_read"],
+        **({"rounds": len(reply.rounds), "chunks_loaded": len(reply.chunks)} if reply.rounds else {}),
+        **{f"{name}_ms": row["timing_ms"][name] for name in _TIMES},
+    }
+
+
+def summarise(fusion: str, rows: Sequence[Row]) -> dict[str, Any]:
+    """Sum up the numbers of one mode's replies: means of scores and counts, medians of times."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    times = medians(rows, [name for name in names if name.endswith("_ms")])
+    return {
+        "fusion": fusion,
+        "count": len(rows),
+        **means(rows, [name for name in names if name not in times]),
+        **{f"{name}_median": value for name, value in times.items()},
+    }

@@ -16,7 +16,7 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.fusion.plan import Candidate, build_plan
 from kvtool.core.model.prompt import message_tokens
-from kvtool.core.query.layout import PromptLayout, lay_out, part_of_chunk
+from kvtool.core.query.prompt import PromptLayout, lay_out, part_of_chunk
 from kvtool.core.query.reply import OWN_TEXT
 from kvtool.core.retrieval.passages import Hit
 

@@ -1,42 +1,46 @@
 """A prompt's chunks fetched from a shared tier under a time objective, while those before are decoded, and others are
 computed.
 
-CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4): what is fetched next, how fine, and what
-is computed from its text instead, `core.streaming.both_ends` says; samples/benchmarks/stream.py simulates the same
-policy. Here it meets a network.
+CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4). `streaming/compute_fetch_overlap.py`
+decides what is fetched next, how fine, and what is computed from its text instead; samples/benchmarks/stream.py
+simulates the same policy. Here it meets a network.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.cache.backend import RemoteBackend
+from kvtool.core.cache.backend import BlobRequest, RemoteBackend, Stream
 from kvtool.core.cache.store import Store
-from kvtool.core.codec.levels import known
+from kvtool.core.codec.levels import RAW, known
 from kvtool.core.codec.rans.coder import compile_ahead
 from kvtool.core.common.timeline import add_span
+from kvtool.core.errors import RemoteError
 from kvtool.core.fusion.cost import MEMORY, PromptRows, Span, Speeds
 from kvtool.core.fusion.plan import Plan, Segment, build_plan, with_stored_rows
 from kvtool.core.fusion.selectors.base import Selector
-from kvtool.core.fusion.source import ChunkCache, KVSource, held_on
-from kvtool.core.query.ahead import COMPUTED, BackgroundDecoder
-from kvtool.core.query.fetching import Driver
-from kvtool.core.query.fill import compute_alone, stands_alone
-from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.both_ends import BothEnds
-from kvtool.core.streaming.estimate import make_estimator
-from kvtool.core.streaming.ladder import Ladder, Part, Rung
-from kvtool.core.streaming.policy import Task
+from kvtool.core.fusion.source import ChunkCache, KVSource, ReadStats, held_on
+from kvtool.core.model.prefill import LeadIn, PrefillItem, PrefillStopped, prefill_chunks
+from kvtool.core.session.identity import NEIGHBOUR, MeasuredLosses
+from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
+from kvtool.core.streaming.fetch_state import Fetch, Ladder, Part, Policy, Rung, Task, make_estimator
+from kvtool.core.streaming.policy import DEPTH
 
 if TYPE_CHECKING:
-    from kvtool.core.query.layout import PromptLayout
+    from kvtool.core.model.prefill import ChunkKV
     from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.prompt import PromptLayout
+    from kvtool.core.session.identity import StoreIdentity
     from kvtool.core.session.session import Session
+
 
 # What computing is counted as, of what was measured. That was at best and alone; the pass after streaming is not alone
 # (what is left of decoding, what just came being let go of), and took 1.1 to 1.6 times as long on two cores.
@@ -103,7 +107,7 @@ def _stream(
     computing = Computing(asked.plan, speeds, selector, frozenset(holes))
     alone = partial(_alone, session, asked.plan, speeds)
     task = Task(ladders, computing, options.slo_ms / 1e3, ahead.seconds, alone)
-    policy = BothEnds(task, make_estimator(options.stream_predictor), options.stream_margin)
+    policy = OverlapPolicy(task, make_estimator(options.stream_predictor), options.stream_margin)
     Driver(link, segments, policy, ahead, since).run()
     levels = computing.settled(policy.levels | dict.fromkeys(policy.computed, COMPUTED))
     levels = {number: level for number, level in levels.items() if level is not None or number not in holes}
@@ -125,6 +129,31 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
     return _SLOWER * speeds.passes.seconds(rows, rows * before + rows * (rows + 1) / 2)
 
 
+def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
+    """Return a segment's KV behind the store's lead-in, as ingest would store it: on the CPU the same bits.
+
+    Returns
+    -------
+    None : it needs the chunk before it, or `going` said to stop.
+    """
+    if not stands_alone(segment, session.identity):
+        return None
+    is_prefix = segment.source.chunk_id == session.identity.prefix_id
+    lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_in
+    try:
+        return prefill_chunks(session.decoder, lead_in, [PrefillItem(segment.ids)], going=going)[0]
+    except PrefillStopped:
+        return None
+
+
+def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
+    """Return True if the segment's id follows from its ids and the store's lead-in, whatever came before them."""
+    chunk_id = segment.source.chunk_id
+    if chunk_id == identity.prefix_id:
+        return True
+    return identity.lead_in.mode != NEIGHBOUR and chunk_id == identity.chunk_id(segment.ids)
+
+
 def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[dict[str, Any]]:
     rounded = [row | {name: None if row[name] is None else round(row[name], 3) for name in _NUMBERS} for row in log]
     return [row | {"chunk": segments[row["chunk"]].source.chunk_id.hex()} for row in rounded]
@@ -139,7 +168,7 @@ _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
 def _ladders(
     store: Store, link: RemoteBackend, plan: Plan, options: QueryOptions, selector: Selector, layers: int
 ) -> tuple[Ladder, ...]:
-    """The ladders of the segments that are read and lack something here, the most relevant first.
+    """Return the ladders of the segments that are read and lack something here, the most relevant first.
 
     The prompt's beginning is last: its few tokens are never lossy, so it gains least for its bytes.
     """
@@ -208,7 +237,7 @@ class Computing:
         return self._known[text]
 
     def settled(self, levels: Mapping[int, str | None]) -> dict[int, str | None]:
-        """The levels, or text for all where that is sooner."""
+        """Return the levels, or text for all where that is sooner."""
         text = frozenset(number for number, level in levels.items() if level is None)
         if text and self(self._everything) < self(text):
             return dict.fromkeys(self._everything)
@@ -233,3 +262,329 @@ def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Pl
             sources[number] = replace(sources[number], level=level)
     prefix, *chunks = with_stored_rows(store, sources)
     return build_plan(prefix, chunks, plan.segments[-1].ids)
+
+
+_TICK = 0.01  # seconds after which it is looked again what the processor does, and should do
+
+
+@dataclass(slots=True)
+class _Flight:
+    fetch: Fetch
+    asked_at: float
+    waiting: deque[tuple[BlobRequest, str, int]]  # what was asked for, level, layer
+    sound: bool = True
+
+
+class Driver:
+    """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
+
+    def __init__(
+        self, link: RemoteBackend, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
+    ) -> None:
+        self._link, self._segments, self._policy, self._ahead = link, segments, policy, ahead
+        self._since = since
+        self._out: deque[_Flight] = deque()
+        self._arrivals: Stream | None = None
+        self._last_end = 0.0
+        self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
+
+    def run(self) -> None:
+        """Fetch and compute until the policy wants no more, or the tier is gone."""
+        try:
+            self._arrivals = self._link.arrivals()
+            while self._ask():
+                self._wait()
+        except RemoteError as error:
+            self._lose(error)
+        finally:
+            if self._arrivals is not None:
+                self._arrivals.close()
+            self._ahead.finish()
+            self._see_to_computing()
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._since
+
+    def _ask(self) -> bool:
+        """Begin what the policy wants; False: nothing is under way."""
+        self._see_to_computing()
+        while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
+            segment = self._segments[fetch.chunk]
+            waiting: deque[tuple[BlobRequest, str, int]] = deque()
+            for part in fetch.parts:
+                wanted = self._link.wanted(segment.source.chunk_id, part.level)
+                waiting += [(one, part.level, layer) for layer, one in enumerate(wanted)]
+            if not self._out:
+                self._heard = self._now()
+            self._out.append(_Flight(fetch, self._now(), waiting))
+            self._send(self._out[-1])
+        if self._ahead.computing is None and (number := self._policy.compute(self._now())) is not None:
+            self._ahead.compute(number, self._segments[number])
+        return bool(self._out) or self._ahead.computing is not None
+
+    def _see_to_computing(self) -> None:
+        """Report what has been computed; stop what is not worth waiting for."""
+        ended = self._ahead.ended()
+        if ended is not None:
+            self._policy.ended(ended.number, ended.seconds, self._now(), ended.whole)
+        if (number := self._ahead.computing) is not None:
+            limit = self._policy.stop_at(number)
+            if limit is not None and limit <= self._now():
+                self._ahead.stop()
+
+    def _send(self, flight: _Flight) -> None:
+        assert self._arrivals is not None
+        self._arrivals.ask([wanted for wanted, _, _ in flight.waiting])
+
+    def _wait(self) -> None:
+        """Take one value of the oldest fetch, or give it up; a moment at most."""
+        assert self._arrivals is not None
+        if not self._out:
+            self._ahead.wait(_TICK)
+            return
+        flight = self._out[0]
+        if not flight.waiting:
+            self._end(flight, self._now(), arrived=flight.sound)
+            return
+        limit = self._policy.give_up_at(flight.fetch)
+        left = _TICK if limit is None else min(limit - self._now(), _TICK)
+        if left <= 0:
+            self._abandon(flight)
+            return
+        try:
+            arrival = self._arrivals.take(left)
+        except RemoteError:
+            if not self._arrivals.alive:
+                raise
+            if self._now() - self._heard > self._link.timeout:
+                text = f"{self._arrivals.url} sent nothing whole within {self._link.timeout:.3g} s"
+                raise RemoteError(text) from None
+            return
+        self._heard = self._now()
+        _, level, layer = flight.waiting.popleft()
+        place = (self._segments[flight.fetch.chunk].source.chunk_id, level)
+        flight.sound = self._link.keep(place, layer, arrival.value) and flight.sound
+        if not flight.waiting:
+            self._end(flight, arrival.at - self._since, arrived=flight.sound)
+
+    def _end(self, flight: _Flight, at: float, arrived: bool) -> None:
+        self._out.remove(flight)
+        started = max(flight.asked_at, self._last_end)
+        self._last_end = max(started, at)
+        self._policy.done(flight.fetch, started, self._last_end, arrived)
+        if arrived:
+            self._ahead.put(flight.fetch.chunk, self._segments[flight.fetch.chunk], flight.fetch.level)
+
+    def _abandon(self, flight: _Flight) -> None:
+        """Give a fetch up. Its values are still on their way, so the others are asked for on another connection."""
+        assert self._arrivals is not None
+        self._arrivals.close()
+        self._end(flight, self._now(), arrived=False)
+        self._arrivals = self._link.arrivals()
+        self._heard = self._now()
+        for other in self._out:
+            self._send(other)
+
+    def _lose(self, error: RemoteError) -> None:
+        """Give the tier up: what is outstanding failed, and nothing more is asked."""
+        self._link.give_up(error)
+        while self._out:
+            self._end(self._out[0], self._now(), arrived=False)
+        while (fetch := self._policy.next(self._now())) is not None:
+            self._policy.done(fetch, self._now(), self._now(), False)
+
+
+COMPUTED = RAW  # the level of what was computed from its text: it loses nothing
+
+# What ingest would store of a segment; None: it cannot be computed alone, or the second argument said to stop.
+Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """Result of computing a chunk, with its seconds, without the decoding in between."""
+
+    number: int
+    seconds: float
+    whole: bool
+
+
+@dataclass(slots=True)
+class _Decoded:
+    """A chunk whose records are decoded, or being decoded."""
+
+    segment: Segment
+    stats: ReadStats = field(default_factory=ReadStats)
+
+
+class BackgroundDecoder:
+    """Decodes and computes into the memory that the loader then reads, while something is on its way.
+
+    Decoding is work that is saved, and never waited for: a chunk that is refined meanwhile is begun anew, and what is
+    not decoded at the end the loader decodes layer by layer beside the computing, several chunks together. The chunk
+    that came last is decoded first: the others may be refined sooner. A chunk is computed from its text where there is
+    nothing to decode, and gives way between its layers to what has come.
+    """
+
+    def __init__(self, source: ChunkCache, layers: int, prefill: Prefill) -> None:
+        self._source, self._layers, self._prefill = source, layers, prefill
+        self._changed = threading.Condition()
+        self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last
+        self._text: tuple[int, Segment] | None = None  # what is to be computed, or is
+        self._cut_off = False  # it is to be stopped
+        self._told: Ended | None = None  # how the last one ended, until somebody asked
+        self._computed: set[int] = set()
+        self._decoding = 0.0  # seconds, of all so far
+        self._ahead: dict[int, _Decoded] = {}
+        self._stopped = False
+        self._begun: set[str | None] = set()
+        self._taken: dict[str | None, tuple[float, float]] = {}  # by level: seconds, tokens
+        self._thread: threading.Thread | None = None
+
+    def seconds(self, tokens: int, level: str) -> float:
+        """Return the seconds that decoding takes during a fetch; an unmeasured level counts as the slowest.
+
+        The first chunk of a level does not count, since it waits for tables and compilers.
+        """
+        with self._changed:
+            rates = {name: took / decoded for name, (took, decoded) in self._taken.items()}
+        return tokens * rates.get(level, max(rates.values(), default=0.0))
+
+    def put(self, number: int, segment: Segment, level: str) -> None:
+        """Decode a chunk at a level that is there now."""
+        with self._changed:
+            if number in self._computed:
+                return
+            self._waiting.pop(number, None)
+            self._waiting[number] = replace(segment, source=replace(segment.source, level=level))
+            self._begin()
+
+    @property
+    def computing(self) -> int | None:
+        """Return the chunk that is computed, or of which `ended` has not told yet how that ended."""
+        with self._changed:
+            return None if self._text is None else self._text[0]
+
+    def compute(self, number: int, segment: Segment) -> None:
+        """Compute a chunk alone, as the only one."""
+        with self._changed:
+            assert self._text is None
+            self._text, self._cut_off = (number, segment), False
+            self._begin()
+
+    def stop(self) -> None:
+        """Compute no more than the layer that is computed now; `ended` tells when that is over."""
+        with self._changed:
+            self._cut_off = True
+
+    def ended(self) -> Ended | None:
+        """Return the result of the computation, once; None before it ends, and afterwards."""
+        with self._changed:
+            told, self._told = self._told, None
+            if told is not None:
+                self._text = None
+            return told
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end, so many seconds at most."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._told is not None, seconds)
+
+    def _begin(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvtool-ahead", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def finish(self) -> None:
+        """End after the layer that is being decoded or computed."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def bytes_read(self, levels: Mapping[int, str | None]) -> int:
+        """Bytes of the records that were decoded at the level at which their chunk stands in the end."""
+        return sum(
+            begun.stats.bytes_read
+            for number, begun in self._ahead.items()
+            if begun.segment.source.level == levels[number]
+        )
+
+    def _run(self) -> None:
+        import torch
+
+        with torch.inference_mode():
+            while (work := self._next()) is not None:
+                work()
+
+    def _next(self) -> Callable[[], None] | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._waiting or self._has_text())
+            if self._stopped:
+                return None
+            if self._waiting:
+                return functools.partial(self._decode, *self._waiting.popitem())
+            assert self._text is not None
+            return functools.partial(self._compute, *self._text)
+
+    def _has_text(self) -> bool:
+        return self._text is not None and self._told is None
+
+    def _compute(self, number: int, segment: Segment) -> None:
+        started, decoding, whole = time.perf_counter(), self._decoding, False
+        try:
+            kv = self._prefill(segment, self._gives_way)
+            whole = kv is not None and self._hold(number, segment, kv)
+        except Exception:
+            whole = False  # whoever computes it in its place meets it again: an end of this thread would be waited for
+        seconds = time.perf_counter() - started - (self._decoding - decoding)
+        with self._changed:
+            if whole:
+                self._computed.add(number)
+                self._waiting.pop(number, None)
+            self._told = Ended(number, seconds, whole)
+            self._changed.notify_all()
+
+    def _gives_way(self) -> bool:
+        """Decode what has come meanwhile; whether to go on computing."""
+        while not self._stopped:
+            with self._changed:
+                if self._cut_off:
+                    return False
+                if not self._waiting:
+                    return True
+                number, segment = self._waiting.popitem()
+            self._decode(number, segment)
+        return False
+
+    def _hold(self, number: int, segment: Segment, kv: ChunkKV) -> bool:
+        """Hold what was computed instead of what came; False: a batch's memory is smaller than the chunk."""
+        if number in self._ahead:
+            self._source.forget(self._ahead[number].segment)
+        held = replace(segment, source=replace(segment.source, level=COMPUTED))
+        self._source.hold(held, kv.layers)
+        return self._source.holds(held, self._layers)
+
+    def _decode(self, number: int, segment: Segment) -> None:
+        if number in self._ahead:
+            self._source.forget(self._ahead[number].segment)
+        begun = self._ahead[number] = _Decoded(segment)
+        started, done = time.perf_counter(), 0
+        try:
+            while done < self._layers and not self._stopped and number not in self._waiting:
+                self._source.read([segment], done, begun.stats)
+                done += 1
+        except Exception:
+            return  # the loader meets it again, and makes what is damaged a hole
+        finally:
+            self._decoding += time.perf_counter() - started
+        if done and segment.source.level in self._begun:
+            self._learn(segment, time.perf_counter() - started, done / self._layers)
+        self._begun.add(segment.source.level)
+
+    def _learn(self, segment: Segment, seconds: float, share: float) -> None:
+        with self._changed:
+            before = self._taken.get(segment.source.level, (0.0, 0.0))
+            self._taken[segment.source.level] = before[0] + seconds, before[1] + share * len(segment.ids)

@@ -156,7 +156,7 @@ class MirrorUpdater:
             warn(f"{error.message}: only what is here already is used", error.hint)
             return False
         if store.read_side(_ADOPTED, catalogue=self.mark).get("unnamed"):
-            text = f"{url} does not say which profile its lossy records are of: --level auto leaves them alone"
+            text = f"{url} does not say which profile its lossy records are of: --level auto ignores them"
             warn(text, "push to it again")
         return True
 

@@ -423,7 +423,7 @@ def _in_words(url: str, timeout: float, kind: str, text: str) -> KvtoolError:
     if status == 507 or _FULL.search(text):
         return NoSpaceError(f"{url} is full", "free some space there, or push elsewhere")
     if status in (429, 503):
-        return RemoteError(f"{url} is busy: {said}", "try again later; a push goes on where it was")
+        return RemoteError(f"{url} is busy: {said}", "try again later; a push continues where it stopped")
     if status:
         return RemoteError(f"{url} failed: {said}", _CHECK)
     for mark, words, hint in _WITHOUT_STATUS:

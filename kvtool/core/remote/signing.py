@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _CONTEXT = b"kvtool catalogue 1\0"  # no signature of anything else is one of a catalogue
 _MOST_KEY_FILE = 2**16
 _OPEN = "`ssh-keygen -p -N '' -f KEY` removes the passphrase, best of a copy"
-_MAKE = "`ssh-keygen -t ed25519 -N '' -f KEY` makes KEY to sign with, and KEY.pub for those who trust it"
+_MAKE = "`ssh-keygen -t ed25519 -N '' -f KEY` makes KEY to sign with, and KEY.pub for users who trust it"
 UNSIGNED = "ask its owner to sign it: `store export --sign KEY`, `store push --sign KEY`"
 _INSTALL = "`pip install 'kvtool[sign]'`"
 

@@ -4,34 +4,168 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import re
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from kvtool.core.cache.identity import chunk_named, is_id
 from kvtool.core.cache.layout import REPAIR
-from kvtool.core.common.spelling import regex_of
+from kvtool.core.common.marks import end_of, start_of
+from kvtool.core.common.spelling import composed, regex_of
 from kvtool.core.common.types import Warn, warn_nobody
+from kvtool.core.corpus.readers import file_of
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFoundError, UsageError
 from kvtool.core.model.preemption import run_pending
-from kvtool.core.retrieval import bm25
-from kvtool.core.retrieval.embed import Embeds, embedder_of
+from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, recent_first, stands_in
-from kvtool.core.retrieval.places import Places
-from kvtool.core.retrieval.search import Search
+from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, passages_in, recent_first, stands_in
+from kvtool.core.retrieval.search import Search, count_rare, keywords
 from kvtool.core.retrieval.spotting import Span, Spotter
 from kvtool.core.retrieval.tables import Array
 from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms
-from kvtool.core.retrieval.vectors import Meaning, remember, remembered
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
     from kvtool.core.cache.store import Store
+
+
+_LABEL = re.compile(r"(?:p\.|text line|label|slide|cell|ch\.|¶) \d")
+_ROW = re.compile(r" row \d")
+_MOST_DIGITS = 18  # of a line, or a page: Python reads no number of over 4,300
+_MOST_SPLITS = 32  # places of a name at which a label may begin; each costs a look at all sources
+
+
+class Places:
+    """Places of a store's chunks in their files; looked up once for each revision of its documents."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._passages: dict[bytes, Passage] | None = None
+        self._sources: list[str] | None = None
+        self._revision: int | None = None
+
+    def of_chunks(self, text: str) -> list[Passage]:
+        """Return the passage of a chunk, given by its id in hex or the beginning of it; or all that hold something of a
+        place, in order. Raises UsageError."""
+        self._follow()
+        if not is_id(text):
+            return self._at(text)
+        if self._passages is None:
+            self._passages = {}
+            for document in self._store.documents():
+                for passage in passages_in(document):
+                    self._passages.setdefault(passage.chunk_id, passage)
+        return [self._passages[chunk_named(text, self._passages)]]
+
+    def of_document(self, name: str) -> list[Passage]:
+        """Return the passages of a document, or of all documents of a JSON-lines file, in order. Raises UsageError."""
+        return [passage for document in self._documents(name) for passage in passages_in(document)]
+
+    def _documents(self, name: str) -> list[DocumentEntry]:
+        self._follow()
+        if self._sources is None:
+            self._sources = self._store.sources()
+        documents = (self._store.document(source) for source in _matching(name, self._sources))
+        return [document for document in documents if document is not None]
+
+    def _at(self, place: str) -> list[Passage]:
+        """Return the passages at `PATH:LINE`, or at a place as it is cited: `paper.pdf p. 12`. Raises UsageError."""
+        path, sign, number = place.rpartition(":")
+        if sign and number.isdecimal() and len(number) <= _MOST_DIGITS:
+            return self._at_number(path, int(number))
+        refused = None
+        for at in islice(_label_starts(place), _MOST_SPLITS):  # files have spaces in their names, and so have sheets
+            try:
+                return self._at_label(place[: at - 1], place[at:])
+            except UsageError as error:
+                refused = error
+        if refused is not None:
+            raise refused
+        hint = "give an id, `PATH:LINE`, or a place as answers cite it; `kvtool store ls --chunks` lists ids"
+        raise UsageError(f"{place!r} names no chunk", hint)
+
+    def _at_label(self, path: str, label: str) -> list[Passage]:
+        """Return the passages of a file that are cited as `p. 12–13` or `Costs row 9 – Taxes row 2`, or hold something
+        of `p. 12`."""
+        for document in self._documents(path):
+            for mark in document.marks:
+                if label == mark.place:
+                    return _holding(document, mark.start)
+            if cited := [each for each in passages_in(document) if document.place(each.start, each.end).label == label]:
+                return cited
+        raise UsageError(f"{path} has no {label}", "answers cite the places that there are")
+
+    def _at_number(self, path: str, number: int) -> list[Passage]:
+        """Return the passages that hold something of a line, or a page, slide or paragraph, of a file."""
+        found: tuple[int, list[Passage]] | None = None
+        for document in self._documents(path):
+            start = start_of(document.text, document.marks, number)
+            if start is None:
+                continue
+            line = document.place(start, start + 1).line or 0  # of several documents the last that begins before it
+            if (found is None or line > found[0]) and (passages := _holding(document, start)):
+                found = line, passages
+        if found is None:
+            raise UsageError(f"{path} has no line, page or part {number}", "answers cite the places that there are")
+        return found[1]
+
+    def _follow(self) -> None:
+        revision = self._store.documents_revision()
+        if revision != self._revision:
+            self._passages = self._sources = None
+            self._revision = revision
+
+
+def _label_starts(place: str) -> Iterator[int]:
+    """Yield where in a place, behind a space, a label such as `p. 12` or `Costs row 9` may begin."""
+    last_row = max((row.start() for row in _ROW.finditer(place)), default=-1)
+    for space in re.finditer(" ", place):
+        if space.end() <= last_row or _LABEL.match(place, space.end()):
+            yield space.end()
+
+
+def _holding(document: DocumentEntry, start: int) -> list[Passage]:
+    """Return the passages with something of the part of a document that begins at a character; of an empty line the
+    next."""
+    text, stop = document.text, end_of(document.text, document.marks, start)
+    behind = [passage for passage in passages_in(document) if passage.end > start]
+    inside = [passage for passage in behind if text[max(start, passage.start) : min(stop, passage.end)].strip()]
+    return inside or behind[:1]
+
+
+def _matching(name: str, sources: Sequence[str]) -> list[str]:
+    """Return the sources that a name means: the path itself (or a JSON-lines file's documents), else the one path
+    ending so.
+
+    Raises
+    ------
+    UsageError : there is none, or several paths end so.
+    """
+    same = _of_file(os.path.abspath(name), sources) or _of_file(name, sources)
+    if same:
+        return same
+    tail = composed("/" + Path(name).as_posix().lstrip("./"))
+    ending = sorted(
+        {each for each in sources if composed(each).endswith(tail) or composed(file_of(each)).endswith(tail)}
+    )
+    if not ending:
+        raise UsageError(f"document {name!r} is not in the store", "`kvtool store ls` lists the documents")
+    if len({file_of(source) for source in ending}) > 1:
+        raise UsageError(f"document {name!r} could be {ending[0]} or {ending[1]}", "give more of the path")
+    return ending
+
+
+def _of_file(path: str, sources: Iterable[str]) -> list[str]:
+    return [source for source in sources if path in (source, file_of(source))]
+
 
 _DOCUMENTS = 16  # held unpacked
 _TIES = 8  # found beyond those wanted, where a preferred one may stand instead of one as good
@@ -80,7 +214,7 @@ class Finder:
 
     @property
     def index(self) -> Index:
-        """The index at the revision of the last question, or of the first use."""
+        """Return the index at the revision of the last question, or of the first use."""
         if self._index is None:
             self._index = index_of(self._store, self._warn)
         return self._index
@@ -145,7 +279,7 @@ class Finder:
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
             raise NothingFoundError(
-                "no chunk matches the question", "use words that stand in the documents, or name the documents"
+                "no chunk matches the question", "use words of the documents, or name the documents"
             )
         return hits
 
@@ -161,7 +295,8 @@ class Finder:
         return self._read(source, self._store.documents_revision())
 
     def text(self, passage: Passage) -> str:
-        """The text by which a chunk is found; "" where its document is damaged or gone: questions go on without."""
+        """Return the text by which a chunk is found; "" where its document is damaged or gone: questions go on
+        without."""
         try:
             return self._text(passage)
         except DamagedError as error:
@@ -177,26 +312,26 @@ class Finder:
         return None
 
     def _text(self, passage: Passage) -> str:
-        """The text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
+        """Return the text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
         document = self.document(passage.source)
         if document is None or not stands_in(document, passage):
             raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
         return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
-        """The words of a question that stand in a chunk, as they are spelled there; what tells it from the others best
-        (TF-IDF) first."""
+        """Return the words of a question that stand in a chunk, as they are spelled there; what tells it from the
+        others best (TF-IDF) first."""
         text = self.text(passage)
         language = language_of(text)
         asked = {*itertools.chain(*asked_terms(question, (language,)))}
         spelled, both = spellings(text, language), [term for term in terms(text, language)[0] if term in asked]
-        return list(dict.fromkeys(spelled[term] for term in bm25.keywords(self.index, both, most)))
+        return list(dict.fromkeys(spelled[term] for term in keywords(self.index, both, most)))
 
     def rare_words(self, text: str, share: float) -> int:
         """Count a text's terms that distinguish chunks: they occur in at most this share of all, and in some."""
         with self._store.view():
             self.follow()
-            return bm25.rare(self.index, asked_terms(text, self.index.languages), share)
+            return count_rare(self.index, asked_terms(text, self.index.languages), share)
 
     # ---- meaning ----
 
@@ -222,7 +357,7 @@ class Finder:
         except ModelError as error:
             if retrieval.retriever != "auto" or retrieval.embedder is not None:
                 raise
-            self._warn(f"found by words alone: {error.message}", error.hint)
+            self._warn(f"found only by words: {error.message}", error.hint)
             return None
 
     def _meaning_by(self, ref: str, offline: bool) -> Meaning:

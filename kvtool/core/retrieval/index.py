@@ -9,7 +9,6 @@ import shutil
 import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,22 +37,14 @@ _TEXT_AT_ONCE = 1 << 22  # characters
 _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process's, about to be named
 
 
-@dataclass(slots=True)
-class Part:
-    """A segment, and the name of the file that keeps it; "" where none does yet."""
-
-    segment: IndexSegment
-    name: str = ""
-
-
 class Index:
     """All segments together: the documents of one revision of the store, whatever the order in which they came.
 
     Every number that a ranking uses is of living documents alone: what was removed leaves no trace in a score.
     """
 
-    def __init__(self, parts: list[Part], marks: tuple[Array, Array], revision: int) -> None:
-        self.parts, self.revision = parts, revision
+    def __init__(self, segments: list[IndexSegment], marks: tuple[Array, Array], revision: int) -> None:
+        self.segments, self.revision = segments, revision
         self._marks = marks
 
     @cached_property
@@ -63,17 +54,12 @@ class Index:
 
     @classmethod
     def empty(cls) -> Index:
-        """An index without a document."""
+        """Return an index without a document."""
         return cls([], (digests([], _KEY), digests([], _MARK)), -1)
 
     @property
-    def segments(self) -> list[IndexSegment]:
-        """The parts' segments, in order."""
-        return [part.segment for part in self.parts]
-
-    @property
     def languages(self) -> tuple[str, ...]:
-        """The languages by which its documents are stemmed."""
+        """Return the languages by which its documents are stemmed."""
         return tuple(sorted(set[str]().union(*(segment.languages for segment in self.segments))))
 
     def __len__(self) -> int:
@@ -93,23 +79,23 @@ class Index:
         return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
-        """The chunk in a row, with the place where it stands."""
+        """Return the chunk in a row, with the place where it stands."""
         number, row_there = self._place(row)
-        return self.parts[number].segment.passage(row_there)
+        return self.segments[number].passage(row_there)
 
     def document_at(self, row: int) -> tuple[int, int]:
-        """The numbers of a row's segment and, in it, of the row's document."""
+        """Return the numbers of a row's segment and, in it, of the row's document."""
         number, row_there = self._place(row)
-        return number, self.parts[number].segment.document_of(row_there)
+        return number, self.segments[number].document_of(row_there)
 
     def rows_of(self, place: tuple[int, int]) -> range:
-        """The rows of a document's chunks; the document is given as :meth:`document_at` does."""
+        """Return the rows of a document's chunks; the document is given as :meth:`document_at` does."""
         number, document = place
-        span, offset = self.parts[number].segment.chunks_of(document), self.offsets[number]
+        span, offset = self.segments[number].chunks_of(document), self.offsets[number]
         return range(offset + span.start, offset + span.stop)
 
     def _place(self, row: int) -> tuple[int, int]:
-        """The number of a row's segment, and the row's number in it."""
+        """Return the number of a row's segment, and the row's number in it."""
         for number, segment in enumerate(self.segments):
             if row < len(segment):
                 return number, row
@@ -164,11 +150,11 @@ class Index:
         self._bury([key for key in self._files if key not in now])
         self._files = now
         if segments:
-            self.parts.append(Part(segments[0] if len(segments) == 1 else IndexSegment.merged(segments)))
+            self.segments.append(segments[0] if len(segments) == 1 else IndexSegment.merged(segments))
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[MarkedDocument]:
-        """The new and changed documents of a file; what the index has in their place, or no more, is buried."""
+        """Yield the new and changed documents of a file; what the index has in their place, or no more, is buried."""
         entry = store.file_at(key)
         known = self._documents_of(key)
         for source in entry.documents if entry is not None else ():
@@ -182,7 +168,7 @@ class Index:
             segment.bury(np.array([number]))
 
     def _documents_of(self, key: bytes) -> dict[str, tuple[IndexSegment, int]]:
-        """The living documents of a file by source: each one's segment and number in it."""
+        """Return the living documents of a file by source: each one's segment and number in it."""
         places = {}
         if key in self._files:
             for segment in self.segments:
@@ -199,32 +185,33 @@ class Index:
 
         So every document is merged about log(documents) times in its life.
         """
-        self.parts = [part for part in self.parts if part.segment.alive.any()]
-        for at, part in enumerate(self.parts):
-            if part.segment.alive.mean() < 0.5:
-                self.parts[at] = Part(IndexSegment.merged([part.segment]))
-        self.parts.sort(key=lambda part: -len(part.segment))
-        while len(self.parts) > 1 and len(self.parts[-2].segment) < _GROWTH * len(self.parts[-1].segment):
-            smallest = [self.parts.pop().segment, self.parts.pop().segment]
-            self.parts.append(Part(IndexSegment.merged(smallest)))
+        living = [segment for segment in self.segments if segment.alive.any()]
+        self.segments = [
+            segment if segment.alive.mean() >= 0.5 else IndexSegment.merged([segment]) for segment in living
+        ]
+        self.segments.sort(key=len, reverse=True)
+        while len(self.segments) > 1 and len(self.segments[-2]) < _GROWTH * len(self.segments[-1]):
+            self.segments.append(IndexSegment.merged([self.segments.pop(), self.segments.pop()]))
 
     # ---- on disk ----
 
     def save(self, folder: Path) -> None:
         """Write new segments and then, in one step, the list of those that belong together. Raises OSError."""
         make_folder(folder)
-        for part in self.parts:
-            if not part.name:
-                part.name = f"segment-{secrets.token_hex(8)}{TABLES}"
-                write_tables(folder / part.name, part.segment.tables.arrays, {})
+        for segment in self.segments:
+            if not segment.name:
+                name = f"segment-{secrets.token_hex(8)}{TABLES}"
+                write_tables(folder / name, segment.tables.arrays, {})
+                segment.name = name
         keys = sorted(self._files)
         marks = digests([self._files[key] for key in keys], _MARK)
         arrays: dict[str, Array] = {"file_keys": digests(keys, _KEY), "file_marks": marks}
         for at, segment in enumerate(self.segments):
             arrays[f"dead_{at}"] = np.flatnonzero(~segment.alive).astype(np.uint32)
-        names = json.dumps([part.name for part in self.parts])
-        write_tables(folder / _STATE, arrays, {"revision": str(self.revision), "segments": names, "stems": STEMS})
-        _clean(folder, {part.name for part in self.parts} | {_STATE})
+        names = [segment.name for segment in self.segments]
+        texts = {"revision": str(self.revision), "segments": json.dumps(names), "stems": STEMS}
+        write_tables(folder / _STATE, arrays, texts)
+        _clean(folder, {*names, _STATE})
         for older in folder.parent.glob("words-*"):  # of a kvtool before this
             if older.name < folder.name:
                 shutil.rmtree(older, ignore_errors=True)
@@ -243,11 +230,12 @@ class Index:
             state = open_tables(folder / _STATE)
             if state.texts["stems"] != STEMS:
                 return cls.empty()
-            names = parsed(state.texts["segments"])
-            parts = [Part(IndexSegment(open_tables(folder / name)), name) for name in names]
-            for at, part in enumerate(parts):
-                part.segment.bury(state[f"dead_{at}"])
-            return cls(parts, (state["file_keys"], state["file_marks"]), int(state.texts["revision"]))
+            segments = []
+            for at, name in enumerate(parsed(state.texts["segments"])):
+                segments.append(IndexSegment(open_tables(folder / name)))
+                segments[at].name = name
+                segments[at].bury(state[f"dead_{at}"])
+            return cls(segments, (state["file_keys"], state["file_marks"]), int(state.texts["revision"]))
         except FileNotFoundError:
             raise
         except (OSError, KeyError, ValueError, IndexError, TypeError) as error:
@@ -255,7 +243,7 @@ class Index:
 
 
 def beginnings(ids: Array) -> Array:
-    """The first eight bytes of each id, uint64."""
+    """Return the first eight bytes of each id, uint64."""
     return np.ascontiguousarray(ids[:, :8]).view(np.uint64)[:, 0]
 
 

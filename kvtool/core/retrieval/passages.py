@@ -47,7 +47,7 @@ def recent_first(hits: Sequence[Hit], recent: Container[bytes]) -> list[Hit]:
 
 
 def passages_in(document: DocumentEntry) -> list[Passage]:
-    """The passages of one document, in order."""
+    """Return the passages of one document, in order."""
     return [Passage(c.chunk_id, document.source, c.start, c.end, index) for index, c in enumerate(document.chunks)]
 
 
@@ -60,7 +60,7 @@ def stands_in(document: DocumentEntry, passage: Passage) -> bool:
 
 
 def found_by(document: DocumentEntry) -> list[str]:
-    """The text by which each passage is found: its own, behind its document's title.
+    """Return the text by which each passage is found: its own, behind its document's title.
 
     A passage that says "the institute" is then found by the institute's name.
     """
@@ -70,7 +70,7 @@ def found_by(document: DocumentEntry) -> list[str]:
 
 
 def title_of(text: str) -> str:
-    """A document's first line that says something, without heading marks; "" when it is too long for a title."""
+    """Return a document's first line that says something, without heading marks; "" when it is too long for a title."""
     line = next((line for line in text.splitlines() if line.strip()), "").strip().lstrip("#").strip()
     return line if len(line) <= 120 else ""
 

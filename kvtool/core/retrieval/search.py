@@ -7,18 +7,129 @@ model.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from kvtool.core.retrieval import bm25
-from kvtool.core.retrieval.bm25 import Forms
 from kvtool.core.retrieval.index import Index
-from kvtool.core.retrieval.links import named_in
 from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.retrieval.segment import IndexSegment, key_of
 from kvtool.core.retrieval.tables import Array
 from kvtool.core.retrieval.terms import asked_terms
+
+_K1, _B = 1.5, 0.75
+Forms = tuple[str, ...]  # one word's terms in several languages
+
+
+def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
+    """Score every chunk: float64 `[rows]`, 0 where none of the words stands. A word counts as often as it is given, and
+    as one, whatever of its forms a chunk has."""
+    chunk_scores = np.zeros(index.rows)
+    count, total = _living(index)
+    if not count or not total:
+        return chunk_scores
+    mean = total / count
+    norms = [(_K1 * (1 - _B + _B * segment.lengths / mean)).astype(np.float32) for segment in index.segments]
+    parts = np.split(chunk_scores, index.offsets[1:])  # views
+    for forms, times in Counter(words).items():
+        found = [_best(segment, forms, norm) for segment, norm in zip(index.segments, norms, strict=True)]
+        weight = times * idf(sum(len(rows) for rows, _ in found), count)
+        for (rows, shares), part in zip(found, parts, strict=True):
+            part[rows] += weight * shares
+    return chunk_scores
+
+
+def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Array]:
+    """Return the living rows that have a form of a word, and how much of the most that it can count the best form
+    does."""
+    lists = []
+    for form in forms:
+        rows, counts = _living_postings(segment, form)
+        frequency = counts.astype(np.float32)
+        lists.append((rows, frequency / (frequency + norm[rows])))
+    if len(lists) == 1:
+        return lists[0]
+    best = np.zeros(len(segment), np.float32)
+    for rows, shares in lists:
+        best[rows] = np.maximum(best[rows], shares)
+    rows = np.flatnonzero(best)
+    return rows, best[rows]
+
+
+def idf(with_term: int, count: int) -> float:
+    """Inverse document frequency: how much a term tells that stands in `with_term` of `count` chunks."""
+    return math.log(1 + (count - with_term + 0.5) / (with_term + 0.5))
+
+
+def idf_weights(index: Index, words: Iterable[Forms]) -> dict[Forms, float]:
+    """Return the idf of each of the words that some chunk has."""
+    count, _ = _living(index)
+    return {forms: idf(with_word, count) for forms, with_word in _holding(index, words).items() if with_word}
+
+
+def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
+    """Return the terms that tell a text from the others: highest count × idf first, ties by the term."""
+    times = Counter(words)
+    worth = {term: times[term] * weight for (term,), weight in idf_weights(index, ((term,) for term in times)).items()}
+    return sorted(worth, key=lambda term: (-worth[term], term))[:most]
+
+
+def count_rare(index: Index, words: Sequence[Forms], share: float) -> int:
+    """Count the words that occur in some chunks, but in no more than this share of all."""
+    most = max(1.0, share * _living(index)[0])
+    return sum(0 < with_word <= most for with_word in _holding(index, words).values())
+
+
+def _holding(index: Index, words: Iterable[Forms]) -> dict[Forms, int]:
+    """Count the living chunks that have each of the words, in any of its forms."""
+    return {forms: sum(_chunks_with(segment, forms) for segment in index.segments) for forms in {*words}}
+
+
+def _chunks_with(segment: IndexSegment, forms: Forms) -> int:
+    rows = [_living_postings(segment, form)[0] for form in forms]
+    return len(rows[0]) if len(rows) == 1 else len(np.unique(np.concatenate(rows)))
+
+
+def _living(index: Index) -> tuple[int, int]:
+    """Return the number of live chunks, and of the terms in all of them."""
+    lengths = [segment.living_lengths for segment in index.segments]
+    return sum(map(len, lengths)), sum(int(of_segment.sum(dtype=np.int64)) for of_segment in lengths)
+
+
+def _living_postings(segment: IndexSegment, term: str) -> tuple[Array, Array]:
+    rows, counts = segment.words.of(key_of(term))
+    if segment.living is None:
+        return rows, counts
+    kept = segment.living[rows]
+    return rows[kept], counts[kept]
+
+
+Place = tuple[int, int]  # number of a segment, number of a document in it
+
+
+def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
+    """Return the living documents all of whose title's terms are among these words.
+
+    Each comes with its share: 1 over the number of documents that have the very same title.
+    """
+    keys = np.array(sorted({key_of(word) for word in words}), np.uint64)
+    places: list[Place] = []
+    titles: list[Array] = []
+    for number, segment in enumerate(index.segments):
+        sizes = segment.title_sizes
+        held = np.bincount(segment.titles.rows_of(keys), minlength=len(sizes))
+        documents = np.flatnonzero(held == sizes)
+        documents = documents[segment.alive[documents]]
+        places += [(number, document) for document in documents.tolist()]
+        titles.append(segment.tables["title_ids"][documents])
+    if not places:
+        return {}
+    _, which, counts = np.unique(np.concatenate(titles), return_inverse=True, return_counts=True)
+    return dict(zip(places, (1 / counts[which]).tolist(), strict=True))
+
 
 _WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
 _NAMED = 0.2  # what a document's best chunk gains when the question names it, beside 1 for the best match
@@ -79,7 +190,7 @@ class Search:
         the better ones that are kept lack: of all its words `_ADDED`, weighed by their idf. A score above 1 counts as
         1: the rest comes from names, and where they lead from chunk to chunk several are needed.
         """
-        worth = bm25.weights(self.index, asked_terms(question, self.index.languages))
+        worth = idf_weights(self.index, asked_terms(question, self.index.languages))
         enough = _ADDED * sum(worth.values())
         kept: list[Hit] = []
         known: set[Forms] = set()
@@ -96,7 +207,7 @@ class Search:
         return self.passages is None or self.passages(passage) == self.passages(other)
 
     def _base(self, words: Sequence[Forms], meaning: Array | None) -> Array:
-        score = self._allowed_only(bm25.scores(self.index, words))
+        score = self._allowed_only(bm25_scores(self.index, words))
         highest = score.max(initial=0.0)
         if highest > 0:
             score = score / highest
@@ -120,7 +231,7 @@ class Search:
         return first
 
     def _rows_named(self, text: str, base: Array) -> dict[int, float]:
-        """The row of the best chunk of each document that a text names, with the document's share."""
+        """Return the row of the best chunk of each document that a text names, with the document's share."""
         shares = {}
         words = itertools.chain.from_iterable(asked_terms(text, self.index.languages))
         for place, share in named_in(self.index, words).items():

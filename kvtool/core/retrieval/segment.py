@@ -2,20 +2,116 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvtool.core.retrieval.passages import Passage, found_by, title_of
-from kvtool.core.retrieval.postings import Postings, key_of
 from kvtool.core.retrieval.tables import Array, Tables
 from kvtool.core.retrieval.terms import LANGUAGES, language_of, terms
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
+
+
+_MOST = 65_535  # times that a term counts in one row
+
+
+@lru_cache(maxsize=1 << 20)
+def key_of(term: str) -> int:
+    """Return a term as a 64-bit digest, so that terms of any script fit one array.
+
+    Among a million terms two share a digest with a chance of 10^-7.
+    """
+    digest = hashlib.blake2b(term.encode("utf-8", "surrogatepass"), digest_size=8, person=b"kvtool term").digest()
+    return int.from_bytes(digest, "little")
+
+
+@dataclass(frozen=True, slots=True)
+class Postings:
+    """Postings lists: the rows of each term, and its count in each.
+
+    Attributes
+    ----------
+    keys : uint64 `[terms]`, ascending digests.
+    offsets : int64 `[terms + 1]`, the first posting of each term.
+    rows, counts : uint32 and uint16 `[postings]`; a term's rows ascend.
+    """
+
+    keys: Array
+    offsets: Array
+    rows: Array
+    counts: Array
+
+    @classmethod
+    def build(cls, texts: Iterable[Sequence[str]]) -> Postings:
+        """Index rows by their terms; row i is given as the i-th sequence of words."""
+        numbers: dict[str, int] = {}
+        occurrences: list[Array] = []
+        for row, words in enumerate(texts):
+            terms = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words))
+            occurrences.append(terms << 32 | row)
+        found = np.concatenate(occurrences) if occurrences else np.empty(0, np.int64)
+        keys = np.fromiter(map(key_of, numbers), np.uint64, len(numbers))
+        order = np.argsort(keys)
+        ranks = np.empty_like(order)
+        ranks[order] = np.arange(len(order))
+        pairs, counts = np.unique(ranks[found >> 32] << 32 | found & 0xFFFFFFFF, return_counts=True)
+        offsets = np.searchsorted(pairs, np.arange(len(keys) + 1) << 32)
+        rows = (pairs & 0xFFFFFFFF).astype(np.uint32)
+        return cls(keys[order], offsets, rows, np.minimum(counts, _MOST).astype(np.uint16))
+
+    @classmethod
+    def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
+        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: the row goes)."""
+        keys, rows, counts = [], [], []
+        for postings, renumbered in parts:
+            moved = renumbered[postings.rows]
+            kept = moved >= 0
+            keys.append(np.repeat(postings.keys, np.diff(postings.offsets))[kept])
+            rows.append(moved[kept].astype(np.uint32))
+            counts.append(postings.counts[kept])
+        return _sorted(np.concatenate(keys), np.concatenate(rows), np.concatenate(counts))
+
+    def of(self, key: int) -> tuple[Array, Array]:
+        """Return the rows that have a term, and how often each has it."""
+        at = int(np.searchsorted(self.keys, np.uint64(key)))
+        if at == len(self.keys) or int(self.keys[at]) != key:
+            return self.rows[:0], self.counts[:0]
+        span = slice(int(self.offsets[at]), int(self.offsets[at + 1]))
+        return self.rows[span], self.counts[span]
+
+    def rows_of(self, keys: Array) -> Array:
+        """Return the rows of several terms one after the other; the keys ascend, each is given once (uint64)."""
+        at = np.searchsorted(self.keys, keys)
+        known = at < len(self.keys)
+        known[known] = self.keys[at[known]] == keys[known]
+        spans = [self.rows[self.offsets[term] : self.offsets[term + 1]] for term in at[known].tolist()]
+        return np.concatenate(spans) if spans else self.rows[:0]
+
+    def to_arrays(self, name: str) -> dict[str, Array]:
+        """Return the four arrays under names that begin with `name`, for a file."""
+        fields = ("keys", "offsets", "rows", "counts")
+        return {f"{name}_{field}": getattr(self, field) for field in fields}
+
+    @classmethod
+    def from_tables(cls, tables: Tables | Mapping[str, Array], name: str) -> Postings:
+        """Inverse of :meth:`to_arrays`."""
+        keys, offsets, rows, counts = (tables[f"{name}_{field}"] for field in ("keys", "offsets", "rows", "counts"))
+        return cls(keys, offsets, rows, counts)
+
+
+def _sorted(keys: Array, rows: Array, counts: Array) -> Postings:
+    order = np.lexsort((rows, keys))
+    keys = keys[order]
+    starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]])) if len(keys) else np.empty(0, np.int64)
+    offsets = np.append(starts, len(keys)).astype(np.int64)
+    return Postings(keys[starts], offsets, rows[order], np.minimum(counts[order], _MOST).astype(np.uint16))
+
 
 _OF_DOCUMENTS = ("file_keys", "marks", "languages", "title_sizes", "title_ids")
 
@@ -39,6 +135,7 @@ class IndexSegment:
     titles : which documents have a term in their title.
     lengths : uint32 `[chunks]`, how many terms each has.
     alive : bool `[documents]`: which of them are still the store's.
+    name : of the file that keeps it; "" where none does yet.
     """
 
     def __init__(self, tables: Tables) -> None:
@@ -48,6 +145,7 @@ class IndexSegment:
         self.lengths = tables["lengths"]
         self._first = tables["first_chunk"]
         self.alive = np.ones(len(self._first) - 1, dtype=bool)
+        self.name = ""
 
     @classmethod
     def build(cls, documents: Sequence[MarkedDocument]) -> IndexSegment:
@@ -61,10 +159,8 @@ class IndexSegment:
         ]
         lengths: list[int] = []
         refs = [ref for entry in entries for ref in entry.chunks]
-        sources = [entry.source.encode("utf-8", "surrogatepass") for entry in entries]
         arrays: dict[str, Array] = {
-            "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
-            "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
+            **_sources(entry.source for entry in entries),
             "file_keys": digests([document.file_key for document in documents], 20),
             "marks": digests([document.mark for document in documents], 16),
             "languages": np.array([LANGUAGES.index(language) for language in spoken], np.uint8),
@@ -99,12 +195,10 @@ class IndexSegment:
             rows, places = (np.concatenate(side) for side in zip(*pairs, strict=True))
             return rows[np.argsort(places)]
 
-        sources = [parts[at].source(number).encode("utf-8", "surrogatepass") for at, number in kept]
         words = Postings.merged([(part.words, new) for part, new in zip(parts, chunks, strict=True)])
         titles = Postings.merged([(part.titles, new) for part, new in zip(parts, documents, strict=True)])
         arrays: dict[str, Array] = {
-            "source_bytes": np.frombuffer(b"".join(sources), np.uint8),
-            "source_ends": np.cumsum([len(source) for source in sources], dtype=np.int64),
+            **_sources(parts[at].source(number) for at, number in kept),
             "first_chunk": np.cumsum([0, *(len(parts[at].chunks_of(n)) for at, n in kept)], dtype=np.int64),
             **{name: gathered(name, documents) for name in _OF_DOCUMENTS},
             **{name: gathered(name, chunks) for name in ("chunk_ids", "spans", "lengths")},
@@ -120,17 +214,17 @@ class IndexSegment:
         return len(self.lengths)
 
     def source(self, document: int) -> str:
-        """The source of a document, given by its number."""
+        """Return the source of a document, given by its number."""
         ends = self.tables["source_ends"]
         start = int(ends[document - 1]) if document else 0
         return self.tables["source_bytes"][start : int(ends[document])].tobytes().decode("utf-8", "surrogatepass")
 
     def chunks_of(self, document: int) -> range:
-        """The rows of a document's chunks."""
+        """Return the rows of a document's chunks."""
         return range(int(self._first[document]), int(self._first[document + 1]))
 
     def documents_of(self, file_key: bytes) -> Array:
-        """The numbers of a file's living documents."""
+        """Return the numbers of a file's living documents."""
         at = self._by_file.get(file_key, ())
         return np.array([number for number in at if self.alive[number]], np.int64)
 
@@ -142,11 +236,11 @@ class IndexSegment:
         return numbers
 
     def document_of(self, row: int) -> int:
-        """The number of the document that the chunk in a row belongs to."""
+        """Return the number of the document that the chunk in a row belongs to."""
         return int(np.searchsorted(self._first, row, side="right")) - 1
 
     def passage(self, row: int) -> Passage:
-        """The chunk in a row, with the place where it stands."""
+        """Return the chunk in a row, with the place where it stands."""
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
         return Passage(
@@ -155,7 +249,7 @@ class IndexSegment:
 
     @cached_property
     def languages(self) -> frozenset[str]:
-        """The languages by which its documents are stemmed, those of dead ones included."""
+        """Return the languages by which its documents are stemmed, those of dead ones included."""
         return frozenset(LANGUAGES[number] for number in np.unique(self.tables["languages"]))
 
     @cached_property
@@ -185,8 +279,16 @@ class IndexSegment:
         self.__dict__.pop("living", None)
 
 
+def _sources(sources: Iterable[str]) -> dict[str, Array]:
+    """Return the arrays of the documents' sources."""
+    encoded = [source.encode("utf-8", "surrogatepass") for source in sources]
+    ends = np.cumsum([len(source) for source in encoded], dtype=np.int64)
+    return {"source_bytes": np.frombuffer(b"".join(encoded), np.uint8), "source_ends": ends}
+
+
 def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -> Iterator[list[str]]:
-    """The words of each chunk, one chunk at a time: those of a large corpus would take far more room than its index.
+    """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more room than its
+    index.
 
     A compound's parts make a chunk longer, the whole of it does not.
     """

@@ -83,7 +83,7 @@ T = TypeVar("T")
 
 
 def language_of(text: str) -> str:
-    """The language whose stems a text's words in Latin script have."""
+    """Return the language whose stems a text's words in Latin script have."""
     words = re.findall(r"\w+", text[:_TELLING].casefold())
     spoken = Counter(language for word in words for language in _SPEAKERS.get(word, ()))
     best = max(LANGUAGES, key=lambda language: spoken[language])  # of equals the first
@@ -100,7 +100,7 @@ def terms(text: str, language: str = ENGLISH) -> tuple[list[str], list[str]]:
 
 
 def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tuple[str, ...]]:
-    """The words of `text` in order, each as all terms by which a document may have it.
+    """Return the words of `text` in order, each as all terms by which a document may have it.
 
     They are its stems in each of the languages and, of a part of a compound, those of the whole.
     """
@@ -108,7 +108,7 @@ def asked_terms(text: str, languages: tuple[str, ...] = (ENGLISH,)) -> list[tupl
 
 
 def spellings(text: str, language: str = ENGLISH) -> dict[str, str]:
-    """The first word of `text` that gives each term: what a person would call it."""
+    """Return the first word of `text` that gives each term: what a person would call it."""
     words: dict[str, str] = {}
     for word in _words(text):
         for term in itertools.chain(*_split(word, language)):
@@ -138,7 +138,8 @@ def _asked(word: str, languages: tuple[str, ...]) -> list[tuple[str, ...]]:
 
 @lru_cache(maxsize=1 << 17)
 def _split(word: str, language: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The terms of a word, or of a compound's parts; and that of the whole, which has no part of an unspaced script."""
+    """Return the terms of a word, or of a compound's parts; and that of the whole, which has no part of an unspaced
+    script."""
     parts = [part for part in _BETWEEN_PARTS.split(word) if part]
     split = tuple(term for part in parts for term in _of_part(part.casefold(), language))
     joined = "".join(parts)

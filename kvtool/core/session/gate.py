@@ -109,7 +109,7 @@ def check_invariants(
     if decoder.keeps_states:  # no number is rounded to the store's format here
         allowed, turns = TOLERANCE[decoder.dtype], TURNS[decoder.dtype]
         off = _least(lambda turn: _prefix_error(decoder, prefix, _turned(chunks, turn), question), allowed, turns)
-        check = ConformanceCheck(3, "a question behind a stored beginning", off, allowed, arithmetic)
+        check = ConformanceCheck(3, "a question after a stored beginning", off, allowed, arithmetic)
         return ConformanceResult(fingerprint, (check,))
     bench = _Prompts(decoder, prefix, chunks, question)
     everything = max(map(len, chunks))
@@ -123,7 +123,7 @@ def check_invariants(
     checks = [
         check_of(1, "blend 100 %", logits, lambda turn: bench.distance(Blend(ratio=1.0), all_of, turn)),
         check_of(1, "epic, all tokens", logits, lambda turn: bench.distance(Epic(everything), all_of, turn)),
-        check_of(3, "one chunk behind its lead-in", logits, lambda turn: bench.distance(Reuse(), 1, turn)),
+        check_of(3, "one chunk after its lead-in", logits, lambda turn: bench.distance(Reuse(), 1, turn)),
         check_of(4, f"keys moved by {SHIFT}", keys, bench.shifted),
         ConformanceCheck(7, "lossless levels", bench.lossless(), 0.0, arithmetic),
     ]

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _STORES_OWN = ModelOptions()
 _OLD_LEAD_IN = (
-    "the store's chunks were computed behind a learned lead-in, which kvtool no longer makes; they are used as stored",
-    "the next `kvtool ingest` of their documents computes them behind the warm lead-in",
+    "the store's chunks were computed after a learned lead-in, which kvtool no longer makes; they are used as stored",
+    "the next `kvtool ingest` of their documents computes them after the warm lead-in",
 )
 
 

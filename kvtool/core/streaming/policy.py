@@ -10,18 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvtool.core.streaming.book import Book, Fetch, Policy, Task
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
-from kvtool.core.streaming.ladder import Ladder
-
-__all__ = ["Adaptive", "Fetch", "Policy", "Task"]
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Estimator, Fetch, Ladder, Policy, Task
 
 DEPTH = 2  # fetches outstanding at once
 OPTIMISM = 10.0  # how much faster than ever before a link may become: those that were down come back
 _NONE: frozenset[int] = frozenset()
 
 
-class Adaptive(Book):
+class Adaptive(Policy):
     """Bases, then refinements; text where it is sooner, or where only text is sure to meet the objective.
 
     - Where text alone would meet the objective, that is promised: a base is fetched where that is expected to be sooner
@@ -83,7 +79,7 @@ class Adaptive(Book):
     # ---- what to fetch -----------------------------------------------------------------------------------------------
 
     def _order(self) -> Sequence[Ladder]:
-        """The order in which chunks are asked for."""
+        """Return the order in which chunks are asked for."""
         return self.task.ladders
 
     def _everything(self, now: float) -> Fetch | None:
@@ -139,7 +135,8 @@ class Adaptive(Book):
     # ---- times -------------------------------------------------------------------------------------------------------
 
     def _deadline(self, arriving: frozenset[int]) -> float:
-        """The latest moment at which computing what is not there meets the objective, if the `arriving` arrive."""
+        """Return the latest moment at which computing what is not there meets the objective, if the `arriving`
+        arrive."""
         assert self.task.objective is not None
         return self.task.objective - self.task.compute(self._missing - arriving)
 
@@ -148,8 +145,8 @@ class Adaptive(Book):
         return self._deadline(frozenset(ladder.chunk for ladder in self._open()))
 
     def _last_hope(self) -> float:
-        """The latest moment at which the oldest outstanding base, or the next one, may arrive so that all the others
-        could still come in time, on a link that comes back."""
+        """Return the latest moment at which the oldest outstanding base, or the next one, may arrive so that all the
+        others could still come in time, on a link that comes back."""
         first = next((flight.fetch.size for flight in self._flying if self._is_base(flight.fetch)), 0)
         left = sum(ladder.rungs[0].size for ladder in self._to_come()) - first
         return self._all_by() - max(left / (OPTIMISM * self._best), self._open_decode())
@@ -187,7 +184,7 @@ class Adaptive(Book):
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[Ladder]:
-        """The chunks that stand at no level yet, but may."""
+        """Return the chunks that stand at no level yet, but may."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _to_come(self) -> list[Ladder]:

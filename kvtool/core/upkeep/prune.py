@@ -168,7 +168,7 @@ def _explain(
     over = f"the store holds {shown_size(report.after)}, over {shown_size(limit)}"
     hint = "leave out --no-compact" if parts["free"] else "`kvtool store unpin` and --unused let more be dropped"
     if decision.floor is not None:
-        over += f", and could not get below {shown_size(decision.floor[0])}, so nothing went for the size"
+        over += f", and could not get below {shown_size(decision.floor[0])}, so nothing was removed for the size"
         hint = _least(decision.floor[0])
     report.shortfall = NoSpaceError(f"{over}: {parts_in_words(parts)}", hint)
 

@@ -12,6 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from kvtool.bench.fusion import PLAIN, About, Answerer, Measured, rows_of, warm_up
+from kvtool.bench.machine import Architecture, measure_machine, synchronize
+from kvtool.bench.prompts import BenchPrompt
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion import loader
 from kvtool.core.fusion.engine import fuse
@@ -20,9 +23,6 @@ from kvtool.core.fusion.source import ChunkCache, StoreSource, held_on
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.session.identity import ProfileCache
-from kvtool.lab.bench.fusion import PLAIN, About, Answerer, Measured, rows_of, warm_up
-from kvtool.lab.bench.machine import Architecture, measure_machine, synchronize
-from kvtool.lab.bench.prompts import BenchPrompt
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 from samples.benchmarks.gpu_day.machine import dropped
@@ -66,7 +66,7 @@ def _measured(day: Day, shape: str, context: int, level: str) -> dict[str, Any]:
         facts = {mode: answerer.facts(prompt, mode) for mode in modes}
         samples = {mode: [answerer.sample(prompt, mode) for _ in range(repeat)] for mode in modes}
         measured, about = Measured(prompt, samples, facts), About(Architecture.of(decoder), machine, decoder)
-        rows = {row.fusion: asdict(row) for row in rows_of(measured, about, chosen)}
+        rows = {row["fusion"]: row for row in rows_of(measured, about, chosen)}
         held = {mode: _held(decoder, store, prompt, mode, repeat) for mode in chosen}
         store.close()
         cold = {mode: _cold(decoder, path, prompt, mode, min(repeat, 3)) for mode in chosen}

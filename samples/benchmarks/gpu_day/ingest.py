@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
+from kvtool.bench.ingest import bench_ingest
 from kvtool.core.cache.entries import ChunkRef, DocumentEntry, FileEntry
 from kvtool.core.common.types import Events
 from kvtool.core.corpus.split import SplitSettings
 from kvtool.core.ingest.prepare import PreparedFile
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.session.identity import LeadInIds, StoreIdentity
-from kvtool.lab.bench.ingest import bench_ingest
 from samples.benchmarks.gpu_day import shapes
 from samples.benchmarks.gpu_day.day import Day
 
@@ -33,7 +33,7 @@ def _measured(day: Day, shape: str, tokens: int) -> dict[str, Any]:
     identity = _identity(decoder)
     count = (1, 2) if day.dry else (_FILES, _CHUNKS)
     files = [_file(identity, decoder.config.vocab_size, number, count[1], tokens) for number in range(count[0])]
-    return bench_ingest(decoder, identity, files, 1 if day.dry else 3, Events()).to_json()
+    return bench_ingest(decoder, identity, files, 1 if day.dry else 3, Events())
 
 
 def _identity(decoder: Decoder) -> StoreIdentity:

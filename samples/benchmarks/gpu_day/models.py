@@ -39,7 +39,7 @@ def _tiny(day: Day) -> Path:
 
 def _sized(day: Day) -> Path:
     """Qwen3-0.6B's architecture with random weights and the tests' tokenizer: what it says means nothing."""
-    from kvtool.lab.bench.shapes import build_shape
+    from kvtool.bench.shapes import build_shape
     from tests.families import tiny_tokenizer
 
     folder = day.scratch / "sized-model"

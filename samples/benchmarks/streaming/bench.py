@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from kvtool.core.streaming.book import Policy, Task
-from kvtool.core.streaming.both_ends import BothEnds
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, DEFAULT_PREDICTOR, make_estimator
+from kvtool.core.streaming.compute_fetch_overlap import OverlapPolicy
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, DEFAULT_PREDICTOR, Policy, Task, make_estimator
 from kvtool.core.streaming.policy import DEPTH, Adaptive
 from samples.benchmarks.streaming.context import Context
 from samples.benchmarks.streaming.rules import CacheGenRule, Fixed, TextOnly
@@ -198,7 +197,7 @@ def _outcomes(
 def _policy(name: str, task: Task, options: StreamOptions) -> Policy:
     estimator = make_estimator(options.predictor)
     if name == ADAPTIVE:
-        return BothEnds(task, estimator, options.margin)
+        return OverlapPolicy(task, estimator, options.margin)
     if name == LINK:
         return Adaptive(task, estimator, options.margin)
     if name == CACHEGEN:

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 from kvtool.core.codec.levels import exact
 from kvtool.core.common.sizes import counted
-from kvtool.lab.charts.svg import COLOURS, Line, Panel, closing, line_charts, opening
+from kvtool.reports.charts import COLOURS, Line, Panel, closing, line_charts, opening
 from samples.benchmarks.streaming.bench import ALL, StreamBench, StreamRow
 from samples.benchmarks.streaming.simulate import Outcome
 

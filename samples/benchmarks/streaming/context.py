@@ -12,8 +12,7 @@ from kvtool.core.codec.levels import RAW, exact, nested, whole
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.fusion.cost import PassSpeed
 from kvtool.core.session.identity import MeasuredLosses
-from kvtool.core.streaming.book import Task
-from kvtool.core.streaming.ladder import Ladder, Part, Rung
+from kvtool.core.streaming.fetch_state import Ladder, Part, Rung, Task
 from samples.benchmarks.streaming.speeds import GivenSpeeds, sizes_of
 
 if TYPE_CHECKING:
@@ -140,7 +139,7 @@ def shape_context(
     ------
     UsageError : no such shape.
     """
-    from kvtool.lab.bench.shapes import shape_config
+    from kvtool.bench.shapes import shape_config
 
     config = shape_config(shape)
     sizes = sizes_of(config)

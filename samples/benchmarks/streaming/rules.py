@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from kvtool.core.streaming.book import Book, Fetch, Task
-from kvtool.core.streaming.estimate import DEFAULT_MARGIN, Estimator
-from kvtool.core.streaming.ladder import Ladder, Rung
+from kvtool.core.streaming.fetch_state import DEFAULT_MARGIN, Estimator, Fetch, Ladder, Policy, Rung, Task
 
 
-class Fixed(Book):
+class Fixed(Policy):
     """Every chunk at one level, whatever the link does; a chunk that is not stored at it is computed from its text."""
 
     def __init__(self, task: Task, estimator: Estimator, level: str) -> None:
@@ -25,14 +23,14 @@ class Fixed(Book):
         return None
 
 
-class TextOnly(Book):
+class TextOnly(Policy):
     """Nothing is fetched."""
 
     def next(self, now: float) -> Fetch | None:
         return None
 
 
-class CacheGenRule(Book):
+class CacheGenRule(Policy):
     """CacheGen (arXiv 2310.07240, section 5.3): chunk by chunk, the finest level at which all remaining chunks are
     expected to meet the objective at the last measured rate; text where none does. What has been decided stays.
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvtool.core.streaming.book import Fetch, Policy, Task
+from kvtool.core.streaming.fetch_state import Fetch, Policy, Task
 from kvtool.core.streaming.policy import DEPTH
 from samples.benchmarks.streaming.traces import LinkTrace
 

@@ -13,8 +13,8 @@ from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import LEVELS, NESTED
 from kvtool.core.errors import KvtoolError
 from kvtool.core.query.answer import answer
-from kvtool.core.query.layout import lay_out
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out
 from kvtool.core.query.reply import Request
 from kvtool.core.records.read import read_chunk
 from kvtool.core.session.identity import ProfileCache, store_identity

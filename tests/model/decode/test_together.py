@@ -100,7 +100,7 @@ def test_those_without_machine_code_go_beside_the_others() -> None:
 
     def lot() -> list[DecodeBackend]:
         held = caches(decoder, 3)
-        held[0].position_ids = [*range(139), 150]  # a window over rows that do not stand in their places
+        held[0].position_ids = [*range(139), 150]  # a window over rows that are not at their places
         return [decode_backend(decoder, cache) for cache in held]
 
     together, alone = lot(), lot()

@@ -10,7 +10,7 @@ from typing import Any
 from kvtool.core.checkpoint.hub import resolve
 from kvtool.core.checkpoint.load import resolve_dtype
 from kvtool.core.query.options import QueryOptions
-from kvtool.lab.measure.journal import Journal
+from kvtool.reports.evaluation import Journal
 from samples.benchmarks.systems.job import KIND, ONCE, PeersOptions, facts_of, key_of, llama_contenders
 from samples.benchmarks.systems.task import KVTOOL, LLAMA, PEERS, TRANSFORMERS, Contender, Measured, Saved
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from kvtool.core.checkpoint.files import ModelFiles
-from samples.benchmarks import machines
+from samples.benchmarks import machine_pages, machines
 from samples.benchmarks.systems.job import Found, Run
 from samples.benchmarks.systems.rows import gathered
-from samples.tools import machine_pages
 from tests.samples.benchmarks.fabricated import HOST, STORED, TRIED, contenders, measured, options
 from tests.samples.tools.test_scripts import run
 

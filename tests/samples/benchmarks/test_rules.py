@@ -5,15 +5,14 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 
-from kvtool.core.streaming.book import Book, Task
-from kvtool.core.streaming.estimate import make_estimator
+from kvtool.core.streaming.fetch_state import Policy, Task, make_estimator
 from samples.benchmarks.streaming.rules import CacheGenRule, Fixed, TextOnly
 from samples.benchmarks.streaming.simulate import simulate
 from samples.benchmarks.streaming.traces import LinkTrace
 from tests.streaming.making import MB, Watched, steady, task, tasks, traces
 
 
-def policy(name: str, one: Task) -> Book:
+def policy(name: str, one: Task) -> Policy:
     estimator = make_estimator("last")
     if name == "cachegen":
         return CacheGenRule(one, estimator)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtool.core.streaming.book import Fetch, Task
-from kvtool.core.streaming.estimate import make_estimator
+from kvtool.core.streaming.fetch_state import Fetch, Task, make_estimator
 from samples.benchmarks.streaming.rules import Fixed
 from samples.benchmarks.streaming.simulate import Outcome, mean_loss, simulate
 from samples.benchmarks.streaming.traces import LinkTrace

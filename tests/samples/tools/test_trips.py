@@ -18,4 +18,4 @@ def test_a_question_passes_few_files_and_each_once_or_twice(store: Path) -> None
     assert len(tracer.entries) <= MOST_FILES, " ".join(tracer.entries)
     steps = {here: list(callers) for here, callers in tracer.entries.items() if here not in trips.HELD}
     assert {here: callers for here, callers in steps.items() if len(callers) > MOST_ENTRIES} == {}
-    assert {"query/layout.py", "query/answer.py", "fusion/engine.py", "model/generate.py"} <= set(steps)
+    assert {"query/prompt.py", "query/answer.py", "fusion/engine.py", "model/generate.py"} <= set(steps)

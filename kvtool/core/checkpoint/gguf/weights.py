@@ -109,7 +109,7 @@ def _apart(gguf: Path, header: GgufHeader) -> ModelError:
     return ModelError(
         f"{gguf} packs the two halves of an expert's MLP otherwise in {len(mixed)} layers, first {mixed[0]}, and "
         f"transformers' reader of {header.architecture} files makes one weight of them; that would need a reader that "
-        "unpacks each by itself",
+        "unpacks each separately",
         "use a file that packs both alike, or the model's original safetensors",
     )
 

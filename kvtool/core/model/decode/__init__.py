@@ -65,7 +65,7 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
     if decoder.hooked:
         return TorchBackend(decoder, cache, "someone listens to the model's layers")
     if cache.dropped and any(kind.window for kind in decoder.kinds):
-        return TorchBackend(decoder, cache, "windows over rows that do not stand in their places")
+        return TorchBackend(decoder, cache, "windows over rows that are not at their places")
     if decoder.keeps_states:
         return TorchBackend(decoder, cache, "the model keeps states")
     if decoder.device.startswith("cuda"):

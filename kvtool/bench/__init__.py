@@ -1,0 +1,1 @@
+"""Measurements of `kvtool bench` on this machine, next to plain `transformers` in the same run."""

@@ -1,0 +1,320 @@
+"""A question's prompt, laid out from a store: which chunks, which tokens, what of it is cached. Runs no model."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.identity import ids_digest
+from kvtool.core.cache.layout import REPAIR
+from kvtool.core.codec.levels import enough_loss, known, whole
+from kvtool.core.common.timeline import add_span
+from kvtool.core.common.types import Ids
+from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
+from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.session.identity import smallest_allowed
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.entries import ChunkInfo
+    from kvtool.core.model.prompt_cache import PromptCache
+    from kvtool.core.session.session import Session
+
+
+_NOTHING = ids_digest([])  # the lead-in of what stands first
+Marks = tuple[bytes | None, ...]
+"""Marks of a chunk's records at a level, one a layer: other records have other marks."""
+_MOST_CHARACTERS = 64  # for each token that a passage may have; longer ones are not tokenised
+OTHER_TEXT = "what is stored of it is of another text"
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLayout:
+    """A request with its chunks found and its prompt laid out.
+
+    Attributes
+    ----------
+    retrieve_ms : what that took.
+    revision : of the store, at which all of it was looked up.
+    behind : what the plan's first segment stands in; None: nothing stands yet.
+    again : what was found and stands there already.
+    cut : chunks that were found and left out because they help no more (`--min-score`).
+    """
+
+    request: Request
+    hits: Sequence[Hit]
+    plan: Plan
+    retrieve_ms: float
+    revision: int = 0
+    behind: CachedPrefix | None = None
+    again: Sequence[Hit] = ()
+    cut: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CachedPrefix:
+    """Contents of a conversation's prompt cache.
+
+    Attributes
+    ----------
+    tokens : all of them, as the segment that a further prompt begins with.
+    cache : its rows are those of `tokens`, in the same order.
+    chunks : ids of the chunks among them, and the number of tokens of each.
+    """
+
+    tokens: Candidate
+    cache: PromptCache
+    chunks: Mapping[bytes, int]
+
+
+def lay_out(
+    session: Session,
+    request: Request,
+    options: QueryOptions,
+    *,
+    exactly: bool = False,
+    answered: bool = True,
+    behind: CachedPrefix | None = None,
+    must_find: bool = True,
+) -> PromptLayout:
+    """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet.
+
+    Parameters
+    ----------
+    exactly : take no lossy level where there is an exact one, whatever was measured.
+    answered : an answer will follow, for which there must be room.
+    behind : what stands already: chunks that stand there are not repeated, and none may be left that does not.
+    must_find : without `behind`, something has to be found.
+
+    Raises
+    ------
+    UsageError : the prompt is longer than a loaded model's context; ContextFullError where it is so by what stands.
+    KvtoolError : nothing was found; DamagedError : nothing is left of what was found.
+    """
+    started = time.perf_counter()
+    with session.lock, session.store.view():
+        session.refresh()
+        parts = parts_for(session, options)
+        question = question_tokens(session.tokenizer, request.question, parts)
+        length = _Length(session, options.max_tokens if answered else 0, len(question), behind)
+        least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
+        length.check(least)  # before anything is looked for
+        hits, again, cut = _found(session, request, options, behind, must_find)
+        length.check(least + len(hits))  # before their tokens are read: each has some
+        candidates = [_candidate(session, hit, options.level, -1.0 if exactly else options.max_loss) for hit in hits]
+        left = [(hit, found) for hit, found in zip(hits, candidates, strict=True) if found is not None]
+        if not left and behind is None and must_find:
+            raise DamagedError("nothing is left of the chunks to answer from", REPAIR)
+        chunks = with_stored_rows(session.store, [found for _, found in left])
+        if behind is None:
+            plan = build_plan(_prefix(session, parts.prefix), chunks, question)
+        else:
+            plan = extend_plan(behind.tokens, chunks, question)
+        revision = session.store.revision()
+    retrieve_ms = add_span(session.timeline, "retrieve", started) * 1e3
+    length.check(plan.length)
+    return PromptLayout(request, [hit for hit, _ in left], plan, retrieve_ms, revision, behind, again, cut)
+
+
+@dataclass(frozen=True, slots=True)
+class _Length:
+    """The length of a prompt, held against what a loaded model takes; one that is not loaded takes any.
+
+    Attributes
+    ----------
+    more : tokens of an answer that there has to be room for. `asked`: tokens of the question.
+    """
+
+    session: Session
+    more: int
+    asked: int
+    behind: CachedPrefix | None
+
+    def check(self, tokens: int) -> None:
+        """Refuse a prompt of so many tokens, or more; the hint is what would help."""
+        if not self.session.is_loaded:
+            return
+        decoder, tokens = self.session.decoder, tokens + self.more
+        hint = "lower --top-k or --max-tokens, or name fewer --documents"
+        if self.asked > decoder.context // 2:
+            hint = f"{self.asked} of them are the question's own: ask a shorter one, and ingest what it is about"
+        if self.behind is None:
+            decoder.check_length(tokens, hint)
+        elif tokens > decoder.context:
+            raise ContextFullError(
+                f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
+                f"start a new one, or {hint}",
+            )
+
+
+def _found(
+    session: Session, request: Request, options: QueryOptions, behind: CachedPrefix | None, must_find: bool
+) -> tuple[list[Hit], list[Hit], int]:
+    """Find the chunks for a request: those that are new, those that stand already, and how many were cut. Where
+    something stands, a question that finds nothing is asked of that."""
+    try:
+        hits, cut = options.find(session.finder, request, session.recent_chunks)
+    except NothingFoundError:
+        if behind is None and must_find:
+            raise
+        hits, cut = [], 0
+    known: Mapping[bytes, int] = {} if behind is None else behind.chunks
+    again = [hit for hit in hits if hit.passage.chunk_id in known]
+    return [hit for hit in hits if hit.passage.chunk_id not in known], again, cut
+
+
+def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
+    """Lay the same prompt out with its chunks read at another level."""
+    prefix, *_, question = asked.plan.segments
+    chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
+    return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
+
+
+def parts_for(session: Session, options: QueryOptions) -> PromptParts:
+    """Return the prompt's fixed parts: the store's own, or those of another instruction that is asked for."""
+    if options.system is not None and options.system != session.identity.system:
+        return prompt_parts(session.tokenizer, options.system)
+    return session.parts
+
+
+def record_marks(session: Session, chunk_id: bytes, level: str) -> Marks:
+    """Return the marks of a chunk's records at a level."""
+    return tuple(session.store.record_mark(chunk_id, level, layer) for layer in range(session.layers))
+
+
+def plan_marks(session: Session, plan: Plan) -> tuple[Marks, ...]:
+    """Return the marks of the records that a plan reads, by segment; of a segment that reads none, nothing."""
+    sources = [(one.source.chunk_id, one.source.level if one.cached else None) for one in plan.segments]
+    return tuple(record_marks(session, chunk_id, level) if level else () for chunk_id, level in sources)
+
+
+def _prefix(session: Session, ids: Ids) -> Candidate:
+    if not ids:
+        return Candidate((), lead_in=_NOTHING, reason="empty")
+    identity = session.identity
+    if ids != identity.prefix:
+        return Candidate(ids, reason="another instruction than the store's")
+    wanted = Candidate(ids, identity.prefix_id, _NOTHING, relevance=math.inf)
+    return _stored(session, wanted, _info(session, identity.prefix_id), "auto", 0.0)
+
+
+def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candidate | None:
+    """Lay a chunk out as it is wanted. Its ids are those of its text, which the answer cites: a stored chunk of other
+    ids is damaged, or somebody else's, and nothing of it is used. None: its document holds it no more, and neither does
+    the store, so nothing is left of it."""
+    place = hit.passage
+    info, text = _info(session, place.chunk_id), session.finder.own_text(place)
+    if text is None:
+        if info is None:
+            what = f"chunk {place.chunk_id.hex()[:12]} of {place.source}"
+            session.warn(f"{what} is left out: its description is lost, and so is its place", REPAIR)
+            return None
+        ids = info.token_ids
+    elif _is_foreign_and_long(session, place, text):
+        session.warn(f"a passage of {place.source} is left out: it is longer than a chunk of this store", "")
+        return None
+    else:
+        (ids,) = chunk_tokens(session.tokenizer, [text])
+    if info is None:
+        return Candidate(ids, place.chunk_id, reason="its description is lost or damaged")
+    if info.token_ids != ids:
+        return Candidate(ids, place.chunk_id, reason=OTHER_TEXT)
+    relevance = 0.0 if math.isnan(hit.score) else hit.score
+    wanted = Candidate(ids, place.chunk_id, info.lead_in, relevance=relevance)
+    return _stored(session, wanted, info, level, max_loss)
+
+
+def part_of_chunk(session: Session, chunk_id: bytes, ids: Ids, skipped: int, options: QueryOptions) -> Candidate:
+    """Return some tokens of a chunk, from number `skipped` on, with the level at which their rows are read.
+
+    A level that drops rows is passed over.
+    """
+    info = _info(session, chunk_id)
+    if info is None or info.token_ids[skipped : skipped + len(ids)] != ids:
+        return Candidate(ids, chunk_id, reason="its description is lost or damaged")
+    wanted = Candidate(info.token_ids, chunk_id, info.lead_in)
+    found = _stored(session, wanted, info, options.level, options.max_loss, every_row=True)
+    if len(ids) == len(info.token_ids):
+        return found
+    part = Part(skipped, skipped + len(ids), len(info.token_ids))
+    some = found.sensitivity[2 * part.first : 2 * part.stop]  # a number of two bytes for each token
+    return replace(found, ids=ids, sensitivity=some, part=part)
+
+
+def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
+    """Return True for a passage of somebody else that no split of this store gives: one that is longer than the model's
+    context, and found by every question, would end all of them."""
+    most = session.identity.most_tokens
+    if len(text) <= most or not any(entry.origin.is_foreign for entry in session.store.files_with([place.source])):
+        return False
+    return len(text) > _MOST_CHARACTERS * most or len(chunk_tokens(session.tokenizer, [text])[0]) > most
+
+
+def _stored(
+    session: Session,
+    wanted: Candidate,
+    info: ChunkInfo | None,
+    level: str,
+    max_loss: float,
+    *,
+    every_row: bool = False,
+) -> Candidate:
+    """Return a segment with the level at which it is read, or with why nothing of it serves."""
+    if info is None:
+        return replace(wanted, reason="not stored")
+    if info.token_ids != wanted.ids:
+        return replace(wanted, reason="the stored token ids differ")
+    if info.layers not in (0, session.layers):  # 0: nothing is stored of it by design
+        return replace(wanted, reason="stored with another number of layers")
+    levels = session.store.levels(wanted.chunk_id)
+    levels = whole(levels) if every_row else levels
+    best: str | None = level
+    if level == "auto":
+        losses = session.losses.of(wanted.chunk_id, levels)
+        best = smallest_allowed(levels, losses, max_loss)
+        if 0 <= max_loss < losses.get(best or "", 0.0):
+            _tell_of_loss(session, str(best), losses[str(best)], max_loss)
+    if best is None or best not in levels:
+        _tell_of_unknown(session, levels)
+        why = _why_not(level, bool(levels), max_loss)  # it may be computed as it was stored, and counts as such then
+        return replace(wanted, reason=why, stored=bool(levels), sensitivity=info.sensitivity)
+    return replace(wanted, level=best, sensitivity=info.sensitivity)
+
+
+def _tell_of_loss(session: Session, level: str, loss: float, max_loss: float) -> None:
+    """Say that what is read loses more than was asked for, since nothing that is stored is known to lose less."""
+    session.warn_once(
+        f"some chunks are read at level {level}, which loses {loss:.2g} nats a token: nothing that is stored of them "
+        f"loses as little as {max_loss:g}",
+        f"`--max-loss {enough_loss(loss)}` accepts it; exact records and finer levels come of ingest into a new store",
+    )
+
+
+def _tell_of_unknown(session: Session, levels: Sequence[str]) -> None:
+    """Say that records are passed over since nothing here reads them: a plugin is missing, or a newer kvtool."""
+    if strange := sorted({*levels} - {*known(levels)}):
+        session.warn_once(
+            f"records at level {', '.join(map(repr, strange))} are not read: there is no codec for it here",
+            "install the plugin that made them; they stay in the store until then",
+        )
+
+
+def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:
+    """Return the chunk's description; None where it is lost or damaged."""
+    with suppress(DamagedError):
+        return session.store.chunk_info(chunk_id)
+    return None
+
+
+def _why_not(level: str, stored: bool, max_loss: float) -> str:
+    """Why what is stored of a chunk does not serve."""
+    if level != "auto":
+        return f"not stored at level {level}"
+    return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"

@@ -1,1 +1,0 @@
-"""The tool's numbers on this machine, beside plain `transformers` in the same run."""

@@ -1,1 +1,0 @@
-"""Checks of `kvtool doctor`: the installation, the machine, the model, the store."""

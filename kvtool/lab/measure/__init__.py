@@ -1,1 +1,0 @@
-"""Measurements of answers, of caches, of attention; the reports show them."""

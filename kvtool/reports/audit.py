@@ -1,0 +1,121 @@
+"""`kvtool inspect audit`: distance of audited answers from full prefill's, by run, level and lead-in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import KvtoolError
+from kvtool.core.evaluate.audits import Audit, Kept, kept_audits
+from kvtool.core.evaluate.measures import DISTANCES, means
+from kvtool.reports.page import Section, Table
+from kvtool.reports.report import Report, ReportContext, ReportResult, Shown
+
+_SPREAD = ("median", "p90", "p99", "max")
+_HEAD = (
+    *("run", "level", "lead-in", "audits", "recomputed"),
+    *("KL answer: median", "answer: 90 %", "answer: 99 %", "answer: worst"),
+    *("KL first: median", "first: 90 %", "first: 99 %", "first: worst"),  # a narrow terminal parts them
+    *("same first token", "same answer", "worst question"),
+)
+
+
+def audit(context: ReportContext) -> ReportResult:
+    """Show how far the answers that `query --audit` has compared with full prefill were from it, by mode and level."""
+    identity = context.identity
+    kept = kept_audits(context.store, identity.fingerprint)
+    if not kept.audits:
+        raise KvtoolError(
+            f"no answer of {identity.model} from this store has been audited",
+            '`kvtool query "…" --audit 1` audits one, KVTOOL_AUDIT=0.01 one of a hundred questions',
+        )
+    value = {"resolved": {"model": identity.model, "fingerprint": identity.fingerprint}} | audit_overview(kept)
+    text = (
+        "Each of these answers was held against full prefill of the same prompt after it had been given. KL: how far "
+        "its distributions are from full prefill's, in nats, before the first token and mean over the full answer."
+    )
+    section = Section("Distribution", (text, _when(value)), tables=(_table(value),))
+    return ReportResult("Audit", value, [*_summary(value)], [section])
+
+
+def audit_overview(kept: Kept) -> dict[str, Any]:
+    """Make the JSON of `inspect audit`.
+
+    Returns
+    -------
+    `questions`, `damaged` lines of the journal; `since`, `until`: the first audit and the last, in seconds since 1970;
+    `runs`: a row for each run, level and lead-in, the most audited first.
+    """
+    audits = sorted(kept.audits, key=lambda audit: audit.at)
+    groups: dict[tuple[str, str, str], list[Audit]] = {}
+    for audit in audits:
+        groups.setdefault((audit.run, ", ".join(audit.levels), audit.lead_in), []).append(audit)
+    return {
+        "questions": len(audits),
+        "damaged": kept.damaged,
+        "since": audits[0].at if audits else None,
+        "until": audits[-1].at if audits else None,
+        "runs": [_row(group) for group in sorted(groups.values(), key=lambda group: -len(group))],
+    }
+
+
+def _row(group: Sequence[Audit]) -> dict[str, Any]:
+    cached = [audit.tokens["reused"] + audit.tokens["recomputed"] for audit in group]
+    shares = [audit.tokens["recomputed"] / of for audit, of in zip(group, cached, strict=True) if of]
+    worst = max(group, key=lambda audit: audit.kl_answer)
+    return {
+        "run": group[0].run,
+        "levels": list(group[0].levels),
+        "lead_in": group[0].lead_in,
+        "count": len(group),
+        **means([audit.to_json() for audit in group], DISTANCES),
+        "spread": {name: quantiles([getattr(audit, name) for audit in group]) for name in ("kl_first", "kl_answer")},
+        "sampled": sum(audit.sampled for audit in group),
+        "with_holes": sum(audit.holes > 0 for audit in group),
+        "recomputed_share": statistics.fmean(shares) if shares else 0.0,
+        "audit_ms_median": statistics.median(audit.milliseconds for audit in group),
+        "worst": {name: getattr(worst, name) for name in ("question", "at", *DISTANCES)},
+    }
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """Return the median, 90 % and 99 % of the values and the largest, each of them one of the values."""
+    import numpy as np
+
+    points = np.percentile(values, [50, 90, 99, 100], method="inverted_cdf")
+    return dict(zip(_SPREAD, map(float, points), strict=True))
+
+
+def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
+    yield _table(value)
+    yield _when(value)
+    sampled, holes = (sum(run[name] for run in value["runs"]) for name in ("sampled", "with_holes"))
+    if sampled:
+        yield f"sampled answers: {sampled}; `same answer` compares their greedy answers"
+    if holes:
+        yield f"prompts with chunks that were computed in place: {holes}; what they say of reuse is too good"
+    if value["damaged"]:
+        yield f"lines of the journal that cannot be read: {value['damaged']}; they are left out"
+
+
+def _table(value: Mapping[str, Any]) -> Table:
+    return Table(_HEAD, tuple(_cells(run) for run in value["runs"]))
+
+
+def _cells(run: Mapping[str, Any]) -> tuple[object, ...]:
+    spreads = [f"{run['spread'][name][at]:.4f}" for name in ("kl_answer", "kl_first") for at in _SPREAD]
+    return (
+        *(run["run"], ", ".join(run["levels"]) or "-", run["lead_in"], run["count"], f"{run['recomputed_share']:.1%}"),
+        *(*spreads, f"{run['top1_agrees']:.1%}", f"{run['answer_equal']:.1%}", run["worst"]["question"]),
+    )
+
+
+def _when(value: Mapping[str, Any]) -> str:
+    since, until = (time.strftime("%Y-%m-%d %H:%M", time.gmtime(value[at])) for at in ("since", "until"))
+    return f"{counted(value['questions'], 'audit')}, {since if since == until else f'{since} to {until}'} UTC"
+
+
+REPORT = Report(audit, examples=("inspect audit", "inspect audit --html audit.html"))

@@ -1,0 +1,234 @@
+"""`kvtool inspect codec`: bits and loss of each codec level, and of plain quantisation, on the same questions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.codec.levels import LEVELS, level_of, lossy
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.options.option import Options, option
+from kvtool.core.query.options import QueryOptions
+from kvtool.reports.charts import Line, Panel, line_charts, series, sparkline
+from kvtool.reports.page import Section, Table
+from kvtool.reports.report import (
+    RETRIEVAL,
+    BatchOptions,
+    Report,
+    ReportContext,
+    ReportResult,
+    ResumeOptions,
+    Shown,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvtool.core.codec.base import LayerKV
+    from kvtool.core.codec.profile import Profile
+    from kvtool.core.common.types import Ids
+    from kvtool.core.compress.loss import HeavyRows, Scheme
+    from kvtool.core.evaluate.measures import Row
+    from kvtool.core.fusion.plan import Segment
+    from kvtool.core.query.reply import Request
+    from kvtool.core.session.session import Session
+    from kvtool.reports.evaluation import RowsOf
+
+_SCALE_BYTES = 2
+_MOST_LINES = 6  # of a panel
+_FINEST = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")  # the lines of a panel with room for no others
+
+
+@dataclass(frozen=True, kw_only=True)
+class CodecOptions(Options, settings=False):
+    """The schemes to measure."""
+
+    scheme: tuple[str, ...] = option(
+        (), "Measure only these: 1, cachegen-1, int8, keep50-2 …", group="Codec", metavar="NAME"
+    )
+
+
+def codec(context: ReportContext) -> ReportResult:
+    """Answer questions from exact KV and from each compression level. Report size and loss of each."""
+    batch = context.get(BatchOptions)
+    requests, options = batch.requests("codec"), context.query_options(*RETRIEVAL)
+    from kvtool.core.compress.loss import HeavyRows
+    from kvtool.reports.evaluation import Evaluation, Journal, evaluation_facts
+
+    context.identity.check_movable("inspect codec")
+    session = context.session
+    identity, profile = session.identity, session.profiles.current()
+    wanted = chosen_schemes(context.get(CodecOptions).scheme, profile, HeavyRows(session))
+    facts = evaluation_facts(session.store, identity, requests, options)
+    facts["profile"] = None if profile is None else profile.digest.hex()
+    journal = Journal(context.get(ResumeOptions).resume, facts, "kvtool inspect codec")
+    evaluation = Evaluation(requests[: batch.limit], list(wanted), journal, context.events, strict=True)
+    evaluation.work_off(lambda: codec_rows(session, wanted, options))
+    resolved = {"model": identity.model, "device": session.decoder.device, "dtype": session.arithmetic.dtype}
+    value = {"resolved": resolved} | codec_overview(journal.rows, list(wanted))
+    return ReportResult("Codec levels", value, [*_summary(value)], codec_sections(value))
+
+
+# ---- measurement ----
+
+
+@dataclass(frozen=True, slots=True)
+class Integers:
+    """Plain quantisation, the usual alternative: whole numbers of `bits`, one 16-bit scale a token and head."""
+
+    bits: int
+
+    def rows(self, segment: Segment) -> None:
+        """Keep all rows."""
+
+    def round_trip(self, kvs: Sequence[LayerKV], rows: Ids | None) -> tuple[list[LayerKV], list[int]]:
+        """Round all layers of one chunk. Returns the rounded layers and the bytes of each."""
+        return [(self._rounded(keys), self._rounded(values)) for keys, values in kvs], [self._size(kv) for kv in kvs]
+
+    def _size(self, kv: LayerKV) -> int:
+        return sum(side.numel() * self.bits // 8 + side.shape[0] * side.shape[1] * _SCALE_BYTES for side in kv)
+
+    def _rounded(self, side: torch.Tensor) -> torch.Tensor:
+        wide = side.float()
+        scale = (wide.abs().amax(-1, keepdim=True) / (2 ** (self.bits - 1) - 1)).clamp_min(1e-12)
+        rounded: torch.Tensor = ((wide / scale).round() * scale).to(side.dtype)
+        return rounded
+
+
+def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRows) -> dict[str, Scheme]:
+    """Choose the named schemes: 8 and 4 bits, and lossy levels; without names all that store every row.
+
+    Raises
+    ------
+    UsageError : no such scheme, or it needs a profile and there is none.
+    """
+    from kvtool.core.compress.loss import LevelScheme
+
+    levels = [level for level in lossy() if profile is not None or not level_of(level).profiled]
+    known: dict[str, Scheme] = {"int8": Integers(8), "int4": Integers(4)}
+    known |= {name: LevelScheme(name, profile, heavy) for name in levels}
+    if unknown := [name for name in names if name not in known]:
+        some = ", ".join(name for name in unknown if name in LEVELS)
+        hint = f"; {some} with a profile, which `kvtool compress` makes" if some else ""
+        raise UsageError(f"there is no scheme {', '.join(unknown)}", f"known: {', '.join(known)}{hint}")
+    return {name: known[name] for name in names or known if names or level_of(name).share == 100}
+
+
+def codec_rows(session: Session, schemes: Mapping[str, Scheme], options: QueryOptions) -> RowsOf:
+    """Return a function that measures the loss of schemes on a question; see `measure_one`.
+
+    The function raises KvtoolError if a chunk that the question needs is not stored exactly.
+    """
+    from kvtool.core.compress.loss import Question, measure_one
+    from kvtool.core.query.prompt import lay_out
+
+    _ = session.decoder  # whose context a prompt has to fit
+
+    def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
+        plan = lay_out(session, request, options, exactly=True).plan
+        for segment in plan.segments[:-1]:
+            if segment.ids and not level_of(segment.source.level or "").lossless:
+                raise KvtoolError(
+                    f"chunk {segment.source.chunk_id.hex()[:12]} is not stored exactly",
+                    "ingest its document into a new store",
+                )
+        return measure_one(session, Question(plan, request.answers), {name: schemes[name] for name in names})
+
+    return rows_of
+
+
+def codec_overview(rows: Mapping[int, Mapping[str, Row]], names: Sequence[str]) -> dict[str, Any]:
+    """Make the JSON of `inspect codec`.
+
+    Returns
+    -------
+    `questions`, `exact` (F1 where answers are known) and `schemes[{scheme, bits_per_element, ratio_vs_16bit, kl_first,
+    kl_answer, top1_agrees, f1, layers}]`, `layers[{layer, bits_per_element, k_relative_error,
+    v_relative_error}]`: the norm of the error over that of the exact keys and values. Bits count records with headers,
+    digests, states and side information; a profile is stored once.
+    """
+    from kvtool.core.compress.loss import EXACT, Toll, mean_loss, tolls_of
+    from kvtool.reports.evaluation import by_run
+
+    losses = {name: [question[name] for question in questions] for name, questions in by_run(rows).items()}
+    exact, schemes = mean_loss(losses.pop(EXACT)), []
+    for name in dict.fromkeys((*names, *losses)):
+        tolls = tolls_of(losses[name])
+        bits = sum(tolls, Toll()).bits
+        layers = [{"layer": layer} | toll.to_json() for layer, toll in enumerate(tolls)]
+        row = {"scheme": name, "bits_per_element": bits, "ratio_vs_16bit": 16 / bits if bits else None}
+        schemes.append({**row, **mean_loss(losses[name]), "layers": layers})
+    return {"questions": len(rows), EXACT: exact, "schemes": schemes}
+
+
+# ---- for people ----
+
+
+def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
+    yield _table(value)
+    for row in value["schemes"]:
+        keys, values = ([layer[side] for layer in row["layers"]] for side in ("k_relative_error", "v_relative_error"))
+        yield (
+            f"error by layer, {row['scheme']:<8} keys {sparkline(keys)} up to {max(keys):.1%}"
+            f"   values {sparkline(values)} up to {max(values):.1%}"
+        )
+    if "f1" in value["exact"]:
+        yield f"F1 from exact records: {value['exact']['f1']:.3f}, {counted(value['questions'], 'question')}"
+
+
+def _table(value: Mapping[str, Any]) -> Table:
+    head = ("scheme", "bits/element", "of 16 bit", "KL of answers", "KL of first", "same tokens", "F1")
+    rows = (
+        (
+            *(row["scheme"], f"{row['bits_per_element']:.3f}", f"{row['ratio_vs_16bit']:.2f}x"),
+            *(f"{row['kl_answer']:.4f}", f"{row['kl_first']:.4f}", f"{row['top1_agrees']:.1%}"),
+            f"{row['f1']:.3f}" if "f1" in row else "-",
+        )
+        for row in value["schemes"]
+    )
+    return Table(head, tuple(rows))
+
+
+def codec_sections(value: Mapping[str, Any]) -> Iterator[Section]:
+    """Make the page's sections from the JSON."""
+    schemes = value["schemes"]
+    panel = Panel("KL of the answer, nats", _losses(schemes), logarithmic=True)
+    chart = line_charts("What fewer bits lose", [panel], "bits per element", axis="logarithmic")
+    text = "Each scheme's records in place of the exact ones, all else equal: how far the answers' distributions move."
+    yield Section("Levels", (text,), (chart,) if len(schemes) > 1 else (), (_table(value),))
+    shown = schemes if len(schemes) <= _MOST_LINES else [row for row in schemes if row["scheme"] in _FINEST]
+    panels = [
+        Panel(title, tuple(series(row["scheme"], row["layers"], "layer", name) for row in shown))
+        for title, name in (
+            ("bits per element", "bits_per_element"),
+            ("error of keys, relative", "k_relative_error"),
+            ("error of values, relative", "v_relative_error"),
+        )
+    ]
+    text = "Error: the norm of what a layer's decoded keys or values are off by, over the norm of the exact ones."
+    yield Section("By layer", (text,), (line_charts("Bits and errors by layer", panels, "layer"),))
+
+
+def _losses(schemes: Sequence[Mapping[str, Any]]) -> tuple[Line, ...]:
+    """Draw a line for each kind of scheme: the levels, `int4` and `int8`, `mean-1` to `mean-4`, a share of the rows."""
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for row in schemes:
+        level = level_of(row["scheme"])
+        kind = row["scheme"].rstrip("-0123456789") or "levels"
+        if level.share != 100:
+            kind = f"{level.share} % of rows" if level.profiled else f"rows, {level.inner}"
+        kinds.setdefault(kind, []).append((float(f"{row['bits_per_element']:.3g}"), max(row["kl_answer"], 1e-6)))
+    return tuple(Line(kind, tuple(sorted(points))) for kind, points in kinds.items())
+
+
+REPORT = Report(
+    codec,
+    takes=(BatchOptions, ResumeOptions, CodecOptions, QueryOptions.some(*RETRIEVAL), ModelOptions),
+    examples=(
+        "inspect codec --batch questions.jsonl",
+        "inspect codec --batch questions.jsonl --limit 20 --html codec.html",
+    ),
+)

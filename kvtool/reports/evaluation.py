@@ -1,0 +1,249 @@
+"""Evaluation of questions by several runs, with a journal of results so that a killed evaluation goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.files import make_folder
+from kvtool.core.common.json_text import escaped, parsed
+from kvtool.core.errors import GateError, KvtoolError, UsageError
+from kvtool.core.evaluate.measures import Row
+from kvtool.core.retrieval.embed import remembered
+from kvtool.core.retrieval.index import INDEX_FORMAT
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.store import Store
+    from kvtool.core.common.types import Events
+    from kvtool.core.query.options import QueryOptions
+    from kvtool.core.query.reply import Request
+    from kvtool.core.session.identity import StoreIdentity
+
+RowsOf = Callable[["Request", Sequence[str]], Mapping[str, Row]]  # of a question and the runs that it still needs
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Questions and the runs that answer them.
+
+    Attributes
+    ----------
+    names : of the runs.
+    strict : True if the first question that fails ends the evaluation; else a warning names the question, which stays
+        open.
+    """
+
+    requests: Sequence[Request]
+    names: Sequence[str]
+    journal: Journal
+    events: Events
+    strict: bool = False
+
+    def open_work(self) -> list[tuple[int, list[str]]]:
+        """List the questions that are not finished, by place, and the runs that each still needs."""
+        rows, places = self.journal.rows, range(len(self.requests))
+        missing = [(at, [name for name in self.names if name not in rows.get(at, {})]) for at in places]
+        return [(at, names) for at, names in missing if names or at not in rows]
+
+    def work_off(self, begin: Callable[[], RowsOf]) -> int:
+        """Add what is open to the journal, a question at a time, and return how many questions failed.
+
+        Parameters
+        ----------
+        begin : prepares the first question, such as by loading the model; not called if no question is open.
+
+        Raises
+        ------
+        GateError : the gate refuses the model.
+        """
+        if not self.open_work():
+            return 0
+        with self.journal.writing():
+            work, rows_of = self.open_work(), begin()  # another process may have gone on meanwhile
+            self.events.step("questions", len(work), "questions")
+            return sum(not self._finish(at, names, rows_of) for at, names in work)
+
+    def _finish(self, at: int, names: Sequence[str], rows_of: RowsOf) -> bool:
+        request = self.requests[at]
+        try:
+            self.journal.add(at, request.id, rows_of(request, names))
+        except KvtoolError as error:
+            if self.strict or isinstance(error, GateError):  # the next question would meet it, too
+                raise
+            self.events.warn(f"{name_of(request)}: {error.message}", error.hint)
+            return False
+        finally:
+            self.events.advance(1)
+        return True
+
+
+def name_of(request: Request) -> str:
+    """Name a question in a warning: by its id, else by its words."""
+    return f"question {request.id or repr(request.question)}"
+
+
+def evaluation_facts(
+    store: Store, identity: StoreIdentity, requests: Sequence[Request], options: QueryOptions
+) -> dict[str, Any]:
+    """Return what results depend on in addition to the runs. Results under equal facts can be compared."""
+    batch = json.dumps([_asked(request) for request in requests], ensure_ascii=False)
+    return {
+        "store": store.uuid,
+        "model": identity.fingerprint,
+        "lead_in": identity.lead_in.digest().hex(),
+        "level": options.level,
+        "max_loss": options.max_loss if options.level == "auto" else None,
+        "batch": hashlib.sha256(batch.encode()).hexdigest(),
+        "top_k": options.top_k,
+        "min_score": options.min_score,
+        "retriever": [options.retriever, options.embedder or remembered(store), options.order, INDEX_FORMAT],
+        "max_tokens": options.max_tokens,
+    }
+
+
+def _asked(request: Request) -> dict[str, Any]:
+    """Return the fields that results depend on. Fields that older journals lack count only if they are set."""
+    return {name: value for name, value in asdict(request).items() if value or name not in ("sources", "made_by")}
+
+
+def by_run(rows: Mapping[int, Mapping[str, Row]]) -> dict[str, list[Mapping[str, Row]]]:
+    """List the questions that each run has answered, in the order of the file; a question is its rows by run."""
+    questions: dict[str, list[Mapping[str, Row]]] = {}
+    for _, question in sorted(rows.items()):
+        for name in question:
+            questions.setdefault(name, []).append(question)
+    return questions
+
+
+# ---- journal ----
+
+
+class Journal:
+    """Rows of runs by question, in memory and (where a file is named) on disk.
+
+    Line 1 holds the facts under which all others were measured. A question's runs may be in several lines; the first
+    row of a run counts. A torn last line is ignored, and overwritten.
+
+    Parameters
+    ----------
+    path : None keeps results in memory alone.
+    facts : JSON values; a file with others is refused.
+    kind : the command that writes it; a file of another one is refused.
+
+    Raises
+    ------
+    UsageError : the file holds something else, or was made under other facts.
+    """
+
+    def __init__(self, path: Path | None, facts: Mapping[str, Any], kind: str = "kvtool inspect quality") -> None:
+        self.rows: dict[int, dict[str, Row]] = {}
+        self._path = path
+        self._kind = kind
+        self._facts = json.loads(json.dumps(facts))
+        self._sound = 0  # bytes of whole lines
+        self._read()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold the file for `add`; what another process has written meanwhile is read first.
+
+        Raises
+        ------
+        KvtoolError : another process writes it, or it cannot be written.
+        """
+        if self._path is None:
+            yield
+            return
+        import filelock
+
+        lock = filelock.FileLock(f"{self._path}.lock", mode=0o600, thread_local=False)
+        try:
+            lock.acquire(timeout=0)
+        except filelock.Timeout as error:
+            raise KvtoolError(
+                f"{self._path} is being written by another process", "wait for it, or give another --resume file"
+            ) from error
+        try:
+            self._read()
+            self._repair(self._path)
+            yield
+        finally:
+            lock.release()
+
+    def add(self, index: int, key: str | None, rows: Mapping[str, Row]) -> None:
+        """Keep a finished question's rows by name of run; `index`, `key`: its place and its id in the batch."""
+        self._merge(index, rows)
+        if self._path is not None:
+            self._append(self._path, {"index": index, "id": key, "runs": rows})
+
+    # ---- the file ----
+
+    def _append(self, path: Path, value: Mapping[str, Any]) -> None:
+        line = escaped(json.dumps(value, ensure_ascii=False)).encode() + b"\n"
+        with path.open("ab") as file:
+            file.write(line)
+        self._sound += len(line)
+
+    def _repair(self, path: Path) -> None:
+        """Cut a torn line off; begin a new file."""
+        make_folder(path.parent)
+        with open(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as file:
+            file.truncate(self._sound)
+        if not self._sound:
+            self._append(path, {"type": self._kind, "facts": self._facts})
+
+    def _read(self) -> None:
+        self._sound = 0
+        try:
+            data = self._path.read_bytes() if self._path is not None else b""
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise UsageError(f"{self._path} cannot be read: {error.strerror}", "give a file to --resume") from error
+        beginning = json.dumps({"type": self._kind})[:-1].encode()
+        if not (data.startswith(beginning) or beginning.startswith(data)):
+            raise self._strange()
+        *lines, _ = data.split(b"\n")
+        for number, line in enumerate(lines):
+            try:
+                value = parsed(line)
+                if number:
+                    self._merge(int(value["index"]), dict(value["runs"]))
+            except (ValueError, KeyError, TypeError) as error:
+                if number and number == len(lines) - 1:  # torn, too: a machine that went down leaves such
+                    return
+                raise self._strange(number + 1) from error
+            if not number:
+                self._check(value.get("facts"))
+            self._sound += len(line) + 1
+
+    def _merge(self, index: int, rows: Mapping[str, Row]) -> None:
+        known = self.rows.setdefault(index, {})
+        for name, row in rows.items():
+            known.setdefault(name, row)
+
+    def _check(self, facts: Any) -> None:
+        if facts == self._facts:
+            return
+        known = facts if isinstance(facts, dict) else {}
+        other = [name for name in {**self._facts, **known} if known.get(name) != self._facts.get(name)]
+        raise UsageError(
+            f"{self._path} was made under other settings: {', '.join(self._difference(known, name) for name in other)}",
+            "give another --resume file, or the settings it was made under",
+        )
+
+    def _difference(self, known: Mapping[str, Any], name: str) -> str:
+        was, now = (str(facts.get(name))[:16] for facts in (known, self._facts))
+        return f"{name.replace('_', ' ')} {was}, now {now}"
+
+    def _strange(self, line: int = 1) -> UsageError:
+        return UsageError(
+            f"{self._path}, line {line}: not written by `{self._kind}`",
+            "give a new file to --resume, or one of its own",
+        )

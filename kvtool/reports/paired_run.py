@@ -1,0 +1,234 @@
+"""Paired runs of a question: answered in full, then by each run, with the run's distance to the full answer.
+
+A run is a fusion mode with how much it recomputes, such as `union:5%`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from kvtool.core.common.sizes import counted
+from kvtool.core.errors import UsageError, did_you_mean
+from kvtool.core.evaluate.measures import Row, run_name, score
+from kvtool.core.evaluate.reference import SAME, Distance, Reference
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.plan import Plan, build_plan
+from kvtool.core.fusion.selectors import REFERENCE, SELECTORS, selector_for
+from kvtool.core.fusion.source import KVSource
+from kvtool.core.model.decoder import Decoder
+from kvtool.core.model.generate import Generated
+from kvtool.core.options.option import Option, options_of
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import PromptLayout, lay_out
+from kvtool.reports.evaluation import RowsOf, name_of
+from kvtool.reports.report import NO_CONTEXT
+from kvtool.reports.summary import retrieval_recall
+
+if TYPE_CHECKING:
+    from kvtool.core.common.types import Warn
+    from kvtool.core.query.reply import Request
+    from kvtool.core.session.session import Session
+
+RATIOS = ("0.02", "0.05", "0.1", "0.15", "0.25", "0.5")
+_HINT = "a run is MODE or MODE:AMOUNT, such as reuse, epic:16, blend:0.15 or union:5%; MODE+OPTION=VALUE changes a mode"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """A fusion mode, how much it recomputes, and its other options that are not the defaults.
+
+    Attributes
+    ----------
+    name : the same for every way to write the same run; results are kept under it.
+    knob : the option that `amount` sets, such as `ratio`; "" if the mode has none.
+    changes : other options of the mode and their values, by name.
+    """
+
+    mode: str
+    knob: str = ""
+    amount: float | None = None
+    changes: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def name(self) -> str:
+        return run_name(self.mode, self.changes, self.amount)
+
+    def options(self, base: QueryOptions) -> QueryOptions:
+        """Put this run's mode, amount and changes into the options `base`."""
+        changed: dict[str, Any] = dict(self.changes)
+        if self.amount is not None:
+            changed[self.knob] = self.amount
+        return replace(base, fusion=self.mode, **changed)
+
+
+def parse_runs(texts: Iterable[str] = ()) -> list[RunSpec]:
+    """Read runs, in the order given and each once; commas separate, too. Nothing given: `default_runs`.
+
+    The reference is left out: it always runs.
+
+    Raises
+    ------
+    UsageError : no such mode, or an amount that the mode does not take.
+    """
+    given = list(texts)
+    words = [word.strip() for text in given for word in text.split(",") if word.strip()]
+    if given and not words:
+        raise UsageError("--runs names no run", _HINT)
+    runs = dict.fromkeys(parse_run(word) for word in (words or default_runs()))
+    return [run for run in runs if run.mode != REFERENCE]
+
+
+def usual_runs() -> list[RunSpec]:
+    """List every mode that reuses what full prefill would not give, as it is by default."""
+    return [parse_run(mode) for mode, kind in SELECTORS.items() if not kind.lossless]
+
+
+def parse_run(text: str) -> RunSpec:
+    """Read one run: `mode` or `mode:amount`; `mode+option=value` changes an option of the mode. The amount is a ratio
+    (0 … 1, or in percent) or a number of tokens.
+
+    Raises
+    ------
+    UsageError : no such mode, or an amount or an option that the mode does not take.
+    """
+    variant, colon, amount = (part.strip() for part in text.partition(":"))
+    mode, *changes = (part.strip() for part in variant.split("+"))
+    if mode not in SELECTORS:
+        raise UsageError(
+            f"run {text!r}: there is no fusion mode {mode!r}",
+            did_you_mean(mode, SELECTORS) or f"known: {', '.join(SELECTORS)}; {_HINT}",
+        )
+    knob, changed = _knob(mode), tuple(sorted(_change(mode, change, f"run {text!r}") for change in changes))
+    if knob is None and colon:
+        raise UsageError(f"run {text!r}: {mode} takes no amount", f"write {variant}")
+    if knob is None:
+        return RunSpec(mode, changes=changed)
+    return RunSpec(mode, knob.name, knob.parse(amount, f"run {text!r}") if colon else knob.default, changed)
+
+
+def default_runs() -> Iterator[str]:
+    """List every mode that reuses what full prefill would not give: at some ratios, or as it is by default."""
+    for mode, kind in SELECTORS.items():
+        knob = _knob(mode)
+        if knob is not None and knob.unit == "percentage":
+            yield from (f"{mode}:{ratio}" for ratio in RATIOS)
+        elif not kind.lossless:
+            yield parse_run(mode).name
+
+
+def _knob(mode: str) -> Option | None:
+    """Find the option of a query that says how much a mode recomputes."""
+    knob = SELECTORS[mode].knob
+    return options_of(QueryOptions)[knob] if knob else None
+
+
+def _change(mode: str, text: str, where: str) -> tuple[str, Any]:
+    """Read `option=value`: a parameter of the mode that is an option of a query, other than its knob."""
+    name, _, value = (part.strip() for part in text.partition("="))
+    known = [field.name for field in fields(cast(Any, SELECTORS[mode])) if field.name != SELECTORS[mode].knob]
+    if name not in known:
+        hint = did_you_mean(name, known) or (f"known: {', '.join(known)}" if known else "leave it out")
+        raise UsageError(f"{where}: {mode} has no option {name!r}", hint)
+    return name, options_of(QueryOptions)[name].parse(value, where)
+
+
+# ---- one question ----
+
+
+def quality_rows(session: Session, specs: Mapping[str, RunSpec], options: QueryOptions, warn: Warn) -> RowsOf:
+    """Return a function that answers a question in full, then by each run.
+
+    The store does not change: holes are computed in place, for every run anew, and a warning names them.
+    """
+    decoder, source = session.decoder, session.source
+
+    def rows_of(request: Request, names: Sequence[str]) -> Mapping[str, Row]:
+        paired = PairedRun(decoder, source, lay_out(session, request, options), options)
+        rows = dict(paired.rows([specs[name] for name in names]))
+        rows[REFERENCE] = {**rows[REFERENCE], **retrieval_recall(session.finder.places, paired.asked)}
+        holes = max((row["holes"] for row in rows.values()), key=len)
+        if holes:
+            warn(
+                f"{name_of(request)}: {counted(len(holes), 'chunk')} computed in place: {holes[0]}",
+                "see `kvtool store verify`; its results say little about reuse",
+            )
+        return rows
+
+    return rows_of
+
+
+@dataclass(frozen=True, slots=True)
+class PairedRun:
+    """Runs of one question, its prompt laid out.
+
+    Attributes
+    ----------
+    source : of the records.
+    options : their `max_tokens` bounds every answer; answers are greedy.
+    """
+
+    decoder: Decoder
+    source: KVSource
+    asked: PromptLayout
+    options: QueryOptions
+
+    def rows(self, specs: Sequence[RunSpec]) -> Iterator[tuple[str, Row]]:
+        """Answer in full, then by each run, and name the rows; one cache is held at a time.
+
+        The run `NO_CONTEXT` answers in full over the prompt's beginning and the question, without any chunk.
+        """
+        fused, full_ms = self._fuse(RunSpec(REFERENCE))
+        reference = Reference.answered(self.decoder, fused, self.options.max_tokens)
+        row = self._row(fused, full_ms, full_ms, reference.answer, reference.answer, SAME)
+        del fused
+        yield REFERENCE, row
+        for spec in specs:
+            paired = self._without_context() if spec.mode == NO_CONTEXT else self
+            yield spec.name, paired._run(spec, reference, full_ms)
+
+    def _without_context(self) -> PairedRun:
+        alone = replace(self.asked, plan=without_chunks(self.asked.plan), hits=(), retrieve_ms=0.0)
+        return replace(self, asked=alone)
+
+    def _run(self, spec: RunSpec, reference: Reference, full_ms: float) -> Row:
+        fused, milliseconds = self._fuse(spec)
+        forced = reference.force(fused)
+        answer = forced.answer(self.options.max_tokens)
+        return self._row(fused, milliseconds, full_ms, answer, reference.answer, forced.distance)
+
+    def _fuse(self, spec: RunSpec) -> tuple[Fused, float]:
+        """Fuse as a run does, and time it in ms: from the question's text to the first token's id."""
+        whole = RunSpec(REFERENCE) if spec.mode == NO_CONTEXT else spec
+        selector = selector_for(whole.options(self.options), whole.mode)
+        started = time.perf_counter()
+        fused = fuse(self.decoder, self.asked.plan, selector, self.source, reserve=self.options.max_tokens)
+        fused.logits.argmax().item()
+        return fused, self.asked.retrieve_ms + (time.perf_counter() - started) * 1e3
+
+    def _row(
+        self, fused: Fused, ttft_ms: float, full_ms: float, answer: Generated, full: Generated, distance: Distance
+    ) -> Row:
+        text, counts, gold = answer.text.strip(), fused.tokens, self.asked.request.answers
+        return {
+            "answer": text,
+            "answer_equal": answer.ids == full.ids,
+            "ttft_ms": ttft_ms,
+            "speedup": full_ms / ttft_ms,  # to the full recompute of the same process
+            "reused": counts.reused,
+            "recomputed": counts.recomputed,
+            "fresh": counts.fresh,
+            "bytes_read": fused.bytes_read,
+            "levels": fused.plan.levels,
+            "holes": [one.reason for one in fused.plan.segments[:-1] if one.status == "miss" and one.ids],
+            **(score(text, gold).to_json() if gold else {}),
+            **distance.to_json(),
+        }
+
+
+def without_chunks(plan: Plan) -> Plan:
+    """Lay out the same prompt's beginning and question, in the same form, with nothing between them."""
+    prefix, *_, question = plan.segments
+    return build_plan(prefix.source, [], question.ids)

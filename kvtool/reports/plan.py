@@ -1,0 +1,193 @@
+"""`kvtool inspect plan`: forecast of a question: cached chunks of its prompt, and each mode's time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.common.marks import Place, as_named_here
+from kvtool.core.common.sizes import counted
+from kvtool.core.fusion.selectors import MODES, REFERENCE, WEIGHED, selector_for
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import ChunkChoice, QueryOptions
+from kvtool.reports.page import Section, Table
+from kvtool.reports.report import RETRIEVAL, Report, ReportContext, ReportResult, Shown
+
+if TYPE_CHECKING:
+    from kvtool.core.fusion.cost import Speeds
+    from kvtool.core.fusion.plan import Plan
+    from kvtool.core.query.prompt import PromptLayout
+    from kvtool.core.session.session import Session
+
+_ASKED = (*RETRIEVAL, "level", "max_loss", "ratio", "link_tokens", "defer", "defer_first")
+
+_WITHOUT_WORDS = "no word: by its title or by vectors"
+
+
+def plan(context: ReportContext) -> ReportResult:
+    """Show which parts of a question's prompt are cached, and the expected time of each mode. Runs no model."""
+    request, options = context.question("plan"), context.query_options(*_ASKED)
+    from kvtool.core.checkpoint.load import resolve_device
+    from kvtool.core.query.prompt import lay_out
+    from kvtool.core.session.speeds import recalled
+
+    session, device = context.session, resolve_device(context.get(ModelOptions).device)
+    identity = session.identity
+    identity.check_movable("inspect plan")
+    asked = lay_out(session, request, options)
+    speeds = recalled(session.store, identity.fingerprint, device, session.arithmetic.dtype, session.layers)
+    value = {"question": request.question, "resolved": {"model": identity.model, "device": device}}
+    value |= plan_facts(session, asked, options, speeds)
+    return ReportResult("Plan", value, [*_summary(value)], _sections(value))
+
+
+def plan_facts(session: Session, asked: PromptLayout, options: QueryOptions, speeds: Speeds | None) -> dict[str, Any]:
+    """Make the JSON of `inspect plan` for one prompt; no model runs.
+
+    Parameters
+    ----------
+    speeds : of this machine; None: no times are expected.
+
+    Returns
+    -------
+    `chunks[{id, source, start, end, line, score, keywords, tokens, status, level[, reason], bytes[, round]}]` (`round`:
+    the one of a deferred query that would load it, if it came to that), `cut` (chunks that were found and left out),
+    `tokens{prompt, reused, fresh, exact, miss, dropped}`, `expected_ms` by mode, `break_even{ingest_ms, saved_ms,
+    reuses, bytes}`: how many such questions pay for the prefill of these chunks, by `union`'s saving; the last two None
+    without speeds.
+    """
+    plan, chunks = asked.plan, _chunk_rows(session, asked)
+    if options.defer:
+        for number, (start, stop) in enumerate(options.rounds(len(chunks)), 1):
+            for chunk in chunks[start:stop]:
+                chunk["round"] = number
+    value: dict[str, Any] = {"chunks": chunks, "cut": asked.cut, "tokens": _tokens(plan)}
+    if speeds is None or {segment.source.level for segment in plan.cached} - set(speeds.loads):
+        return value | {"expected_ms": None, "break_even": None}
+    expected = expected_ms(session, plan, speeds, options)
+    lead_in, lengths = len(session.identity.lead_in.ids), [len(segment.ids) for segment in plan.chunks]
+    keys = [length * lead_in + length * (length + 1) // 2 for length in lengths]  # that a chunk's rows see
+    ingest = sum(1e3 * speeds.passes.seconds(length, seen) for length, seen in zip(lengths, keys, strict=True))
+    saved = expected[REFERENCE] - expected[WEIGHED]
+    even = {
+        "ingest_ms": ingest,
+        "saved_ms": saved,
+        "reuses": ingest / saved if saved > 0 else None,
+        "bytes": sum(chunk["bytes"] for chunk in chunks),
+    }
+    return value | {"expected_ms": expected, "break_even": even}
+
+
+def _chunk_rows(session: Session, asked: PromptLayout) -> list[dict[str, Any]]:
+    """Describe each chunk as a reply does, with the words that matched and what is stored of it."""
+    from kvtool.core.query.answer import reply_chunks
+
+    rows = []
+    for hit, segment, chunk in zip(
+        asked.hits, asked.plan.chunks, reply_chunks(session, asked, asked.plan), strict=True
+    ):
+        source = segment.source
+        row = {
+            "keywords": session.finder.keywords(hit.passage, asked.request.question),
+            "level": source.level,
+            "bytes": session.store.level_sizes(source.chunk_id).get(source.level or "", 0),
+        }
+        rows.append(chunk.to_json() | row)
+    return rows
+
+
+def _tokens(plan: Plan) -> dict[str, int]:
+    """Count tokens before a mode recomputes any: `prompt = reused + fresh`, reused with `exact`, fresh with `miss`;
+    those whose rows are not stored are in none of these but in `dropped`."""
+    exact, hit, miss, fresh = (
+        sum(len(segment.source.rows) for segment in plan.segments if segment.status == status)
+        for status in ("exact", "hit", "miss", "fresh")
+    )
+    return {
+        "prompt": exact + hit + miss + fresh,
+        "reused": exact + hit,
+        "fresh": miss + fresh,
+        "exact": exact,
+        "miss": miss,
+        "dropped": plan.length - (exact + hit + miss + fresh),
+    }
+
+
+def expected_ms(session: Session, plan: Plan, speeds: Speeds, options: QueryOptions) -> dict[str, float]:
+    """Expect the TTFT of every mode, without retrieval, as the controller of `--fusion auto` does."""
+    from kvtool.core.fusion.cost import PromptRows
+    from kvtool.core.query.auto import spans_of
+
+    selectors = {mode: selector_for(options, mode) for mode in MODES}
+    prompt = PromptRows(spans_of(session, plan, [*selectors.values()]), speeds)
+    return {mode: 1e3 * selector.expected_seconds(prompt) for mode, selector in selectors.items()}
+
+
+# ---- for people ----
+
+
+def _sections(value: Mapping[str, Any]) -> Iterator[Section]:
+    yield Section("Chunks", tables=(_table(value),))
+    if value["expected_ms"] is not None:
+        times = Table(("mode", "expected ms"), tuple((m, f"{ms:.0f}") for m, ms in value["expected_ms"].items()))
+        yield Section("Expected time to the first token", tables=(times,))
+
+
+def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
+    chunks, tokens = value["chunks"], value["tokens"]
+    yield _table(value)
+    yield (
+        f"prompt   {tokens['prompt']} tokens: {tokens['reused']} reused ({tokens['exact']} exact), "
+        f"{tokens['fresh']} fresh ({tokens['miss']} missed)"
+        + (f"; {tokens['dropped']} more are not stored" if tokens["dropped"] else "")
+    )
+    if rounds := [chunk["round"] for chunk in chunks if "round" in chunk]:
+        first = [chunk for chunk in chunks if chunk["round"] == 1]
+        yield (
+            f"deferred {counted(len(first), 'chunk')} first, {sum(chunk['bytes'] for chunk in first) / 1e6:.1f} MB; "
+            f"up to {len(rounds) - len(first)} more in {counted(max(rounds) - 1, 'round')} while the answer is unsure"
+        )
+    for reason, count in Counter(chunk["reason"] for chunk in chunks if "reason" in chunk).items():
+        yield f"missed   {counted(count, 'chunk')}: {reason}"
+    yield from _times(value["expected_ms"], value["break_even"])
+
+
+def _table(value: Mapping[str, Any]) -> Table:
+    head = ("chunk", "source", "score", "tokens", "status", "level", "matched, or why")
+    return Table(head, tuple(_row(chunk) for chunk in value["chunks"]))
+
+
+def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
+    return (
+        chunk["id"][:12],
+        Place(chunk["line"], chunk["label"]).behind(as_named_here(chunk["source"])),
+        "-" if chunk["score"] is None else f"{chunk['score']:.2f}",
+        chunk["tokens"],
+        chunk["status"],
+        chunk["level"] or "-",
+        chunk.get("reason") or ", ".join(chunk["keywords"]) or ("" if chunk["score"] is None else _WITHOUT_WORDS),
+    )
+
+
+def _times(expected: Mapping[str, float] | None, even: Mapping[str, Any]) -> Iterator[str]:
+    if expected is None:
+        yield "times    unknown: this machine has not been measured at this level (kvtool query --fusion auto)"
+        return
+    yield f"expected {', '.join(f'{name} {ms:.0f} ms' for name, ms in expected.items())}"
+    if even["reuses"] is None:
+        yield "worth    nothing: full prefill is expected to be as fast"
+    else:
+        yield (
+            f"worth    prefilling these chunks takes {even['ingest_ms']:.0f} ms and {even['bytes'] / 1e6:.1f} MB; "
+            f"union saves {even['saved_ms']:.0f} ms a question: paid back after {even['reuses']:.1f}"
+        )
+
+
+REPORT = Report(
+    plan,
+    takes=(ChunkChoice, QueryOptions.some(*_ASKED), ModelOptions),
+    about="QUESTION",
+    about_help="What would be asked.",
+    examples=('inspect plan "Who founded the observatory?"', 'inspect plan "Who founded it?" --top-k 8 --level 2'),
+)

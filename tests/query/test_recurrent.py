@@ -1,0 +1,406 @@
+"""Questions to a model that keeps states: what is stored of a prompt, found again, dropped, damaged and refused."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvtool.core.cache import tables
+from kvtool.core.cache.access_log import Served
+from kvtool.core.cache.integrity import verify
+from kvtool.core.cache.store import Store
+from kvtool.core.cache.writer import Writer
+from kvtool.core.fusion.prefix_cache import encode_part
+from tests.cli.working import CHUNKS, SHORT, Done, emptied, kvtool, write_corpus
+from tests.families import save_tiny
+
+FIRST, SECOND = "Who built the third mill?", "When was the second mill finished, and for whom?"
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny("qwen3-next", tmp_path_factory.mktemp("hybrid"))
+
+
+@pytest.fixture(scope="session")
+def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store, and the documents that it was made of beside it."""
+    folder = tmp_path_factory.mktemp("made")
+    write_corpus(folder / "corpus")
+    exactly = ("--store-dtype", "float32")  # what is stored is what was computed
+    kvtool("ingest", folder / "corpus", "--model", model, "--store", folder / "store", *CHUNKS, *exactly).fine()
+    return folder
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(made / "store", tmp_path / "store"))
+
+
+def ask(store: Path, question: str, *more: object, documents: str = "mill2.md") -> Done:
+    return kvtool("query", question, "--store", store, "--documents", documents, *SHORT, "--json", *more).fine()
+
+
+def told(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["answer"], row["tokens"]["reused"], row["tokens"]["fresh"]
+
+
+def stretches(store: Path) -> dict[str, int]:
+    with Store.open(store) as opened:
+        return dict(opened.stats()["stretches"])
+
+
+def keys_of(store: Path) -> list[bytes]:
+    with Store.open(store) as opened, opened.snapshot() as snapshot:
+        return list(snapshot.keys(tables.STRETCHES))
+
+
+def test_ingest_computes_nothing(made: Path, model: Path, tmp_path: Path) -> None:
+    done = kvtool("ingest", made / "corpus", "--model", model, "--store", tmp_path / "new", *CHUNKS, "--json").fine()
+    assert "keeps a recurrent state" in done.err
+    row = done.json
+    assert (row["chunks"]["computed"], row["tokens"], row["kv_bytes"]) == (0, 0, 0)
+    assert row["documents"]["added"] > 0
+    again = kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--json").fine()
+    assert "recurrent" not in again.err  # it was said
+    assert again.json["documents"]["unchanged"] == row["documents"]["added"]
+    for lead_in in ("neighbour", "warm", "learned"):
+        kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", lead_in).failed(2, "lead-in")
+    kvtool("ingest", made / "corpus", "--store", tmp_path / "new", "--lead-in", "none").fine()
+    with Store.open(tmp_path / "new") as opened:
+        assert verify(opened) == []
+        assert all(opened.has_chunk(chunk) and not opened.levels(chunk) for chunk in opened.chunk_ids())
+
+
+def test_the_second_question_computes_itself_alone(store: Path) -> None:
+    first, full = ask(store, FIRST).json, ask(store, SECOND, "--fusion", "full").json
+    assert first["fusion"] == "prefix"
+    assert first["tokens"]["reused"] == first["bytes_read"] == 0
+    second = ask(store, SECOND, "--token-ids").json
+    assert second["answer"] == full["answer"]
+    assert second["tokens"]["fresh"] == len(second["segments"]["question"])
+    assert second["tokens"]["prompt"] == full["tokens"]["prompt"]
+    assert {chunk["status"] for chunk in second["chunks"]} == {"exact"}
+    assert second["bytes_read"] > 0
+    assert full["tokens"]["reused"] == 0
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+    before = keys_of(store)
+    assert told(ask(store, SECOND).json) == told(second)
+    assert keys_of(store) == before  # a question is not kept
+
+
+@pytest.mark.slow
+def test_another_document_begins_behind_the_prompts_beginning(store: Path) -> None:
+    ask(store, FIRST)
+    other = ask(store, FIRST, "--token-ids", documents="mill3.md").json
+    assert other["tokens"]["reused"] == len(other["segments"]["prefix"]) > 0
+    assert other["answer"] == ask(store, FIRST, "--fusion", "full", documents="mill3.md").json["answer"]
+    assert ask(store, SECOND).json["tokens"]["reused"] > other["tokens"]["reused"]
+
+
+def test_compared_with_full_it_is_the_same(store: Path) -> None:
+    ask(store, FIRST)
+    runs = kvtool(
+        "query", SECOND, "--store", store, "--documents", "mill2.md", *SHORT, "--compare", "prefix", "--json"
+    ).fine()
+    full, prefix = runs.json["runs"]
+    assert prefix["tokens"]["reused"] > 0
+    assert prefix["answer_equal"]
+    assert abs(prefix["kl_answer"]) < 1e-6
+    assert full["fusion"] == "full"
+
+
+@pytest.mark.parametrize("mode", ["reuse", "epic", "blend", "union", "infoflow", "auto"])
+def test_other_modes_are_refused(mode: str, store: Path) -> None:
+    refused = kvtool("query", FIRST, "--store", store, "--documents", "mill2.md", "--fusion", mode)
+    refused.failed(2, "recurrent state", "`--fusion prefix` or `--fusion full`")
+
+
+def test_modes_are_refused_before_the_model_is_loaded(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.checkpoint.load.load_model", None)
+    asked = ("query", FIRST, "--store", store, "--documents", "mill2.md")
+    kvtool(*asked, "--fusion", "union").failed(2, "recurrent state")
+    kvtool(*asked, "--compare", "prefix,reuse").failed(2, "--fusion reuse")
+
+
+def test_what_else_is_refused(store: Path, tmp_path: Path) -> None:
+    batch = tmp_path / "batch.jsonl"
+    batch.write_text('{"question": "Who?", "answers": ["He"]}', "utf-8")
+    kvtool("inspect", "quality", "--batch", batch, "--store", store).failed(2, "recurrent state", "that would need")
+    kvtool("query", FIRST, "--store", store, "--defer").failed(2, "--defer")
+    for words in (("compress",), ("inspect", "plan", FIRST), ("inspect", "deviation", FIRST)):
+        kvtool(*words, "--store", store).failed(2, "recurrent state", "that would need", "--fusion prefix")
+
+
+@pytest.mark.slow
+def test_a_model_that_does_not_go_on_from_a_state_is_found_out(made: Path, tmp_path: Path) -> None:
+    folder = save_tiny("jamba", tmp_path / "jamba")
+    kvtool("ingest", made / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()
+    asked = ("query", FIRST, "--store", tmp_path / "store", "--documents", "mill2.md", *SHORT)
+    kvtool(*asked).failed(12, "the gate refuses this model", "after a stored beginning", "--fusion full")
+    kvtool(*asked, "--fusion", "full").fine()
+
+
+# ---- what is kept, and how long ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_nothing_is_kept_where_nothing_may(store: Path) -> None:
+    assert "could not be stored" in ask(store, FIRST, "--state-cache-size", "10kB").err
+    ask(store, FIRST, "--state-cache-size", "0")
+    assert stretches(store)["count"] == 0
+    assert ask(store, SECOND).json["tokens"]["reused"] == 0
+
+
+@pytest.mark.slow
+def test_what_was_not_used_for_longest_goes_for_what_is_new(store: Path) -> None:
+    ask(store, FIRST)
+    one = stretches(store)["bytes"]
+    ask(store, FIRST, documents="mill3.md")
+    both = stretches(store)["bytes"]
+    assert both > one
+    limit = str(int((both + one) / 2))
+    ask(store, FIRST, "--state-cache-size", limit, documents="mill4.md")
+    assert stretches(store)["bytes"] < both + one - 1000
+    beginning = ask(store, SECOND, documents="mill5.md").json["tokens"]["reused"]
+    assert beginning > 0  # which is used by all
+    assert ask(store, SECOND, documents="mill4.md").json["tokens"]["reused"] > beginning
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+
+
+def test_a_store_that_cannot_be_written_answers(store: Path) -> None:
+    ask(store, FIRST)
+    before = keys_of(store)
+    with Store.open(store) as opened, opened.writer():
+        done = ask(store, SECOND, documents="mill3.md")
+    assert "could not be stored" in done.err
+    assert keys_of(store) == before
+
+
+@pytest.mark.slow
+def test_forgetting_a_document_takes_its_stretches(store: Path) -> None:
+    ask(store, FIRST)
+    ask(store, FIRST, documents="mill3.md")
+    kvtool("store", "rm", "mill2.md", "--store", store).fine()
+    assert ask(store, SECOND, documents="mill3.md").json["tokens"]["reused"] > 0
+    with Store.open(store) as opened:
+        chunks = {*opened.chunk_ids()}
+        assert all(chunks.issuperset(info.chunks) for info in opened.stretches().values())
+        assert verify(opened) == []
+
+
+@pytest.mark.slow
+def test_a_changed_document_is_computed_from_where_it_changed(made: Path, store: Path, tmp_path: Path) -> None:
+    shutil.copytree(made / "corpus", tmp_path / "corpus")
+    kvtool("ingest", tmp_path / "corpus", "--store", store, *CHUNKS).fine()
+    path = tmp_path / "corpus" / "mill2.md"
+    path.write_text("\n\n".join(f"Part {number} of the second mill. " + "It was of oak. " * 30 for number in range(6)))
+    kvtool("ingest", tmp_path / "corpus", "--store", store, *CHUNKS).fine()
+    whole = ask(store, FIRST, documents=str(path)).json
+    path.write_text(path.read_text().replace("Part 4", "Quarter 4"))
+    kvtool("ingest", tmp_path / "corpus", "--store", store, *CHUNKS).fine()
+    changed = ask(store, FIRST, documents=str(path)).json
+    assert 0 < changed["tokens"]["reused"] < whole["tokens"]["prompt"]
+    assert [chunk["status"] for chunk in changed["chunks"]][:1] == ["exact"]
+    assert changed["answer"] == ask(store, FIRST, "--fusion", "full", documents=str(path)).json["answer"]
+
+
+def test_prune_takes_stretches_first(store: Path) -> None:
+    ask(store, FIRST)
+    assert stretches(store)["count"] > 0
+    row = emptied(store).json
+    assert row["steps"][0]["step"] == "stretches"
+    assert row["steps"][0]["stretches"] > 0
+    assert stretches(store) == {"count": 0, "bytes": 0, "alone": 0}
+    assert ask(store, SECOND).json["tokens"]["reused"] == 0
+
+
+# ---- trouble -----------------------------------------------------------------------------------------------------
+
+
+def flip(store: Path, key: bytes) -> None:
+    """Flip a bit in the middle of a value's payload."""
+    with Store.open(store) as opened:
+        with opened.snapshot() as snapshot:
+            value = snapshot.get(tables.STRETCHES, key)
+        assert value is not None
+        value[len(value) // 2] ^= 1
+        opened.environment.write(lambda transaction: transaction.put(tables.STRETCHES + key, bytes(value)), 0)
+
+
+def each_kind(store: Path) -> Iterator[bytes]:
+    """A description, rows and a state, of the last stretch of the prompt."""
+    with Store.open(store) as opened:
+        last = max(opened.stretches().items(), key=lambda one: one[1].start)[0]
+    by_kind = {key[20:21]: key for key in keys_of(store) if key[:20] == last}
+    assert set(by_kind) == {b"", b"\0", b"\1"}
+    yield from by_kind.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_a_damaged_row_is_found_out_and_computed_again(kind: int, store: Path) -> None:
+    ask(store, FIRST)
+    whole = ask(store, SECOND).json
+    flip(store, list(each_kind(store))[kind])
+    with Store.open(store) as opened:
+        (damage, *_) = verify(opened)
+        assert "(in stretches)" in damage.reason
+    done = ask(store, SECOND)
+    damaged = done.json
+    assert ("is damaged, and was computed again" in done.err) == bool(kind)  # without its description it is not stored
+    assert damaged["answer"] == whole["answer"]
+    assert damaged["tokens"]["reused"] < whole["tokens"]["reused"]
+    assert told(ask(store, SECOND).json) == told(whole)  # it was stored anew
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+
+
+@pytest.mark.slow
+def test_a_state_that_is_no_number_is_computed_again(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its digest is right: it was written so."""
+
+    def overflowed(tensors: Mapping[str, torch.Tensor]) -> bytes:
+        wrong = {name: one * torch.nan if name.startswith("recurrent") else one for name, one in tensors.items()}
+        return encode_part(wrong)
+
+    monkeypatch.setattr("kvtool.core.fusion.prefix_cache.encode_part", overflowed)
+    ask(store, FIRST)
+    monkeypatch.undo()
+    done = ask(store, SECOND)
+    assert "is damaged, and was computed again" in done.err
+    assert done.json["answer"] == ask(store, SECOND, "--fusion", "full").json["answer"]
+    again = ask(store, SECOND)
+    assert "damaged" not in again.err
+    assert again.json["tokens"]["reused"] > 0
+
+
+def test_what_is_left_of_others_is_looked_for_once_a_writer(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes all names of the table."""
+    looked = []
+    monkeypatch.setattr("kvtool.core.cache.writer.left_over", lambda snapshot: looked.append(snapshot) or [])
+    ask(store, FIRST)
+    assert stretches(store)["count"] > 3
+    assert len(looked) == 1
+
+
+@pytest.mark.slow
+def test_repair_drops_the_stretch_whole(store: Path) -> None:
+    ask(store, FIRST)
+    before = stretches(store)["count"]
+    flip(store, list(each_kind(store))[2])
+    kvtool("store", "verify", "--repair", "--store", store)
+    assert stretches(store)["count"] == before - 1
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+    assert {len(key) for key in keys_of(store)} == {20, 23}
+
+
+def test_a_missing_part_is_damage(store: Path) -> None:
+    ask(store, FIRST)
+    key = list(each_kind(store))[1]
+    with Store.open(store) as opened:
+        opened.environment.write(lambda transaction: transaction.delete(tables.STRETCHES + key), 0)
+        (damage,) = verify(opened)
+    assert "missing" in damage.reason
+    ask(store, SECOND)
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a stretch whose parts came in several transactions."""
+    monkeypatch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)
+    ask(store, FIRST)  # one transaction a part
+    whole = keys_of(store)
+    put, seen = Writer._commit, []
+
+    def killed(writer: Writer, rows: Any, *more: Any, **others: Any) -> None:
+        seen.append(rows)
+        if len(seen) == 5:
+            raise KeyboardInterrupt
+        put(writer, rows, *more, **others)
+
+    monkeypatch.setattr(Writer, "_commit", killed)
+    code = kvtool("query", FIRST, "--store", store, "--documents", "mill3.md", *SHORT).code
+    assert code == 130
+    monkeypatch.setattr(Writer, "_commit", put)
+    assert len(keys_of(store)) > len(whole)
+    with Store.open(store) as opened:
+        assert verify(opened) == []
+        found = {*opened.stretches()}
+    assert {key[:20] for key in whole} < found < {key[:20] for key in keys_of(store)}
+    ask(store, FIRST, documents="mill4.md")
+    with Store.open(store) as opened:  # what was left went with the next writing
+        described = {*opened.stretches()}
+    assert {key[:20] for key in keys_of(store)} == described
+
+
+# ---- elsewhere ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_stretches_are_packed_with_their_documents(store: Path, tmp_path: Path) -> None:
+    whole = ask(store, FIRST).json
+    ask(store, FIRST, documents="mill3.md")
+    ask(store, FIRST, "--system", "Answer in one word, which nobody else is to read.")
+    place, taken = tmp_path / "one.kvpack", tmp_path / "taken"
+    report = kvtool("store", "export", place, "--only", "mill2.md", "--store", store, "--json").fine().json
+    kvtool("store", "import", place, "--store", taken, "--mine").fine()
+    with Store.open(taken) as opened:
+        assert report["stretches"] == len(opened.stretches()) == len(whole["chunks"]) + 1
+        assert all(info.own for info in opened.stretches().values())
+        assert verify(opened) == []
+    second = ask(taken, SECOND).json
+    assert {chunk["status"] for chunk in second["chunks"]} == {"exact"}
+    kvtool("store", "import", place, "--store", taken, "--mine").fine()  # what is there is skipped
+    content = place.read_bytes()
+    at = content.index(b'["keys"') + 500
+    place.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+    again = kvtool("store", "import", place, "--store", tmp_path / "again", "--mine", "--json")
+    assert again.code == 13
+    assert "stretch" in again.json["damaged"][0]["what"]
+    assert ask(tmp_path / "again", SECOND).json["answer"] == second["answer"]
+
+
+@pytest.mark.slow
+def test_documents_are_shared_without_stretches(store: Path, tmp_path: Path) -> None:
+    ask(store, FIRST)
+    tier = f"file://{tmp_path / 'tier'}"
+    pushed = kvtool("store", "push", tier, "--store", store).fine()
+    assert f"{stretches(store)['count']} stretches of prompts stay here" in pushed.err
+    assert "`kvtool store export`" in pushed.err
+    pulled = tmp_path / "pulled"
+    assert "a shared store holds no states" in kvtool("store", "pull", tier, "--store", pulled).fine().err
+    assert ask(pulled, SECOND).json["tokens"]["reused"] == 0
+    assert ask(pulled, FIRST).json["tokens"]["reused"] > 0
+    with Store.open(pulled) as opened:
+        assert verify(opened) == []
+
+
+def test_what_a_question_found_is_counted(store: Path) -> None:
+    ask(store, FIRST)
+    ask(store, SECOND)
+    with Store.open(store) as opened:
+        chunks = [
+            ref.chunk_id for document in opened.documents() if "mill2" in document.source for ref in document.chunks
+        ]
+        assert opened.served() == Served(2, len(chunks), len(chunks))
+        assert opened.last_used().keys() == {*chunks} | {*opened.stretches()}
+
+
+def test_dropped_stretches_leave_no_time_of_use(store: Path) -> None:
+    ask(store, FIRST)
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.fold_access()
+        writer.drop_stretches(opened.stretches())
+        assert opened.folded_uses().keys() == {*opened.chunk_ids()} & opened.folded_uses().keys()
+        assert writer.collect() == 0

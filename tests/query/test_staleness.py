@@ -1,0 +1,126 @@
+"""The check whether a cited file has changed: it reads regular files, a bounded number of bytes, and never blocks."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import pytest
+
+from kvtool.core.cache.entries import FileEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.query import staleness
+from kvtool.core.query.reply import ReplyChunk
+
+GUARD = 30.0  # seconds; the check at its worst takes two
+
+
+@dataclass(frozen=True)
+class _Cited:
+    source: str
+    since_ingest: str = ""
+
+
+@dataclass
+class _Store:
+    entries: dict[str, FileEntry] = field(default_factory=dict)
+
+    def file(self, path: str) -> FileEntry | None:
+        return self.entries.get(path)
+
+
+def states(*entries: FileEntry) -> list[str]:
+    """What is said of each file, asked from a thread of its own so that a check that blocks fails the test."""
+    store = cast(Store, _Store({entry.path: entry for entry in entries}))
+    chunks = cast(list[ReplyChunk], [_Cited(entry.path) for entry in entries])
+    said: list[str] = []
+    asking = threading.Thread(
+        target=lambda: said.extend(chunk.since_ingest for chunk in staleness.with_changes(store, chunks)), daemon=True
+    )
+    asking.start()
+    asking.join(GUARD)
+    assert not asking.is_alive()
+    return said
+
+
+def entry(path: Path | str, data: bytes = b"", **fields: Any) -> FileEntry:
+    known: dict[str, Any] = {"size": len(data), "mtime_ns": 1, "digest": hashlib.sha256(data).hexdigest()}
+    return FileEntry(path=str(path), settings="", documents=(str(path),), **known | fields)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no FIFOs here")
+def test_a_device_and_a_fifo_are_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    (tmp_path / "a.txt").write_bytes(b"text")
+    entries = entry("/dev/zero"), entry(tmp_path / "fifo"), entry(tmp_path / "link"), entry(tmp_path / "a.txt", b"text")
+    assert states(*entries) == [staleness.CHANGED, staleness.CHANGED, staleness.CHANGED, ""]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="no /proc here")
+def test_no_more_than_the_noted_size_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of /proc is regular, of size 0, and may have any number of bytes."""
+    taken: list[int] = []
+
+    class Counted:
+        def __init__(self, file: BinaryIO) -> None:
+            self.file = file
+
+        def __enter__(self) -> Counted:
+            return self
+
+        def __exit__(self, *error: object) -> None:
+            self.file.close()
+
+        def fileno(self) -> int:
+            return self.file.fileno()
+
+        def read(self, size: int) -> bytes:
+            part = self.file.read(size)
+            taken.append(len(part))
+            return part
+
+    opener = staleness.open_regular
+    monkeypatch.setattr(staleness, "open_regular", lambda path: Counted(opener(path)))
+    assert states(entry("/proc/self/maps")) == [staleness.CHANGED]
+    assert sum(taken) <= 1
+
+
+def test_a_file_system_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said of its file, the others are looked at, and a second question adds no second thread."""
+    opener, let_go, opened = staleness.open_regular, threading.Event(), list[str]()
+
+    def stuck(path: str) -> BinaryIO:
+        opened.append(path)
+        if path.endswith("stuck.txt"):
+            let_go.wait(GUARD)
+        return opener(path)
+
+    for name in ("stuck.txt", "a.txt"):
+        (tmp_path / name).write_bytes(b"text")
+    monkeypatch.setattr(staleness, "open_regular", stuck)
+    monkeypatch.setattr(staleness, "_PATIENCE", 0.2)
+    entries = [entry(tmp_path / name, b"other") for name in ("stuck.txt", "a.txt")]
+    entries = [entry(one.path, b"atom") for one in entries]
+    try:
+        assert states(*entries) == ["", staleness.CHANGED]
+        assert states(*entries) == ["", staleness.CHANGED]
+        assert [Path(path).name for path in opened].count("stuck.txt") == 1
+    finally:
+        let_go.set()
+
+
+@pytest.mark.parametrize("change", [lambda path: path.unlink(), lambda path: path.write_bytes(b"texts")])
+def test_what_has_changed_is_still_said(tmp_path: Path, change: Callable[[Path], None]) -> None:
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"text")
+    known = entry(path, b"text")
+    assert states(known) == [""]
+    change(path)
+    assert states(known) == [staleness.CHANGED if path.exists() else staleness.GONE]
+    assert states(entry("/nowhere/at/all.txt", b"text")) == [""]

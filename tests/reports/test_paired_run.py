@@ -1,0 +1,193 @@
+"""A run's answer is the one that generation from scratch gives, and its distance the one that `--compare` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvtool.core.evaluate.reference import Reference, forced_logits, kl
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.selectors import SELECTORS, selector_for
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import PromptLayout
+from kvtool.core.query.reply import Request
+from kvtool.reports.paired_run import PairedRun, RunSpec, parse_run
+from kvtool.reports.report import NO_CONTEXT
+from tests.fusion.making import CHUNKS, NAMES, Case, case, new_case, plain_model, plain_text, swapped, tokens
+
+RUNS = tuple(
+    parse_run(text)
+    for text in ("full", "prefix", "reuse", "epic:4", "epic:30", "blend:0.1", "infoflow:0.1", "union:0.1", "union:0.6")
+)
+LONGEST = 12
+
+
+def scratch(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...]) -> Generated:
+    """What `Session.answer` does."""
+    fused = fused_by(own, spec, options, chunks)
+    sampling = Sampling(options.max_tokens)
+    return generate(own.decoder, fused.cache, first_token(fused.logits, sampling), sampling)
+
+
+def fused_by(own: Case, spec: RunSpec, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> Fused:
+    selector = selector_for(spec.options(options), spec.mode)
+    return fuse(own.decoder, own.plan(chunks), selector, own.source, reserve=options.max_tokens)
+
+
+def paired(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> PairedRun:
+    asked = PromptLayout(Request("?", answers=("gold",)), (), own.plan(chunks), 0.0)
+    return PairedRun(own.decoder, own.source, asked, options)
+
+
+def both(own: Case, options: QueryOptions, chunks: tuple[tuple[int, ...], ...] = CHUNKS) -> list[tuple[int, Generated]]:
+    """Every run's answer, checked against scratch; with each how many of the reference's tokens it begins with."""
+    whole = scratch(own, RUNS[0], options, chunks)
+    reference = Reference.of(own.decoder, fused_by(own, RUNS[0], options, chunks), whole)
+    found = []
+    rows = dict(paired(own, options, chunks).rows([run for run in RUNS if run.mode != "full"]))
+    for spec in RUNS:
+        wanted = scratch(own, spec, options, chunks)
+        answer = reference.force(fused_by(own, spec, options, chunks)).answer(options.max_tokens)
+        assert (answer.ids, answer.end, answer.text) == (wanted.ids, wanted.end, wanted.text), spec.name
+        row = rows[spec.name]
+        assert row["answer"] == wanted.text.strip()
+        assert row["answer_equal"] == (wanted.ids == whole.ids)
+        pairs = list(zip(answer.script, whole.script, strict=False))
+        found.append((next((n for n, (a, b) in enumerate(pairs) if a != b), len(pairs)), answer))
+    return found
+
+
+def test_every_mode_is_among_the_runs() -> None:
+    assert {run.mode for run in RUNS} == set(SELECTORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "longest"), [*((name, LONGEST) for name in NAMES), *(("llama", count) for count in (1, 2))]
+)
+def test_answers_equal_generation_from_scratch(name: str, longest: int) -> None:
+    """How long an answer may be is nothing that a family knows of."""
+    both(case(name), QueryOptions(max_tokens=longest))
+
+
+@pytest.mark.slow
+def test_the_ways_an_answer_can_go() -> None:
+    """Over some prompts: equal to the reference, other from the first token on, and other from a later one on."""
+    own, options = case("llama"), QueryOptions(max_tokens=12)
+    agreed = {
+        length for seed in range(6) for length, _ in both(own, options, (tokens(30, seed), tokens(50, seed + 90)))
+    }
+    assert agreed >= {0, 12}
+    assert agreed - {0, 12}
+
+
+@pytest.mark.slow
+def test_answers_that_end() -> None:
+    """An end token that some answers meet, early or late, and others do not."""
+    own, options = new_case("llama"), QueryOptions(max_tokens=12)
+    prompts = [(tokens(30, seed), tokens(50, seed + 90)) for seed in range(4)]
+    ends = set()
+    for at in (0, 3, 11):
+        said = scratch(own, RUNS[0], options, prompts[0]).ids
+        own.decoder.model.generation_config.eos_token_id = [1, said[min(at, len(said) - 1)]]
+        for chunks in prompts:
+            ends |= {(len(answer.ids), answer.end is not None) for _, answer in both(own, options, chunks)}
+        own.decoder.model.generation_config.eos_token_id = [1]
+    assert (12, False) in ends
+    assert (0, True) in ends
+    assert len({length for length, ended in ends if ended}) > 2
+
+
+@pytest.mark.slow
+def test_distances() -> None:
+    own, options = case("qwen3"), QueryOptions(max_tokens=8)
+    whole = scratch(own, RUNS[0], options, CHUNKS)
+    script = whole.script
+    rows = dict(paired(own, options).rows(RUNS[1:]))
+    log_p = {}
+    for spec in RUNS:
+        logits = forced_logits(own.decoder, fused_by(own, spec, options), script)
+        log_p[spec.name] = logits.double().log_softmax(-1)
+    for spec in RUNS:
+        row = rows[spec.name]
+        divergence = kl(log_p["full"], log_p[spec.name])
+        assert row["kl_first"] == pytest.approx(float(divergence[0]), abs=1e-9)
+        assert row["kl_answer"] == pytest.approx(float(divergence.mean()), abs=1e-9)
+        assert row["top1_agrees"] == bool(log_p["full"][0].argmax() == log_p[spec.name][0].argmax())
+    assert rows["prefix"]["kl_answer"] < 1e-9 < rows["reuse"]["kl_answer"]
+    assert rows["full"] | {"speedup": 1.0, "kl_first": 0.0, "kl_answer": 0.0, "answer_equal": True} == rows["full"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_distances_by_transformers_alone(name: str) -> None:
+    """Eager attention of the unmodified model, KL in numpy: none of kvtool's own passes, scripts' logits or scores."""
+    own, options = case(name), QueryOptions(max_tokens=6)
+    plan, start = own.plan(), own.plan().segments[-1].start
+    whole = scratch(own, RUNS[0], options, CHUNKS)
+    assert whole.ids == plain_text(name, own.dtype, tuple(plan.ids), options.max_tokens)
+    script = whole.script
+    full = plain_log_p(own, plan.ids, script, None)
+    rows = dict(paired(own, options).rows(RUNS[1:]))
+    for spec in RUNS[1:]:
+        fused = fused_by(own, spec, options)
+        past = DynamicCache()
+        for layer, buffer in enumerate(fused.cache.buffers):
+            keys, values = (side[:, :, :start].clone() for side in (buffer.keys, buffer.values))
+            for far in fused.read_set.skipped[layer]:  # never seen, and so never read
+                keys[:, :, far.start : far.stop] = values[:, :, far.start : far.stop] = 0
+            past.update(*swapped(own.decoder.model, keys, values), layer)
+        mine = plain_log_p(own, plan.ids[start:], script, past)
+        divergence = (np.exp(full) * (full - mine)).sum(-1)
+        assert rows[spec.name]["kl_first"] == pytest.approx(divergence[0], abs=1e-5)
+        assert rows[spec.name]["kl_answer"] == pytest.approx(divergence.mean(), abs=1e-5)
+
+
+def plain_log_p(own: Case, ids: list[int], script: Sequence[int], past: DynamicCache | None) -> np.ndarray:
+    """Before each token of the script: float64 `[len(script), vocabulary]`."""
+    seen = past.get_seq_length() if past is not None else 0
+    both = [*ids, *script[:-1]]
+    with torch.inference_mode():
+        out = plain_model(own.name, own.dtype)(
+            input_ids=torch.tensor([both]),
+            position_ids=torch.arange(seen, seen + len(both))[None],
+            past_key_values=past,
+        )
+    logits: np.ndarray = out.logits[0, len(ids) - 1 :].double().log_softmax(-1).numpy()
+    return logits
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_answer_without_context_is_transformers_own(name: str) -> None:
+    """The prompt's beginning and the question, and its distance over the script of the whole prompt's answer."""
+    own, options = case(name), QueryOptions(max_tokens=6)
+    first, *_, last = own.plan().segments
+    alone = [*first.ids, *last.ids]
+    asked = PromptLayout(Request("?"), (), own.plan(holes=[1]), 5000.0)
+    rows = dict(PairedRun(own.decoder, own.source, asked, options).rows([RunSpec(NO_CONTEXT), RUNS[2]]))
+    row, whole = rows[NO_CONTEXT], scratch(own, RUNS[0], options, CHUNKS)
+    said = plain_text(name, own.dtype, tuple(alone), options.max_tokens)
+    text = own.decoder.loaded.tokenizer.decode(said, skip_special_tokens=True)
+    assert row["answer"] == text.rstrip("\ufffd").strip()  # the first bytes of a character that never came
+    full, mine = (plain_log_p(own, ids, whole.script, None) for ids in (own.plan().ids, alone))
+    assert row["kl_answer"] == pytest.approx((np.exp(full) * (full - mine)).sum(-1).mean(), abs=1e-5)
+    assert row["recomputed"] + row["fresh"] == len(alone)
+    assert (row["reused"], row["holes"]) == (0, [])
+    assert row["ttft_ms"] < 5000  # nothing is looked for
+    assert rows["reuse"]["holes"]
+
+
+def test_counts_and_holes() -> None:
+    own, options = case("llama"), QueryOptions(max_tokens=2)
+    asked = PromptLayout(Request("?"), (), own.plan(holes=[1]), 5000.0)
+    rows = dict(PairedRun(own.decoder, own.source, asked, options).rows(RUNS[1:]))
+    for row in rows.values():
+        assert row["reused"] + row["recomputed"] + row["fresh"] == asked.plan.length
+        assert row["holes"] == ["not stored"]
+        assert row["ttft_ms"] > 5000  # retrieval is part of it
+        assert row["speedup"] == pytest.approx(rows["full"]["ttft_ms"] / row["ttft_ms"])
+        assert "f1" not in row  # no answers are known
+    assert rows["reuse"]["recomputed"] == rows["full"]["reused"] == rows["full"]["bytes_read"] == 0

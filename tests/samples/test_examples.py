@@ -1,0 +1,122 @@
+"""The examples at the top of `samples/`: each is run, on a tiny model, and is short enough to be read at once."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import anyio
+import pytest
+
+import kvtool as library
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, built, command, corpus, environment, kvtool, store, tiny
+from tests.remote.serving import s3_server, s3_url
+
+__all__ = ["built", "corpus", "s3_server", "s3_url", "store", "tiny"]
+SAMPLES = Path(__file__).resolve().parents[2] / "samples"
+EXPECTED = {
+    *("demo.py", "quickstart.py", "python_api.py", "openai_client.py", "langchain_rag.py", "mcp.json"),
+    *("share_over_s3.md", "plugins", "corpus", "questions.jsonl", "Dockerfile", "Dockerfile.dockerignore"),
+    *("README.md", "benchmarks", "tools", "results"),
+}
+LONGEST = 60  # lines of an example
+READ = 30  # seconds that a program may take to answer
+
+
+def example(name: str) -> ModuleType:
+    """The module of `samples/NAME.py`."""
+    spec = importlib.util.spec_from_file_location(f"example_{name}", SAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_folder_opens_with_examples_and_each_is_short() -> None:
+    assert {path.name for path in SAMPLES.iterdir() if path.name != "__pycache__"} == EXPECTED
+    for path in [*SAMPLES.glob("*.py"), *SAMPLES.glob("plugins/kvtool_examples/*.py")]:
+        most = {"demo.py": 150, "sqlite.py": 125}.get(path.name, LONGEST)  # a tour with tables; a whole backend
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= most, path.name
+
+
+def test_quickstart(corpus: Path, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("quickstart").main(corpus / "mill2.md", QUESTION, tmp_path / "store", str(tiny))
+    said = capsys.readouterr().out
+    assert said.startswith(QUESTION)
+    assert re.search(r"^  hit +\S+mill2\.md:\d+$", said, re.MULTILINE)
+    assert re.search(r"^[1-9]\d* of \d+ tokens reused; first token after \d+ ms$", said, re.MULTILINE)
+
+
+def test_python_api(tiny: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example("python_api").main(tmp_path / "store", corpus, QUESTION, str(tiny))
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said if " tokens computed " in line] == ["full", "reuse", "epic", "union"]
+    assert re.search(r"second turn: [1-9]\d* tokens kept", "\n".join(said))
+    assert "compressed: ['2']" in said
+    assert any(line.startswith("removed: ") and "mill0.md" in line for line in said)
+    assert "ratio" in said[-1]
+    assert "; " in said[-1]  # the hint
+
+
+def test_openai_client(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("openai")
+    from tests.serve.conftest import KEY, serving
+
+    with serving(store) as served:
+        example("openai_client").main(QUESTION, f"{served.url}/v1", KEY)
+    answer, *lines = capsys.readouterr().out.splitlines()
+    assert answer
+    assert any(line.endswith("mill2.md:1") for line in lines)
+    assert re.fullmatch(r"[1-9]\d* tokens reused, first token after \d+ ms", lines[-1])
+
+
+def test_langchain_rag(store: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents = pytest.importorskip("langchain_core.documents")
+    langchain_rag = example("langchain_rag")
+    langchain_rag.main(store, QUESTION, max_tokens=4)
+    assert "mill2.md:1" in capsys.readouterr().out
+    with library.open(store) as cache:
+        found = [documents.Document("…", metadata={"source": str(corpus / "mill1.md")})]
+        done = langchain_rag.rag(cache, max_tokens=4).invoke({"input": QUESTION, "context": found})
+    assert {Path(each.metadata["source"]).name for each in done["context"]} == {"mill1.md"}
+    assert done["answer"]
+
+
+def test_mcp_configuration(store: Path, corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    from mcp.client.client import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    (server,) = json.loads((SAMPLES / "mcp.json").read_text())["mcpServers"].values()
+    assert server["command"] == "kvtool"
+    here = {"/home/me/store": store, "/home/me/notes": corpus}
+    program, *words = command(*(here.get(word, word) for word in server["args"]))
+
+    async def search() -> set[str]:
+        with (tmp_path / "err").open("w") as errors, anyio.fail_after(4 * READ):
+            started = StdioServerParameters(command=program, args=words, env=environment())
+            async with Client(stdio_client(started, errlog=errors)) as client:
+                found = await client.call_tool("search", {"question": QUESTION})
+                assert "mill2.md" in str(found.structured_content)
+                return {tool.name for tool in (await client.list_tools()).tools}
+
+    assert anyio.run(search) >= {"search", "read", "answer", "status", "ingest"}
+
+
+def test_sharing_over_s3(
+    s3_url: str, tiny: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("documents").symlink_to(corpus, target_is_directory=True)
+    page = (SAMPLES / "share_over_s3.md").read_text(encoding="utf-8")
+    commands = [shlex.split(line) for line in re.findall(r"^    kvtool (.+)$", page, re.MULTILINE)]
+    assert [words[0] for words in commands] == ["ingest", "store", "query", "store", "query"]
+    here = {"s3://bucket/team/kv": s3_url, "smollm2": str(tiny), "Who founded the observatory?": QUESTION}
+    more = {"ingest": (*CHUNKS, *PREFIX), "query": SHORT}
+    for words in commands:
+        kvtool(*(here.get(word, word) for word in words), *more.get(words[0], ())).fine()
