@@ -63,7 +63,7 @@ LINES = {
     "records": 389,
     "remote": 5895,
     "reports": 4617,
-    "retrieval": 1990,
+    "retrieval": 2250,
     "serve": 3408,
     "session": 1454,
     "streaming": 798,

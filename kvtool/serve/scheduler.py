@@ -367,8 +367,7 @@ class Scheduler:
     def _steps_of(self, job: Job, session: Session) -> Generator[PreparedAnswer | None]:
         """Bring a job to its first token. Yields None between two turns of its conversation, at last the prompt."""
         from kvtool.core.query.answer import begin_answer
-        from kvtool.core.query.prompt import lay_out
-        from kvtool.core.query.spotted import lay_out_messages
+        from kvtool.core.query.prompt import lay_out, lay_out_messages
 
         ask = job.ask
         with session.lock, session.store.view():

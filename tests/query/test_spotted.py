@@ -13,8 +13,8 @@ from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import message_tokens
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out_messages
 from kvtool.core.query.reply import OWN_TEXT, Request
-from kvtool.core.query.spotted import lay_out_messages
 from kvtool.core.session.session import Session
 from tests.cli.working import QUESTION
 

@@ -27,10 +27,9 @@ from kvtool.core.query.auto import Choice, choose
 from kvtool.core.query.explain import explain, explain_attention
 from kvtool.core.query.iterative import Outcome, fuse_in_rounds
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.prompt import Marks, PromptLayout, plan_marks
+from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_marks
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
 from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request
-from kvtool.core.query.spotted import lay_out_request
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, stands_alone, stream_prompt
 from kvtool.core.records.encode import LeadIns, make

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -16,15 +16,16 @@ from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
-from kvtool.core.model.prompt import PromptParts, chunk_tokens, prompt_parts, question_tokens
+from kvtool.core.model.prompt import PromptParts, chunk_tokens, message_tokens, prompt_parts, question_tokens
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.reply import Request
+from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.retrieval.passages import Hit, Passage
 from kvtool.core.session.identity import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
     from kvtool.core.model.prompt_cache import PromptCache
+    from kvtool.core.retrieval.spotting import Span
     from kvtool.core.session.session import Session
 
 
@@ -33,6 +34,7 @@ Marks = tuple[bytes | None, ...]
 """Marks of a chunk's records at a level, one a layer: other records have other marks."""
 _MOST_CHARACTERS = 64  # for each token that a passage may have; longer ones are not tokenised
 OTHER_TEXT = "what is stored of it is of another text"
+_FEWEST_SPOTTED = 48  # tokens of stored passages, at least, that show that a client retrieves without kvtool
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,3 +320,52 @@ def _why_not(level: str, stored: bool, max_loss: float) -> str:
     if level != "auto":
         return f"not stored at level {level}"
     return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"
+
+
+# ---- a client's own messages: passages are found by their token ids and reused where they are -----------------------
+
+
+def lay_out_request(session: Session, request: Request, options: QueryOptions) -> PromptLayout:
+    """Lay out a request by the passages that its messages hold; without any, chunks are found. Raises as `lay_out`."""
+    spotted = lay_out_messages(session, request, options)
+    return spotted or lay_out(session, replace(request, messages=()), options)
+
+
+def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
+    """Lay out the messages of a request with what is stored of them.
+
+    Returns
+    -------
+    None : they hold no stored passage, or the model's template cannot be followed; chunks are to be found then.
+
+    Raises
+    ------
+    UsageError : the prompt is longer than a loaded model's context.
+    """
+    if not request.messages or session.identity.keeps_states:
+        return None
+    started = time.perf_counter()
+    with session.lock, session.store.view():
+        session.refresh()
+        ids = message_tokens(session.tokenizer, request.messages)
+        spans = session.finder.spot(ids) if ids else []
+        if ids is None or sum(map(len, spans)) < _FEWEST_SPOTTED:
+            return None
+        if session.is_loaded:
+            session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
+        parts = list(_parts(session, options, ids, spans))
+        passages = session.finder.index.passages([span.chunk_id for span in spans])
+        hits = [Hit(passages[span.chunk_id], math.nan) for span in spans]
+        plan = build_plan(parts[0], parts[1:], ids[spans[-1].stop :])
+        revision = session.store.revision()
+    return PromptLayout(request, hits, plan, add_span(session.timeline, "spot", started) * 1e3, revision)
+
+
+def _parts(session: Session, options: QueryOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:
+    """Yield the prompt's parts before the question: passages, and the client's own text between them."""
+    before = 0
+    for number, span in enumerate(spans):
+        if number == 0 or span.start > before:
+            yield Candidate(ids[before : span.start], reason=OWN_TEXT)
+        yield part_of_chunk(session, span.chunk_id, ids[span.start : span.stop], span.skipped, options)
+        before = span.stop

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _SHOWN = 400  # characters of a text that a notebook or a prompt shows
 _CHUNKS_SHOWN = 12
 OWN_TEXT = "the client's own text"
-"""Why tokens of a prompt are computed that no chunk ever was (query/spotted.py)."""
+"""Why tokens of a prompt are computed that no chunk ever was (query/prompt.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Request:
     made_by : the model that wrote the question; "": people did.
     search : the text to search for instead of the question itself; "": the question.
     messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
-        of the store in it are reused where they are, and none is retrieved (query/spotted.py).
+        of the store in it are reused where they are, and none is retrieved (query/prompt.py).
     """
 
     question: str
