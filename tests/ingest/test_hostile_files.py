@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtool.core.corpus import readers
+from kvtool.core.corpus import reading
 from kvtool.core.ingest import stream, survey
 from tests.cli.working import listing
 
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "error", [RecursionError("too deep"), MemoryError(), UnicodeEncodeError("gbk", "x", 0, 1, "no"), KeyError("x")]
 )
-@pytest.mark.parametrize(("room", "step"), [(readers, "read_documents"), (stream, "prepare")])
+@pytest.mark.parametrize(("room", "step"), [(reading, "read_documents"), (stream, "prepare")])
 def test_any_exception_of_one_file(
     error: Exception, room: Any, step: str, folder: Path, fresh: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
