@@ -132,7 +132,7 @@ def test_one_whose_forward_is_not_what_its_modules_say(monkeypatch: pytest.Monke
         decoder = decoder_of(tiny_model("llama"), "cuda")
         decoder._fused = None  # as while it is made
         monkeypatch.setattr(FusedForward, "compute", lambda self, ids, *more: torch.zeros((1, 512), device="cuda"))
-        with pytest.raises(UnsupportedArchitecture, match="something else"):
+        with pytest.raises(UnsupportedArchitecture, match="own forward differs"):
             FusedForward.tried(decoder, decoder.spec, decoder.prefill)
 
 

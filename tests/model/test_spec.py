@@ -95,7 +95,7 @@ def test_a_trial_takes_rounding_and_nothing_else(dtype: torch.dtype) -> None:
     check_trial(expected.to(dtype), expected, dtype, layers=1)
     worse = expected * (1 + 1.5 * TOLERANCE[dtype])
     assert relative_error(worse, expected) == pytest.approx(1.5 * TOLERANCE[dtype], rel=1e-2)
-    with pytest.raises(UnsupportedArchitecture, match="something else"):
+    with pytest.raises(UnsupportedArchitecture, match="own forward differs"):
         check_trial(worse, expected, dtype, layers=1)
     check_trial(worse, expected, dtype, layers=4)
     with pytest.raises(UnsupportedArchitecture):
