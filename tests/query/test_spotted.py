@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,12 @@ def test_no_process_is_started_for_messages_without_passages_nor_for_every_turn_
 ) -> None:
     started: list[object] = []
     start = template.started
-    monkeypatch.setattr(template, "started", lambda *args, **kwargs: started.append(args) or start(*args, **kwargs))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        started.append(args)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(template, "started", counted)
     template._answer.cache_clear()
     plain = Request(QUESTION, messages=(("user", "Hello."), ("assistant", "Hello!"), ("user", QUESTION)))
     assert lay_out_messages(session, plain, QueryOptions()) is None
