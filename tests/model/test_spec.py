@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from kvtool.core.model.decode.weights import decoding_weights
+from kvtool.core.model.decode.program import decoding_weights
 
 from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from tests.families import tiny_model

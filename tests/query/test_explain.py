@@ -69,7 +69,7 @@ class _Bytes:
 def test_a_character_is_never_cut() -> None:
     text = "가나 x다"
     ids = tuple(text.encode())
-    segments = [Segment((), 0, "exact", Candidate(())), Segment(ids, 0, "hit", Candidate(ids))]
+    segments = [Segment((), 0, "exact", Candidate(())), Segment(ids, 0, "hit", Candidate(ids, b"chunk"))]
     plan = Plan((*segments, Segment((1,), len(ids), "fresh", Candidate((1,)))))
     rows = torch.zeros(plan.length, dtype=torch.bool)
     rows[4] = rows[7] = True  # inside of the second character; the x
