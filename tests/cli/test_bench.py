@@ -63,7 +63,7 @@ def test_the_bar_of_bench_codec_moves_within_a_round(store: Path) -> None:
     done: list[float] = []
     with Store.open(store) as opened:
         found = codec.bench_codec(opened, tokens=1, repeat=1, threads=1, events=Events(advance=done.append))
-    assert len(done) == 2 * len(found.rows)
+    assert len(done) == 2 * len(found["rows"])
     assert sum(done) == pytest.approx(2)
 
 

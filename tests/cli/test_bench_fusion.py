@@ -161,12 +161,12 @@ def test_what_cannot_be_measured_is_refused(store: Path, tmp_path: Path) -> None
     kvtool("bench", "fusion", "--shape", "tinny").failed(2, "did you mean 'tiny'?")
     kvtool("bench", "fusion", "--shape", "tiny", "--fusion", "reuse,magic").failed(2, "magic")
     kvtool("bench", "fusion", "--shape", "tiny", "--context", "12,many").failed(2, "many")
-    kvtool("bench", "fusion", "--shape", "tiny", "--context", "12").failed(2, "no room")
+    kvtool("bench", "fusion", "--shape", "tiny", "--context", "12").failed(2, "too short")
     kvtool("bench", "fusion", "--shape", "tiny", "--context", "200000").failed(2, "131072")
     kvtool("bench", "fusion", "--shape", "tiny", "--level", "9").failed(2, "level")
     kvtool("bench", "fusion", "--store", tmp_path / "none").failed(10)
     kvtool("bench", "fusion", "--store", store, "--level", "lossless").failed(1, "lossless", "its levels: raw")
-    kvtool("bench", "fusion", "--store", store, "--context", "10").failed(2, "no room")
+    kvtool("bench", "fusion", "--store", store, "--context", "10").failed(2, "too short")
 
 
 def test_an_interruption_leaves_no_folder(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
