@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvtool.core.fusion import loader, placing
 from kvtool.core.fusion.placing import CudaPlacing, KeyRotation, PinnedBuffer
+from kvtool.core.fusion.plan import Part, Plan, build_plan
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.epic import Epic
 from kvtool.core.fusion.selectors.reuse import Reuse
@@ -121,6 +123,19 @@ def test_what_is_held_is_placed_before_the_pass_by_no_thread(
     monkeypatch.setattr(loader.Loader, "_run", None)
     assert distance(own.fuse(plan, selector(), hot).logits, wanted) <= 1e-4
     assert len(kernel.launches) == LAYERS
+
+
+def test_of_chunks_that_are_held_only_the_wanted_part_is_placed(kernel: Kernel) -> None:
+    def cut(case: Case) -> Plan:
+        prefix, *chunks, question = case.plan(lead_in=BOS).segments
+        some = [replace(one.source, ids=one.ids[3:-2], part=Part(3, len(one.ids) - 2, len(one.ids))) for one in chunks]
+        return build_plan(prefix.source, some, question.ids)
+
+    own, cpu = on_gpu("llama"), on_cpu("llama")
+    wanted = cpu.fuse(cut(cpu), Reuse()).logits
+    hot = ChunkCache(StoreSource(Records(own), own.decoder), 10**9, device=held_on(own.decoder))
+    for _ in range(2):  # read, then held
+        assert distance(own.fuse(cut(own), Reuse(), hot).logits, wanted) <= 1e-4
 
 
 @pytest.mark.slow

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvtool.core.cache.store import Store
+from kvtool.core.model import template
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import message_tokens
 from kvtool.core.query.answer import answer
@@ -16,7 +18,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out_messages
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.session.session import Session
-from tests.cli.working import QUESTION
+from tests.cli.working import QUESTION, kvtool
 
 Messages = tuple[tuple[str, str], ...]
 
@@ -115,3 +117,47 @@ def test_control_tokens_that_a_client_writes_are_text(session: Session, messages
     assert ids is not None
     assert plain is not None
     assert ids.count(session.tokenizer.eos_token_id) == plain.count(session.tokenizer.eos_token_id)
+
+
+def test_no_process_is_started_for_messages_without_passages_nor_for_every_turn_of_a_conversation(
+    session: Session, messages: Messages, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[object] = []
+    start = template.started
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        started.append(args)
+        return start(*args, **kwargs)
+
+    monkeypatch.setattr(template, "started", counted)
+    template._answer.cache_clear()
+    plain = Request(QUESTION, messages=(("user", "Hello."), ("assistant", "Hello!"), ("user", QUESTION)))
+    assert lay_out_messages(session, plain, QueryOptions()) is None
+    assert started == []
+    for _ in range(3):
+        asked = lay_out_messages(session, Request(QUESTION, messages=messages), QueryOptions())
+        assert asked is not None
+        assert tuple(asked.plan.ids) == message_tokens(session.tokenizer, messages)
+        messages = (*messages, ("assistant", "A miller."), ("user", "When was it?"))
+    assert len(started) == 1
+
+
+def test_a_template_that_writes_nothing_behind_a_passage(session: Session) -> None:
+    session.tokenizer.chat_template = "{% for one in messages %}{{ one.content }}{% endfor %}"
+    messages = (("user", "\n\n".join(texts(session, "mill2.md"))),)
+    asked = lay_out_messages(session, Request(QUESTION, messages=messages), QueryOptions())
+    assert asked is not None
+    assert asked.plan.segments[-1].ids
+    assert tuple(asked.plan.ids) == message_tokens(session.tokenizer, messages)
+
+
+def test_chunks_without_all_of_their_rows_are_computed_and_not_stored_once_more(store: Path) -> None:
+    fast = ("--questions", 0, "--fit-prompts", 4)
+    kvtool("compress", "--store", store, "--keep", "0.5", "--drop-raw", "--yes", *fast).fine()
+    with Store.open(store) as opened:
+        session = Session.open(opened, ModelOptions(offline=True))
+        request = Request(QUESTION, messages=(("user", "\n\n".join((*texts(session, "mill2.md"), QUESTION))),))
+        before = {chunk_id: opened.levels(chunk_id) for chunk_id in opened.chunk_ids()}
+        reply = answer(session, request, QueryOptions(max_tokens=4, force=True))
+        assert {*reply.reasons} == {"no stored level has all of its rows"}
+        assert {chunk_id: opened.levels(chunk_id) for chunk_id in opened.chunk_ids()} == before

@@ -131,3 +131,12 @@ def test_texts_of_few_words(seed: int, vocabulary: int) -> None:
     spans = spotter_of(chunks).spot(prompt)
     assert_true(spans, chunks, prompt)
     assert spotter_of([chunks[0]]).spot(chunks[0]) or len(chunks[0]) < FEWEST
+
+
+def test_a_text_that_repeats_itself_is_found_all_along() -> None:
+    """Each place of it is one of a match: what overlaps is told apart in order, not each by each."""
+    prompt = [7] * 5000
+    for length in (FEWEST, 40, 256):
+        spans = spotter_of([[7] * length]).spot(prompt)
+        assert_true(spans, [[7] * length], prompt)
+        assert len(prompt) - sum(map(len, spans)) < FEWEST + 2 * SEAM

@@ -295,6 +295,7 @@ class Loader:
         if layers is None or not isinstance(placing, CudaPlacing):
             return False
         started = time.perf_counter()
+        layers = [[_part(*pair) for pair in zip(self._segments, kvs, strict=True)] for kvs in layers]
         if not placing.place_held(self._segments, layers, self._cache.buffers, self._rotation):
             return False
         add_span(self._timeline, "place", started)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -24,6 +25,9 @@ _PASSAGES = "kvtoolPassagesText"
 _QUESTION = "kvtoolQuestionText"
 _ANSWER = "kvtoolAnswerText"
 _NEXT = "kvtoolNextText"
+_MESSAGE = re.compile(r"kvtoolMessage(\d+)Text")
+_TURN = ("assistant", "user")
+_TURNS_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +100,24 @@ def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
 
 def _around(tokenizer: Any, roles: Sequence[str]) -> list[str] | None:
     """Return what a template writes before each message, and after the last; None unless it shows each of them once
-    and in order."""
-    words = [f"kvtoolMessage{number}Text" for number in range(len(roles))]
-    turns = [{"role": role, "content": word} for role, word in zip(roles, words, strict=True)]
-    (text,) = render(tokenizer, [turns])
+    and in order.
+
+    Rendering starts a process, so a conversation's next turns are rendered with it, whose messages will be the same
+    but for two more.
+    """
+    head, turns = len(roles), 0
+    while head > 2 and tuple(roles[head - 2 : head]) == _TURN:
+        head, turns = head - 2, turns + 1
+    first = turns - turns % _TURNS_AT_ONCE
+    longer = [[*roles[:head], *_TURN * (first + more)] for more in range(_TURNS_AT_ONCE)]
+    conversations = [
+        [{"role": role, "content": f"kvtoolMessage{number}Text"} for number, role in enumerate(each)] for each in longer
+    ]
+    text = render(tokenizer, conversations)[turns - first]
     if isinstance(text, TemplateFailed):
         return None
-    pieces = list[str]()
-    for word in words:
-        before, found, text = text.partition(word)
-        if not found:
-            return None
-        pieces.append(before)
-    pieces.append(text)
-    return None if any(word in piece for piece in pieces for word in words) else pieces
+    pieces = _MESSAGE.split(text)
+    return pieces[::2] if pieces[1::2] == [str(number) for number in range(len(roles))] else None
 
 
 def stop_texts(tokenizer: Any) -> tuple[str, ...]:

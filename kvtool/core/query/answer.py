@@ -341,10 +341,11 @@ def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
     `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
     (Candidate.stored) is not missing.
     """
-    wanted = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
+    found = [chunk for segment in holes if (chunk := _wanted(segment, session.identity)) is not None]
+    wanted = {chunk.chunk_id: chunk for chunk in found}  # a prompt may hold a chunk twice
     stored: set[bytes] = set()
-    if wanted and not session.store.read_only and _store(session, wanted):
-        stored = {chunk.chunk_id for chunk in wanted}
+    if wanted and not session.store.read_only and _store(session, [*wanted.values()]):
+        stored = {*wanted}
     for segment in holes:
         chunk_id = segment.source.chunk_id  # an instruction of one's own has none
         name = f"chunk {chunk_id.hex()[:12]}" if chunk_id else "the prompt's beginning"

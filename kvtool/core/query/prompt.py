@@ -17,6 +17,7 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, message_tokens, prompt_parts, question_tokens
+from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.retrieval.passages import Hit, Passage
@@ -275,8 +276,8 @@ def _stored(
         return replace(wanted, reason="the stored token ids differ")
     if info.layers not in (0, session.layers):  # 0: nothing is stored of it by design
         return replace(wanted, reason="stored with another number of layers")
-    levels = session.store.levels(wanted.chunk_id)
-    levels = whole(levels) if every_row else levels
+    stored = session.store.levels(wanted.chunk_id)
+    levels = whole(stored) if every_row else stored
     best: str | None = level
     if level == "auto":
         losses = session.losses.of(wanted.chunk_id, levels)
@@ -284,9 +285,10 @@ def _stored(
         if 0 <= max_loss < losses.get(best or "", 0.0):
             _tell_of_loss(session, str(best), losses[str(best)], max_loss)
     if best is None or best not in levels:
-        _tell_of_unknown(session, levels)
+        _tell_of_unknown(session, stored)
         why = _why_not(level, bool(levels), max_loss)  # it may be computed as it was stored, and counts as such then
-        return replace(wanted, reason=why, stored=bool(levels), sensitivity=info.sensitivity)
+        why = "no stored level has all of its rows" if stored and not levels else why
+        return replace(wanted, reason=why, stored=bool(stored), sensitivity=info.sensitivity)
     return replace(wanted, level=best, sensitivity=info.sensitivity)
 
 
@@ -347,18 +349,36 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
+        if not _spotted(session, _beginning(session, request)):
+            return None  # before the template is rendered, which starts a process
         ids = message_tokens(session.tokenizer, request.messages)
-        spans = session.finder.spot(ids) if ids else []
-        if ids is None or sum(map(len, spans)) < _FEWEST_SPOTTED:
+        if ids is None:
             return None
         if session.is_loaded:
             session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
+        if not (spans := _spotted(session, ids[:-1])):  # the last token is always computed: the answer follows it
+            return None
         parts = list(_parts(session, options, ids, spans))
         passages = session.finder.index.passages([span.chunk_id for span in spans])
         hits = [Hit(passages[span.chunk_id], math.nan) for span in spans]
         plan = build_plan(parts[0], parts[1:], ids[spans[-1].stop :])
         revision = session.store.revision()
     return PromptLayout(request, hits, plan, add_span(session.timeline, "spot", started) * 1e3, revision)
+
+
+def _beginning(session: Session, request: Request) -> Sequence[int]:
+    """Return the tokens of a request's messages, without what a template adds, as far as a loaded model takes them."""
+    text = "\n\n".join(content for _, content in request.messages)
+    if not session.is_loaded:
+        return encode(session.tokenizer, text)
+    most = session.decoder.context
+    return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]
+
+
+def _spotted(session: Session, ids: Sequence[int]) -> list[Span]:
+    """Find stored passages in token ids; none if there are so few tokens of them that it may be by accident."""
+    spans = session.finder.spot(ids)
+    return spans if sum(map(len, spans)) >= _FEWEST_SPOTTED else []
 
 
 def _parts(session: Session, options: QueryOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:

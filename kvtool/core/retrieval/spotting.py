@@ -8,6 +8,7 @@ agree by accident cost time and nothing else.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -163,14 +164,16 @@ def _common(one: Tokens, other: Tokens) -> int:
 
 def _without_overlap(spans: list[Span]) -> list[Span]:
     """Return spans of which none overlap: the longest first, of the others what is left and worth it."""
-    taken = list[Span]()
+    taken, starts = list[Span](), list[int]()  # in the prompt's order
     for span in sorted(spans, key=lambda span: (-len(span), span.start)):
         start, stop = span.start, span.stop
-        for other in taken:
-            if other.start <= start < other.stop:
-                start = other.stop
-            elif start < other.start < stop:
-                stop = other.start
+        at = bisect_right(starts, start)
+        if at:
+            start = max(start, taken[at - 1].stop)
+        while at < len(taken) and starts[at] == start < stop:
+            start, at = taken[at].stop, at + 1
+        stop = min(stop, starts[at]) if at < len(taken) else stop
         if stop - start >= FEWEST:
-            taken.append(Span(span.chunk_id, start, stop, span.skipped + start - span.start))
-    return sorted(taken, key=lambda span: span.start)
+            taken.insert(at, Span(span.chunk_id, start, stop, span.skipped + start - span.start))
+            starts.insert(at, start)
+    return taken
