@@ -74,7 +74,7 @@ def new_app(help: str = "") -> App:
     )
 
 
-_RULE = "`kvtool config` lists what variables (KVTOOL_TOP_K) and kvtool.toml can set."
+_RULE = "Variables (KVTOOL_TOP_K) and kvtool.toml set defaults: see `kvtool config`."
 _ALSO = "Also: --json, --jsonl, -q, -v and --config FILE, described in `kvtool --help`."
 
 

@@ -28,7 +28,7 @@ app = new_app()
 def compress(run: Run) -> None:
     """Make the stored KV caches several times smaller, and measure what that loses.
 
-    The first run fits the compression to the store.
+    The first run fits the codec to the stored KV.
     """
     options = run.get(CompressOptions)
     if options.max_loss is None:

@@ -230,12 +230,12 @@ class QueryFlags(Options, settings=False):
     """Options that only the command line has."""
 
     batch: Path | None = option(
-        None, "Answer every question of a file.", group=ANSWER, metavar="FILE.jsonl", unit="path"
+        None, 'Answer a file of questions, one {"question": …} a line.', group=ANSWER, metavar="FILE.jsonl", unit="path"
     )
     show_sources: bool = option(False, "Show the text of the passages used.", group=ANSWER)
     memory_cache: int = option(
         10**9,
-        "Memory for the chunks that --batch has loaded.",
+        "Memory that keeps loaded chunks during --batch.",
         group=ANSWER,
         unit="size",
         lowest=0,
@@ -247,9 +247,7 @@ class QueryFlags(Options, settings=False):
         group=ANSWER,
         flag="--server/--no-server",
     )
-    compare: str | None = option(
-        None, "Answer in several fusion modes, and compare them with full recompute.", group=INSIDE, metavar="a,b,c"
-    )
+    compare: str | None = option(None, "Compare fusion modes with full recompute.", group=INSIDE, metavar="a,b,c")
     timeline: Path | None = option(
         None,
         "Write the duration of each step (Chrome's trace format).",
@@ -276,7 +274,7 @@ def query(
     run: Run,
     question: Annotated[
         str | None,
-        typer.Argument(help="`-` or a pipe: read it from stdin; none: hold a conversation.", show_default=False),
+        typer.Argument(help="The question. `-` or a pipe: from stdin. None: a conversation.", show_default=False),
     ] = None,
 ) -> int | None:
     """Answer a question from the stored documents, or hold a conversation."""

@@ -236,7 +236,7 @@ class BudgetOptions(Options, settings=False, group=WHICH):
     examples=("store prune --budget 20GB", "store prune --max-size 20GB --unused 30d --dry-run"),
 )
 def prune(run: Run) -> int | None:
-    """Make the store smaller: evict the least used KV first.
+    """Shrink the store to a size: evict the least used KV first.
 
     Exact KV is evicted before compressed KV, and KV before text.
     """

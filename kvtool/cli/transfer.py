@@ -34,7 +34,7 @@ _REPLACE = "`kvtool store rm PATH` lets one in; --mine or --trust FILE allow oth
 
 @takes(PushOptions, StoreOptions, examples=(f"store push {_SHARED}", "store push file:///mnt/shared/kv --dry-run"))
 def push(run: Run, url: Url) -> int | None:
-    """Upload what a shared store lacks. Run it again to resume."""
+    """Upload what a shared store (S3, Redis, a folder) lacks. Run it again to resume."""
     from kvtool.core.remote.push import push_to
 
     with JobView(run.out) as view:

@@ -55,7 +55,7 @@ class ServeOptions(Options, sections=("serve",)):
         (), "Allow web pages of this origin; * allows all.", group=ACCESS, metavar="URL"
     )
 
-    parallel: int = option(8, "Number of answers written at the same time.", group=LIMITS, lowest=1)
+    parallel: int = option(8, "Number of answers generated at the same time.", group=LIMITS, lowest=1)
     queue: int = option(64, "Number of questions that may wait; more get status 429.", group=LIMITS, lowest=1)
     request_timeout: float = option(
         300.0, "Maximum time for an answer, with its wait.", group=LIMITS, unit="duration", lowest=0.001

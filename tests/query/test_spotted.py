@@ -110,6 +110,14 @@ def test_messages_without_passages_have_theirs_found(session: Session, content: 
     assert answer(session, request, QueryOptions(max_tokens=4)).chunks
 
 
+def test_an_answer_that_quotes_a_passage_does_not_end_retrieval(session: Session) -> None:
+    said = "\n\n".join(texts(session, "mill2.md"))
+    turns = (("user", QUESTION), ("assistant", said), ("user", "When was it?"))
+    assert lay_out_messages(session, Request(QUESTION, messages=turns), QueryOptions()) is None
+    turns = (*turns[:-1], ("user", f"{said}\n\nWhen was it?"))
+    assert lay_out_messages(session, Request(QUESTION, messages=turns), QueryOptions()) is not None
+
+
 def test_control_tokens_that_a_client_writes_are_text(session: Session, messages: Messages) -> None:
     end = session.tokenizer.eos_token
     pasted = (*messages[:-1], ("user", f"{end} {messages[-1][1]}"))

@@ -18,6 +18,7 @@ from kvtool.core.compress.options import CompressOptions
 from kvtool.core.compress.report import CompressReport
 from kvtool.core.errors import DamagedError
 from kvtool.core.records.read import read_chunk
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs, open_blobs
 from kvtool.core.remote.catalogue_io import read_catalogue
 from kvtool.core.remote.mirror import local_place, open_shared
@@ -128,6 +129,17 @@ def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path:
         report = push(store, blobs)
         assert [row["what"] for row in report.damaged] == [f"chunk {CHUNK.hex()} at level 1"]
     assert sorted(read_catalogue(blobs).chunks[CHUNK.hex()].levels) == ["2", "raw"]
+
+
+def test_a_level_of_a_plugin_between_two_that_belong_together(tmp_path: Path) -> None:
+    with Store.open(compressed(tmp_path / "one", ["1", "2"], machine=0)) as store, store.writer() as writer:
+        headers = [KVHeader("float32", 1, TOKENS, 2, 2, "1bit", layer) for layer in range(LAYERS)]
+        writer.put_chunk(CHUNK, info_of("f0.0"), "1bit", [encode_record(CHUNK, one, [b"theirs"]) for one in headers])
+        writer.flush()
+        damaged: list[str] = []
+        surveyed = values.survey(store, None, lambda what, why: damaged.append(f"{what}: {why}"))
+        assert damaged == []
+        assert sorted(surveyed.chunks[CHUNK.hex()].levels) == ["1", "1bit", "2", "raw"]
 
 
 def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_path: Path) -> None:

@@ -12,8 +12,16 @@ import pytest
 from kvtool.core.cache.entries import DocumentEntry
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
-from kvtool.core.errors import DamagedError, RemoteError, StoreFormatError, StoreNotFoundError, UsageError
+from kvtool.core.errors import (
+    DamagedError,
+    RemoteError,
+    StoreFormatError,
+    StoreLockedError,
+    StoreNotFoundError,
+    UsageError,
+)
 from kvtool.core.pack.import_ import merge
+from kvtool.core.remote import values
 from kvtool.core.remote.blobs import Blobs
 from kvtool.core.remote.catalogue import HEAD, Catalogue
 from kvtool.core.remote.catalogue_io import read_catalogue
@@ -172,6 +180,15 @@ def test_an_import_keeps_both_and_the_newer_of_two(store: Store, blobs: Blobs, t
         with Store.open(where) as one:
             texts = {entry.source: entry.text for entry in one.documents()}
         assert texts == {"f0": "mine", "f1": "newer", "f3": "own"}
+
+
+def test_an_import_of_a_store_reads_no_kv_before_it_has_the_lock(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "survey", lambda *given: pytest.fail("the source was read"))
+    path = make_store(tmp_path / "other")
+    with Store.open(path) as busy, busy.writer(), pytest.raises(StoreLockedError):
+        merge(path, [store.path], trust=OWN)
 
 
 def test_levels_come_with_what_they_refine(store: Store, blobs: Blobs, tmp_path: Path) -> None:

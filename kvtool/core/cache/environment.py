@@ -113,7 +113,7 @@ class Environment:
         self._lock.run_alone(again)
 
     def _enter(self, guard: TransactionGuard) -> None:
-        self.check_usable()  # a forked child must not wait at its parent's gate
+        self.check_usable()  # a forked child must not wait for its parent's lock
         self._lock.enter(guard)
         self.check_usable()  # closed while we waited
 

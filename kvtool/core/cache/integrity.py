@@ -249,7 +249,7 @@ def _plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[RowKey]
         if table == tables.STRETCHES:  # what is left of it is of no use
             deletions |= {*stretch_keys(snapshot, key[:ID_BYTES])}
         if damage.level:
-            with contextlib.suppress(ValueError):  # a damaged level name: the row itself is deletions already
+            with contextlib.suppress(ValueError):  # a damaged level name: the row itself goes already
                 deletions |= {*level_keys(snapshot, bytes.fromhex(damage.chunk), damage.level)}
         elif damage.chunk and table not in TIMES:  # of these only the order of eviction hangs on
             deletions |= {(t, k) for t in CHUNK_TABLES for k in snapshot.keys(t, bytes.fromhex(damage.chunk))}

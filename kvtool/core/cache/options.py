@@ -24,7 +24,7 @@ class StoreOptions(Options):
         group=STORE,
         metavar="PATH|URL",
         unit="path",
-        instead="a folder of the user",
+        instead="store in the user's data folder",
     )
 
     require_signature: bool = option(
@@ -82,7 +82,7 @@ class LockOptions(Options):
 
 def max_size_option(
     help: str = "Maximum size of the store during this command.",
-    instead: str = "the store's budget",
+    instead: str = "the limit of `store prune --budget`",
     group: str = STORE,
 ) -> int | None:
     """The size that a store's folder may have, in bytes: an option of whatever writes to it."""

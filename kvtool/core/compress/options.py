@@ -32,7 +32,7 @@ class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
 
     levels: tuple[str, ...] = option(
         (),
-        "Compression level to store; 1 loses least.",
+        "Compression level to store: 1 loses least; auto: the smallest within --max-loss.",
         group=LEVEL,
         flag="--level",
         choices=(AUTO, *WHOLE),
@@ -52,7 +52,7 @@ class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
         "Maximum loss (KL divergence) for `auto` and --drop-raw, in nats per token.",
         group=LEVEL,
         lowest=0,
-        instead="that of `kvtool query`",
+        instead="0.01, like query",
     )
     questions: int = option(8, "Number of prompts to measure the loss on; 0 measures nothing.", group=LEVEL, lowest=0)
     chunks: tuple[str, ...] = option((), "Compress only these chunks.", group=LEVEL, metavar="ID")
@@ -64,7 +64,7 @@ class CompressOptions(ModelOptions, RayOptions, LockOptions, settings=False):
         instead="keep; a terminal asks",
     )
     yes: bool = option(False, "Remove exact KV even if the loss exceeds --max-loss.", group=LEVEL)
-    fit: bool = option(False, "Fit the compression to this store again, as the first run always does.", group=PROFILE)
+    fit: bool = option(False, "Fit the codec to this store again, as the first run always does.", group=PROFILE)
     fit_prompts: int = option(
         FIT_PROMPTS,
         "Number of prompts to fit on; fewer are faster and lose more.",

@@ -17,7 +17,7 @@ class RayOptions(Options):
 
     ray: str | None = option(
         None,
-        "Compute with workers of Ray, on this machine or a cluster.",
+        "Compute on Ray workers.",
         group=WORKERS,
         setting=False,
         metavar="local|auto|ADDRESS",

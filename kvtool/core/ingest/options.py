@@ -118,13 +118,17 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
 
     split: str | None = option(
         None,
-        "How documents are split into chunks (passages).",
+        "Where to cut chunks; semantic follows sections.",
         group=SPLITTING,
         choices=METHODS,
         instead="the store's own, else semantic",
     )
     chunk_tokens: int | None = option(
-        None, "Target length of a chunk, in tokens.", group=SPLITTING, lowest=1, instead="the store's own, else 256"
+        None,
+        "Target length of a chunk (passage), in tokens.",
+        group=SPLITTING,
+        lowest=1,
+        instead="the store's own, else 256",
     )
     min_chunk_tokens: int | None = option(
         None,
@@ -145,7 +149,7 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
 
     level: str = option(
         "raw",
-        "Compression level; raw stores exact KV.",
+        "Compression level: raw and lossless are exact, 1 loses least.",
         group=STORING,
         setting="ingest_level",
         choices=WHOLE,

@@ -35,7 +35,11 @@ class ModelOptions(NetworkOptions):
     """Options of loading a model; without a name the model that the store was built with."""
 
     model: str | None = option(
-        None, "The language model.", group=MODEL, metavar="NAME|FOLDER|FILE.gguf|smollm2", instead="the store's own"
+        None,
+        "The language model; smollm2 is small, for trials.",
+        group=MODEL,
+        metavar="NAME|FOLDER|FILE.gguf|smollm2",
+        instead=f"the store's own, else {DEFAULT_MODEL}",
     )
     device: str = option(
         "auto",
@@ -108,5 +112,5 @@ def embedder_option(group: str) -> str | None:
         "The embedding model for search by meaning.",
         group=group,
         metavar="NAME|FOLDER",
-        instead="the store's own",
+        instead="the store's own, else none",
     )

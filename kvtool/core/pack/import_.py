@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 from kvtool.core.cache import tables
@@ -22,7 +23,7 @@ from kvtool.core.remote.blobs import SequentialReader
 from kvtool.core.remote.catalogue import HEAD, Catalogue, digest_of, unseal_head
 from kvtool.core.remote.pull import adopt
 from kvtool.core.remote.report import TransferReport
-from kvtool.core.remote.signing import Trust
+from kvtool.core.remote.signing import Proof, Trust
 from kvtool.core.remote.validation import MOST_BYTES, most_bytes
 
 _SOURCES = "name folders of stores, or .kvpack files"
@@ -107,19 +108,18 @@ def _import(
     path: Path, place: Path, trust: Trust, lock_wait: float, max_size: int | None, events: Events | None
 ) -> TransferReport:
     with _opened(place) as source:
-        catalogue = source.catalogue
-        origin = trust.origin(catalogue.proof, os.path.realpath(place) if place.is_dir() else place.name)
+        origin = trust.origin(source.proof, os.path.realpath(place) if place.is_dir() else place.name)
         if isinstance(source, PackBlobs):
             source.check_manifest()
         with Store.create_or_open(path) as store, store.writer(lock_wait, max_size) as writer:
             try:
                 report = adopt(
-                    store, writer, source, catalogue, origin, None, newer=True, timeout=_SECONDS, events=events
+                    store, writer, source, source.catalogue, origin, None, newer=True, timeout=_SECONDS, events=events
                 )
             except StoreFormatError as error:  # made with another model or other settings
                 hint = f"import {place.name} into a store of its own: --store FOLDER"
                 raise StoreFormatError(f"{error.message} than {place}", hint) from error
-            report.direction, report.signer = "import", trust.signer(catalogue.proof)
+            report.direction, report.signer = "import", trust.signer(source.proof)
             if origin == HERE:  # no signature covers them, and they are parts of own documents' prompts, too
                 _take_stretches(store, writer, source, report)
             return report
@@ -191,6 +191,7 @@ class PackBlobs:
             if digest_of(packed) != head.catalogue:
                 raise DamagedError("its catalogue is another one")
             self.catalogue = Catalogue.unpack(packed)
+        self.proof = self.catalogue.proof
 
     def check_manifest(self) -> None:
         """Check what the pack says of its model, before a store is made for it. Raises as the class does."""
@@ -244,11 +245,17 @@ class PackBlobs:
 class StoreBlobs:
     """A store's own values by the names of a shared store's, as a pull reads them. The store stays as it is."""
 
+    proof: Proof | None = None  # stores are never signed
+
     def __init__(self, store: Store) -> None:
         self.url, self._store = str(store.path), store
+
+    @cached_property
+    def catalogue(self) -> Catalogue:
+        """Build the catalogue, for which all KV is read: not before the import has its lock."""
         lost: list[tuple[str, str]] = []
-        surveyed = values.survey(store, None, lambda what, why: lost.append((what, why)))
-        self.catalogue = replace(surveyed, left_out=tuple(lost))
+        surveyed = values.survey(self._store, None, lambda what, why: lost.append((what, why)))
+        return replace(surveyed, left_out=tuple(lost))
 
     @property
     def names(self) -> Iterator[str]:

@@ -36,7 +36,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         the mode's own.
     """
 
-    max_tokens: int = option(256, "Maximum length of the answer, in tokens.", group=ANSWER, lowest=1)
+    max_tokens: int = option(256, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
     stop_repeats: bool = option(
         True, "End an answer when it starts to repeat itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
@@ -45,9 +45,11 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         0.0, "Sampling temperature; 0 always takes the most likely token.", group=ANSWER, lowest=0, highest=2
     )
     seed: int = option(0, "Seed of the random numbers for sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
-    force: bool = option(False, "Answer even if this model failed the self-check.", group=ANSWER, setting=False)
+    force: bool = option(
+        False, "Answer even if this model failed the self-check (`kvtool inspect gate`).", group=ANSWER, setting=False
+    )
 
-    top_k: int = option(5, "Maximum number of chunks (passages) to retrieve.", group=CHUNKS, lowest=1)
+    top_k: int = option(5, "Maximum chunks (passages) to retrieve.", group=CHUNKS, lowest=1)
     min_score: float = option(
         0.7,
         "Drop chunks that score below this share of the best and match no further word of the question; 0 drops none.",
@@ -81,11 +83,19 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         several="it takes one mode; `kvtool query QUESTION --compare MODE,MODE` holds several against each other",
     )
     ratio: float = option(
-        0.15, "Share of the reused tokens to recompute.", group=FUSION, unit="percentage", lowest=0, highest=1
+        0.15,
+        "Share of the cached tokens that blend, infoflow and union recompute.",
+        group=FUSION,
+        unit="percentage",
+        lowest=0,
+        highest=1,
     )
     link_tokens: int = option(16, "Number of tokens that `epic` recomputes in every chunk.", group=FUSION, lowest=0)
     link: str = option(
-        "initial", "Position of these tokens in a chunk.", group=FUSION, choices=("initial", "final", "boundary")
+        "initial",
+        "Position of the tokens that `epic` recomputes.",
+        group=FUSION,
+        choices=("initial", "final", "boundary"),
     )
     shift: bool = option(
         True,
@@ -94,7 +104,11 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         flag="--shift/--no-shift",
     )
     level: str = option(
-        "auto", "Compression level to read.", group=FUSION, choices=("auto", *LEVELS), metavar=f"auto|{NAMES}"
+        "auto",
+        "Compression level to read: raw and lossless are exact, 1 loses least.",
+        group=FUSION,
+        choices=("auto", *LEVELS),
+        metavar=f"auto|{NAMES}",
     )
     state_cache_size: int = option(
         4 * 10**9,
@@ -244,8 +258,10 @@ class QueryOptions(NetworkOptions, sections=("query",)):
 class ChunkChoice(Options, settings=False, group=CHUNKS):
     """Options that name the chunks of a question's prompt; without them, chunks are retrieved."""
 
-    chunks: tuple[str, ...] = option((), "Use these chunks in this order; search for none.", metavar="ID|PATH:LINE")
-    documents: tuple[str, ...] = option((), "Use all chunks of these documents; search for none.", metavar="PATH")
+    chunks: tuple[str, ...] = option(
+        (), "Use these chunks (`kvtool store ls --chunks`) in this order, without search.", metavar="ID|PATH:LINE"
+    )
+    documents: tuple[str, ...] = option((), "Use all chunks of these documents, without search.", metavar="PATH")
 
     def check(self) -> None:
         """Refuse both at once."""

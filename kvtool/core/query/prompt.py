@@ -367,8 +367,11 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
 
 
 def _beginning(session: Session, request: Request) -> Sequence[int]:
-    """Return the tokens of a request's messages, without what a template adds, as far as a loaded model takes them."""
-    text = "\n\n".join(content for _, content in request.messages)
+    """Return the tokens of a request's messages, without what a template adds, as far as a loaded model takes them.
+
+    Answers are left out: one that quotes a passage does not show that the client retrieves.
+    """
+    text = "\n\n".join(content for role, content in request.messages if role != "assistant")
     if not session.is_loaded:
         return encode(session.tokenizer, text)
     most = session.decoder.context

@@ -371,7 +371,9 @@ def survey_chunk(
                 base = _checked_base(chunk_id, level, records, levels, before)
                 read(level, records)
                 seal = seal_of(records) if sealed else None
-                stored, before = Level(sizes[level], mark_of_records(records), base, seal=seal), records
+                stored = Level(sizes[level], mark_of_records(records), base, seal=seal)
+                if level_of(level).nested:  # a plugin's level may be between two of them
+                    before = records
             maker = store.made_with(chunk_id, level)
             levels[level] = stored if stored.maker == maker else replace(stored, maker=maker)
         except DamagedError as error:

@@ -69,7 +69,7 @@ class Plan:
     ----------
     expected : bytes of the folder afterwards, at most, once it is compacted.
     goal : bytes that were asked for; None: no size was.
-    refusal : of a rehearsal: why it would not be done as it was asked for; None: it would.
+    refusal : of a dry run: why it would not be done as it was asked for; None: it would.
     """
 
     steps: tuple[Step, ...]

@@ -88,9 +88,7 @@ _CODE = (
 )
 _FORMATS = (
     _Format(text.read, _TEXT, is_bounded=False),
-    _Format(
-        text.read_markdown, (".md", ".markdown", ".mdown", ".mkd", ".mkdn", ".mdx", ".rmd", ".qmd"), is_bounded=False
-    ),
+    _Format(text.read_markdown, _MARKDOWN, is_bounded=False),
     _Format(text.read_code, _CODE, is_bounded=False),
     _Format(text.read_latex, (".tex", ".ltx", ".latex"), is_bounded=False),
     _Format(jsonl.read, (".jsonl", ".ndjson", ".jsonlines"), is_bounded=False),
