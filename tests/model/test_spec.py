@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from kvtool.core.model.decode.program import decoding_weights
 
+from kvtool.core.model.decode.program import decoding_weights
 from kvtool.core.model.spec import TOLERANCE, UnsupportedArchitecture, check_trial, read_model_spec, relative_error
 from tests.families import tiny_model
 from tests.fusion.making import Case, case, decoder_of, distance, lossless, plain_logits

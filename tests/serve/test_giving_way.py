@@ -71,7 +71,7 @@ class Watched:
 
     def watch(self, patch: pytest.MonkeyPatch) -> None:
         scheduler = self.engine.scheduler
-        begin, give_way, step = scheduler._begin, scheduler._give_way, ContinuousBatch.step
+        begin, give_way, step = scheduler._begin, scheduler._run_others, ContinuousBatch.step
 
         def begins(job: Job, together: ContinuousBatch) -> None:
             self._now = job.ask.request.question
@@ -89,7 +89,7 @@ class Watched:
             return step(together)
 
         patch.setattr(scheduler, "_begin", begins)
-        patch.setattr(scheduler, "_give_way", gives_way)
+        patch.setattr(scheduler, "_run_others", gives_way)
         patch.setattr(scheduler, "_is_time", lambda: True)
         patch.setattr(ContinuousBatch, "step", steps)
 

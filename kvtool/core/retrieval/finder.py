@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -209,7 +209,7 @@ class Finder:
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
         self._embedders: dict[str, Embeds] = {}
-        self._spotter, self._spotted = Spotter(self._token_ids), -1
+        self._spotter, self._spotted = Spotter(partial(_token_ids, store)), -1
         self._read = lru_cache(maxsize=_DOCUMENTS)(lambda source, revision: store.document(source))
 
     @property
@@ -282,12 +282,6 @@ class Finder:
                 "no chunk matches the question", "use words of the documents, or name the documents"
             )
         return hits
-
-    def _token_ids(self, chunk_id: bytes) -> Sequence[int]:
-        with suppress(DamagedError):
-            if (info := self._store.chunk_info(chunk_id)) is not None:
-                return info.token_ids
-        return ()
 
     def document(self, source: str) -> DocumentEntry | None:
         """Return a document as it is now; its chunks are asked for one after the other, so it is kept for a while.
@@ -383,6 +377,13 @@ class Finder:
         if not allowed.any():
             raise UsageError(f"no document matches {', '.join(globs)}", "`kvtool store ls` lists the documents")
         return allowed
+
+
+def _token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
+    with suppress(DamagedError):
+        if (info := store.chunk_info(chunk_id)) is not None:
+            return info.token_ids
+    return ()
 
 
 def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
