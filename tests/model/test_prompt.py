@@ -154,6 +154,11 @@ def test_control_text_in_messages_stays_text(styled: Any) -> None:
     assert EVIL in styled.decode(hostile)
 
 
+def test_an_instruction_is_not_put_into_an_answer() -> None:
+    said = [("system", "Be brief."), ("assistant", "Hello!"), ("user", "Who?")]
+    assert message_tokens(with_template(GEMMA), said) is None
+
+
 @pytest.mark.parametrize("template", [None, DEAF, "{{ messages[0].content }} {{ messages[0].content }}", "{% for"])
 def test_messages_that_the_template_does_not_show_have_no_tokens(template: str | None) -> None:
     assert message_tokens(with_template(template), MESSAGES) is None

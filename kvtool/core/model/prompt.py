@@ -82,7 +82,7 @@ def message_tokens(tokenizer: Any, messages: Sequence[Message]) -> Ids | None:
     if not tokenizer.chat_template:
         return None
     ways = [[(role, content.strip()) for role, content in messages]]
-    if len(messages) > 1 and messages[0][0] == "system":
+    if [role for role, _ in messages[:2]] == ["system", "user"]:
         (_, system), (role, first), *later = ways[0]
         ways.append([(role, system + _SEPARATOR + first), *later])
     for way in ways:
