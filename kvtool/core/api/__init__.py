@@ -175,7 +175,7 @@ class Cache(Held):
     def take(
         self, pack: str | Path, *, events: Events | None = None, **options: Unpack[arguments.ImportArguments]
     ) -> TransferReport:
-        """Take a pack, or a store's folder, into the store, as `store import` does; `options` are the fields of `ImportOptions`."""
+        """Import a pack, or a store's folder, as `store import` does; `options` are the fields of `ImportOptions`."""
         from kvtool.core.pack.import_ import take
 
         wanted = self._wanted(ImportOptions, options)
