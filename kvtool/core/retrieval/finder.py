@@ -380,6 +380,7 @@ class Finder:
 
 
 def _token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
+    run_pending()  # the first question of a process asks for all chunks: other answers go on meanwhile
     with suppress(DamagedError):
         if (info := store.chunk_info(chunk_id)) is not None:
             return info.token_ids
