@@ -29,6 +29,7 @@ from tests.cli.working import QUESTION, SHORT, kvtool
 from tests.remote.object_stub import WebServer
 from tests.remote.test_sharing import forget, is_whole, new_store
 
+PATIENCE = 60.0  # seconds for a value: an imitated service on a busy machine takes longer than a real one
 SECRETS = re.compile("zqxwv", re.I)  # of what `s3_url` puts into the environment
 
 
@@ -103,7 +104,7 @@ def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, mon
 
     def who() -> str:
         service.asked.clear()
-        with closing(open_blobs(s3_url)) as blobs:
+        with closing(open_blobs(s3_url, PATIENCE)) as blobs:
             assert blobs.get(["x"]) == [None]
         return re.search("Credential=([A-Z]+)/", service.asked[-1][2])[1]  # type: ignore[index]
 
@@ -145,7 +146,7 @@ def test_credentials_of_the_machines_role(
         monkeypatch.delenv(name)
     for name in ("AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"):
         monkeypatch.setenv(name, str(tmp_path / "none"))
-    with closing(open_blobs(s3_url)) as blobs:
+    with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         assert blobs.get(["x", "y"]) == [None, None]
         assert not SECRETS.search(repr(blobs) + blobs.url)
     assert service.asked[0][:2] == ("PUT", "/latest/api/token")
@@ -178,7 +179,7 @@ def test_other_services_are_asked_at_their_own_endpoint(
         "AZURE_SKIP_SIGNATURE": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    with closing(open_blobs(url)) as blobs:
+    with closing(open_blobs(url, PATIENCE)) as blobs:
         assert blobs.get(["a/b"]) == [None]
         assert blobs.sizes(["a/b"]) == [0]
     assert all(path.split("?")[0].replace("%2F", "/").endswith("kv/a/b") for _, path, _ in service.asked)
@@ -203,7 +204,7 @@ def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkey
 
 def test_leases_of_several_at_once(s3_url: str) -> None:
     """All are in one object, and none is lost."""
-    with closing(open_blobs(s3_url)) as blobs:
+    with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         names = [f"push-{number}" for number in range(6)]
         holding = [threading.Thread(target=blobs.hold, args=(name,)) for name in names]
         for thread in holding:
@@ -222,7 +223,7 @@ def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.
     """One that lags by far: what is deleted is put off, nothing else is otherwise."""
     monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
     monkeypatch.setattr(object_store, "_MANY", 0)
-    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url)) as blobs:
+    with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url, PATIENCE)) as blobs:
         push(store, blobs)
         assert push(store, blobs).bytes == 0
         forget(store, "f2")
@@ -236,7 +237,7 @@ def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.
 def test_many_sizes_are_asked_for_in_lists(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store, "_MANY", 4)
     asked: list[str] = []
-    with closing(open_blobs(s3_url)) as blobs:
+    with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         blobs.put({f"pack/{number}": bytes(number + 1) for number in range(6)} | {"head": b"1"})
         real = ObjectBlobs._sizes
         monkeypatch.setattr(ObjectBlobs, "_sizes", lambda self, names: (asked.extend(names), real(self, names))[1])
@@ -326,11 +327,11 @@ def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         url = f"https://localhost:{server.port}/kv"
         for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE"):
             monkeypatch.setenv(name, str(tmp_path / "authority.pem"))
-        with closing(open_blobs(url)) as blobs, pytest.raises(RemoteError, match="certificate") as caught:
+        with closing(open_blobs(url, PATIENCE)) as blobs, pytest.raises(RemoteError, match="certificate") as caught:
             blobs.get(["head"])
         assert "SSL_CERT_FILE" in caught.value.hint
         monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
-        with closing(open_blobs(url)) as blobs:
+        with closing(open_blobs(url, PATIENCE)) as blobs:
             assert pull(tmp_path / "pulled", blobs).damaged == []
 
 
