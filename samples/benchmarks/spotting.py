@@ -1,6 +1,9 @@
 """How much of a corpus is found again in prompts that its passages are pasted into, form by form.
 
     python samples/benchmarks/spotting.py TOKENIZER (FOLDER | {hotpotqa|musique|squad}:FILE) [--group N]
+    python samples/benchmarks/spotting.py random CHUNKS
+
+The second form takes random token ids, 180 a chunk, and says what an index of so many chunks costs.
 
 TOKENIZER is a `tokenizer.json`. Documents are cut into chunks as an ingest does; groups of N chunks are shuffled and
 pasted with what clients write around them. No language model is needed.
@@ -18,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -53,6 +57,8 @@ def main() -> None:
     parser.add_argument("corpus")
     parser.add_argument("--group", type=int, default=5, help="chunks in a prompt")
     given = parser.parse_args()
+    if str(given.tokenizer) == "random":
+        return cost(int(given.corpus))
     tokenizer = Tokenizer.from_file(str(given.tokenizer))
 
     def ids_of(texts: Sequence[str]) -> list[list[int]]:
@@ -76,6 +82,25 @@ def main() -> None:
         texts = ["".join(form(number, text) for number, text in enumerate(group, 1)) for group in groups]
         row(name, texts, ids_of, spotter, len(chunks), total * SHARES.get(name, 1))
     row("whole documents", [f"{text}\n\n" for text in documents], ids_of, spotter, len(chunks), total)
+
+
+def cost(chunks: int) -> None:
+    """Print what an index of random chunks takes, and a prompt of 7,800 tokens with forty of them."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 50_000, (chunks, 180), np.uint32)
+    spotter = Spotter(lambda chunk_id: tokens[int.from_bytes(chunk_id, "big")].tolist())
+    started = time.thread_time()
+    spotter.update(number.to_bytes(20, "big") for number in range(chunks))
+    built = time.thread_time() - started
+    rows = rng.integers(chunks, size=40)
+    prompt = np.concatenate([np.concatenate((rng.integers(0, 50_000, 15), tokens[row])) for row in rows]).tolist()
+    taken = []
+    for _ in range(30):
+        started = time.thread_time()
+        assert len(spotter.spot(prompt)) == len(rows)
+        taken.append(1000 * (time.thread_time() - started))
+    size = spotter.nbytes / chunks
+    print(f"{chunks:,} chunks: built in {built:.2f} s, {size:.0f} bytes a chunk, {np.median(taken):.2f} ms a prompt")
 
 
 def row(
