@@ -138,7 +138,8 @@ def silence(stream: IO[str] | None) -> None:
 # not after an opening one. Korean has blanks, and breaks at them.
 _WIDE = "\u2e80-\u312f\u31a0-\u31ff\u3400-\u9fff\uf900-\ufaff\uff00-\uff60\U00020000-\U0003fffd"
 _OPENING, _CLOSING = "（「『【《〈", "、。，．！？：；）」』】》〉"
-_UNIT = re.compile(rf"\n|[ \t]+|[{_OPENING}]*[{_WIDE}][{_CLOSING}]*|[^ \t\n{_WIDE}]+[{_CLOSING}]*")
+# Compiled at its first use: `--help` wraps nothing, and it takes 3 ms.
+_UNIT = rf"\n|[ \t]+|[{_OPENING}]*[{_WIDE}][{_CLOSING}]*|[^ \t\n{_WIDE}]+[{_CLOSING}]*"
 _FENCE = "```"  # begins and ends a block of code, whose lines are left as they are
 
 
@@ -152,7 +153,7 @@ class WordWrap:
 
     def take(self, text: str, columns: int) -> str:
         """Return what can be shown of the text so far, on lines of so many cells."""
-        units = _UNIT.findall(self._held + text)
+        units = re.findall(_UNIT, self._held + text)
         self._held = units.pop() if units and units[-1].strip(" \t\n") else ""
         shown = "".join(self._placed(unit, columns) for unit in units)
         if self._held and (self._runs_on or _cells(self._held) > columns):

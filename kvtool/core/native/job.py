@@ -32,6 +32,8 @@ class Job:
     def __init__(self, **fields: str) -> None:
         self.fields = fields
         self.places = {name: place for place, name in enumerate(fields)}
+        self._words = struct.Struct("=" + "".join("f4x" if kind == "float" else "q" for kind in fields.values()))
+        self._memory = ctypes.c_int64 * len(fields)
 
     def __len__(self) -> int:
         return len(self.fields)
@@ -49,7 +51,11 @@ class Job:
             yield self.load(k, k.args.jobs.at(index * len(self)))
 
     def row(self, values: Mapping[str, int | float]) -> list[int]:
-        """The words of one job.
+        """The words of one job; raises as `pack` does."""
+        return list(self.pack(**values))
+
+    def pack(self, **values: int | float) -> Packed:
+        """Write one job to memory.
 
         Raises
         ------
@@ -57,11 +63,9 @@ class Job:
         """
         if values.keys() != self.fields.keys():
             raise ValueError(f"a job has {', '.join(self.fields)}")
-        return [word(kind, values[name]) for name, kind in self.fields.items()]
-
-    def pack(self, **values: int | float) -> Packed:
-        """Write one job to memory; raises as `row` does."""
-        return (ctypes.c_int64 * len(self))(*self.row(values))
+        packed = self._memory()
+        self._words.pack_into(packed, 0, *[values[name] for name in self.fields])
+        return packed
 
 
 class WorkQueue(Scope):
@@ -115,13 +119,6 @@ class Jobs:
 def address(array: npt.NDArray[Any]) -> int:
     """The address of an array's first number."""
     return int(array.__array_interface__["data"][0])
-
-
-def word(kind: str, value: int | float) -> int:
-    """A field's 8 bytes: of a float those of float32."""
-    if kind == "float":
-        return int(struct.unpack("<i", struct.pack("<f", value))[0])
-    return int(value)
 
 
 def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
