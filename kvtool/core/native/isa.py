@@ -88,8 +88,12 @@ def runnable() -> tuple[str, ...]:
 def best_isa() -> Isa | None:
     """Return the best of `runnable()`, no better than what torch's kernels are held to (`ATEN_CPU_CAPABILITY`); None:
     there is no machine code here."""
-    forbidden = _FORBIDDEN.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
-    return next((ISAS[name] for name in runnable() if name not in forbidden), None)
+    return _best(os.environ.get("ATEN_CPU_CAPABILITY", ""), runnable())
+
+
+@cache  # asked for each product
+def _best(capability: str, names: tuple[str, ...]) -> Isa | None:
+    return next((ISAS[name] for name in names if name not in _FORBIDDEN.get(capability, ())), None)
 
 
 def isa_here() -> Isa | None:

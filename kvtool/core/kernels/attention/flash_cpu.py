@@ -16,7 +16,7 @@ from kvtool.core.kernels.attention.params import KV, AttentionCall, AttentionPar
 from kvtool.core.kernels.attention.sdpa import has_tiles
 from kvtool.core.native.isa import AVX512_BF16, isa_here, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compile_once, compiled
-from kvtool.core.native.job import LINE, scratch
+from kvtool.core.native.job import LINE, address, scratch
 from kvtool.core.native.threads import launch
 
 name = "flash"
@@ -154,7 +154,7 @@ class Kernel:
             blocks=blocks.data_ptr(),
             count=len(blocks),
             counters=counters.data_ptr(),
-            scratch=scratch("attention", size * threads, "uint8").ctypes.data,
+            scratch=address(scratch("attention", size * threads, "uint8")),
             scratch_bytes=size,
         )
         launch(self.function, job, threads)

@@ -21,7 +21,7 @@ from kvtool.core.kernels.linear.qtensor import LAYOUTS, QuantizedTensor
 from kvtool.core.native.builder import module
 from kvtool.core.native.isa import AVX512_BF16, Isa, best_isa, multiplies_bfloat16
 from kvtool.core.native.jit import Function, compile_once, compiled
-from kvtool.core.native.job import LINE, scratch
+from kvtool.core.native.job import LINE, address, scratch
 from kvtool.core.native.threads import launch
 
 _UNPACKED_AT_ONCE = 16  # rows of weights that are unpacked before they are multiplied
@@ -89,7 +89,7 @@ def _multiply_block(
         **{"next": 0, "thread": 0, "share": share, "last": matrix.rows, "columns": matrix.columns},
         **_parts(matrix),
         **{"x": x.data_ptr(), "rows": x.shape[0], "out": out.data_ptr(), "outputs": matrix.rows},
-        **{"bias": bias.data_ptr(), "scratch": unpacked.ctypes.data, "scratch_bytes": size},
+        **{"bias": bias.data_ptr(), "scratch": address(unpacked), "scratch_bytes": size},
     )
     launch(function, job, threads)
 
