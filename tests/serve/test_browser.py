@@ -130,11 +130,13 @@ def test_pages_of_other_origins(ready: Path, tmp_path: Path) -> None:
             head, begun = friend.told(), friend.told()
             assert (head["status"], bool(head["id"])) == (200, True)
             assert "[DONE]" not in begun["begun"]
-            permits.release(10**6)
+            permits.release(20)  # the rest of it, and a little of 1,500 tokens
             assert friend.told()["text"].endswith("data: [DONE]\n\n")
             assert friend.told()["status"] == 200
             assert friend.told() == {"left": True}
-            wait_until(lambda: len(posts(served)) == 2)  # whether it asks again if it may is its own affair
+            # One more turn at a time: on a busy machine all of them may end before the server sees that the page left.
+            # Whether the browser asks again if it may is its own affair.
+            wait_until(lambda: permits.release() or len(posts(served)) == 2)
             assert posts(served) == [200, 499]
             wait_until(lambda: served.engine.scheduler.running == 0)
         count = len(served.log)
