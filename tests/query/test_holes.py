@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from kvtool.core.cache.record import Allocator
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.tables import record_key
 from kvtool.core.cache.transaction import Snapshot
-from kvtool.core.codec.levels import RAW
 from kvtool.core.errors import DamagedError
-from kvtool.core.records.encode import sealed
 from tests.cli.working import (
     CHUNKS,
     QUESTION,
@@ -26,6 +23,7 @@ from tests.cli.working import (
     damages,
     drop_records,
     kvtool,
+    misshape,
     payloads,
     prefix_chunk,
     write_corpus,
@@ -129,13 +127,7 @@ def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
 def test_records_of_another_shape_are_made_anew(store: Path) -> None:
     """Their digests are right, so that only the model tells: what does not fit it is no record of the chunk."""
     before, chunk = payloads(store), bytes.fromhex(chunks_of(store, "mill2.md")[2])
-    with Store.open(store) as opened:
-        info = opened.chunk_info(chunk)
-        assert info is not None
-        wrong = torch.zeros(1, len(info.token_ids), 8)
-        layers = [sealed(chunk, (wrong, wrong), RAW, layer, [bytes(2 * wrong.nbytes)]) for layer in range(info.layers)]
-        with opened.writer() as writer:
-            writer.put_chunk(chunk, info, RAW, layers, replace=True)
+    misshape(store, chunk)
     assert "does not fit" in ask(store, "--fusion", "reuse").json["chunks"][2]["reason"]
     assert (payloads(store) == before) is True  # without a difference of megabytes to print
     assert set(statuses(ask(store, "--fusion", "reuse").json)) == {"hit"}
