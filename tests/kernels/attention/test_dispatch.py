@@ -101,6 +101,8 @@ def test_the_backend_of_a_gpu(triton: bool) -> None:
         assert serves(device="cuda", **change) == ours
     assert serves(device="cuda", softcap=True) == ("triton" if triton else "eager")
     assert serves(device="cuda", key_dim=576, value_dim=512) == "sdpa"  # latents
+    assert serves(device="cuda", causal=True, batch=2) == "sdpa"
+    assert serves(device="cuda", window=9, batch=2) == "eager"
 
 
 def test_a_backend_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
