@@ -83,7 +83,9 @@ def test_the_backend_follows_the_rows_and_the_scores(monkeypatch: pytest.MonkeyP
 def test_prompts_side_by_side(rows: int, window: int | None) -> None:
     query, key, value = (torch.randn(2, heads, rows, 32, dtype=torch.float32) for heads in (4, 2, 2))
     params, ranges = AttentionParams(0.2, window), KeyRanges.run(range(rows), window, "cpu")
-    torch.testing.assert_close(attend(query, key, value, params, ranges), eager.attend(query, key, value, params, ranges))
+    torch.testing.assert_close(
+        attend(query, key, value, params, ranges), eager.attend(query, key, value, params, ranges)
+    )
 
 
 @pytest.fixture(params=[True, False], ids=["triton", "no triton"])
