@@ -43,6 +43,7 @@ def test_rows_of_a_linear_layer(kind: str, dtype: torch.dtype) -> None:
     assert torch.equal(layer(many), F.linear(many, rounded, bias))
     one = many[:1, :1]
     exact = F.linear(one.double(), dequantize(matrix).double(), bias.double())
+    assert torch.equal(layer(torch.stack([one, -one], -1)[..., 0]), layer(one))  # not side by side
     assert layer(one).shape == (1, 1, 40)
     assert layer(one).dtype == dtype
     assert torch.allclose(layer(one).double(), exact, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)

@@ -26,7 +26,7 @@ from kvtool.core.model.prefill import ChunkKV
 from kvtool.core.session import gate
 from kvtool.core.session.identity import store_identity
 from kvtool.core.session.session import Session
-from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, listing, process, write_corpus
+from tests.cli.working import CHUNKS, PREFIX, QUESTION, SHORT, kvtool, listing, misshape, process, write_corpus
 from tests.families import save_tiny
 
 FAST, PLAIN = "avx2 avx512_bf16", "avx2"
@@ -166,13 +166,20 @@ def test_records_that_are_not_what_they_say_are_refused(elsewhere: Path, monkeyp
     """As far as another arithmetic can be distinguished from another text's KV."""
     read = gate.read_chunk
 
-    def swapped(*args: Any) -> ChunkKV:
-        kv = read(*args)
+    def swapped(*args: Any, **more: Any) -> ChunkKV:
+        kv = read(*args, **more)
         return ChunkKV([side.flip(1) for side in kv.keys], [side.flip(1) for side in kv.values])
 
     monkeypatch.setattr(gate, "read_chunk", swapped)
     kvtool("query", QUESTION, "--store", elsewhere, *SHORT).failed(12, "law 6 (records made in bfloat16 on cpu)")
     kvtool("query", QUESTION, "--store", elsewhere, "--fusion", "full", *SHORT).fine()
+
+
+def test_records_of_another_shape_are_not_compared(elsewhere: Path) -> None:
+    with Store.open(elsewhere) as opened:
+        chunks = [chunk for chunk in opened.chunk_ids() if chunk != store_identity(opened).prefix_id]
+    misshape(elsewhere, *chunks)
+    assert {chunk["status"] for chunk in asked(elsewhere, "--fusion", "reuse")["chunks"]} == {"miss"}
 
 
 def test_one_machine_alone_has_nothing_to_compare(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,10 +32,12 @@ import torch
 from kvtool.cli.app import main
 from kvtool.core.cache.integrity import find_damage
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import RAW
 from kvtool.core.corpus.options import Shard
 from kvtool.core.model import generate
 from kvtool.core.model.generate import Sampling
 from kvtool.core.model.tokens import encode
+from kvtool.core.records.encode import sealed
 from tests.families import save_tiny, tiny_tokenizer
 
 LAYERS = 4  # of the tiny model
@@ -250,6 +252,18 @@ def drop_records(path: Path, *chunks: str) -> None:
     """Make holes: the chunks are still described, their KV is gone."""
     with Store.open(path) as store, store.writer() as writer:
         assert writer.drop_level([bytes.fromhex(chunk) for chunk in chunks], "raw") == len(chunks)
+
+
+def misshape(path: Path, *chunks: bytes) -> None:
+    """Replace the exact records of chunks by sound ones of another shape, as of another model."""
+    with Store.open(path) as store, store.writer() as writer:
+        for chunk in chunks:
+            info = store.chunk_info(chunk)
+            assert info is not None
+            wrong = torch.zeros(1, len(info.token_ids), 8, dtype=torch.float32)
+            payload = [bytes(2 * wrong.nbytes)]
+            layers = [sealed(chunk, (wrong, wrong), RAW, layer, payload) for layer in range(info.layers)]
+            writer.put_chunk(chunk, info, RAW, layers, replace=True)
 
 
 def fail_gate(path: Path) -> None:

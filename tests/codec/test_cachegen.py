@@ -665,6 +665,13 @@ def test_numbers_that_are_not_finite_are_refused(odd: float) -> None:
             CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
 
 
+@pytest.mark.parametrize(("level", "size"), [("cachegen-2", 1e18), ("cachegen-2", 1e37), ("2", 1e37)])
+def test_numbers_whose_error_cannot_be_stated_are_refused(level: str, size: float) -> None:
+    keys, values = torch.randn(2, 30, 16) * size, torch.randn(2, 30, 16)
+    with pytest.raises(KvtoolError, match="too large"):
+        CODECS[level].encode(keys, values, 0, fitted(Model(2, 16)))
+
+
 def test_without_a_profile_a_record_is_the_papers() -> None:
     kv = model().kv(0, 30)
     for level in NESTED:

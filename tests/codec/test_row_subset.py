@@ -84,6 +84,7 @@ def with_tail(tail: bytes, tokens: int = TOKENS) -> Encoded:
         with_tail(tail_of(ROWS, TOKENS)[:5] + struct.pack("<II4s", TOKENS, 8, b"kvk\1")),
         with_tail(struct.pack("<II4s", 2**32 - 1, 7, b"kvk\1")),
         with_tail(tail_of(ROWS, TOKENS)[:-1] + b"\2"),  # a later format
+        Encoded(tail_of((), TOKENS), (2, TOKENS, 24), "float32"),  # no row at all
     ],
 )
 def test_a_record_that_cannot_be_is_damaged(item: Encoded) -> None:

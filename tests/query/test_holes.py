@@ -23,6 +23,7 @@ from tests.cli.working import (
     damages,
     drop_records,
     kvtool,
+    misshape,
     payloads,
     prefix_chunk,
     write_corpus,
@@ -121,6 +122,15 @@ def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
     assert statuses(ask(store, "--level", "cachegen-1", "--fusion", "reuse").json)[1] == "miss"
     assert levels_of(store, chunk) == ["cachegen-2", "raw"]
     assert damages(store) == []
+
+
+def test_records_of_another_shape_are_made_anew(store: Path) -> None:
+    """Their digests are right, so that only the model tells: what does not fit it is no record of the chunk."""
+    before, chunk = payloads(store), bytes.fromhex(chunks_of(store, "mill2.md")[2])
+    misshape(store, chunk)
+    assert "does not fit" in ask(store, "--fusion", "reuse").json["chunks"][2]["reason"]
+    assert (payloads(store) == before) is True  # without a difference of megabytes to print
+    assert set(statuses(ask(store, "--fusion", "reuse").json)) == {"hit"}
 
 
 def test_full_needs_no_cache_and_fills_none(store: Path) -> None:

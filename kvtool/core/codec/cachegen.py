@@ -72,6 +72,7 @@ class CacheGen(SelfContained):
     def _number(self) -> int:
         return int(self.level.rpartition("-")[2])
 
+    @np.errstate(over="ignore", invalid="ignore")  # the record's error is no number then, and it is refused
     def _encoded(self, kv: LayerKV, layer: int, layers: int) -> Sequence[Payload]:
         both = wide_sides(kv, channels_of([shape_of_layer(kv)])).float().cpu()
         if both.numel() and not all(torch.isfinite(end) for end in torch.aminmax(both)):

@@ -235,7 +235,8 @@ class _Slab:
         sides_of(self._profile, self._layers, level, numbers, [[record] for record in records], made, by)
         heads, tokens, dim = self._exact[0].shape
         decoded = [*made.view(len(self._exact), tokens, heads, dim).transpose(1, 2)]
-        errors = np.array(transform_kernels.errors_of(decoded, self._exact), np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):  # no number then, which `Record.pack` refuses
+            errors = np.array(transform_kernels.errors_of(decoded, self._exact), np.float32)
         up: list[float] = np.nextafter(errors, np.float32(np.inf)).tolist()
         return list(zip(up[::2], up[1::2], strict=True))
 

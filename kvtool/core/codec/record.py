@@ -27,7 +27,7 @@ from kvtool.core.codec.base import DTYPES, Payload
 from kvtool.core.codec.levels import NESTED, NO_PROFILE
 from kvtool.core.codec.rans.coder import HELD, Form
 from kvtool.core.codec.rans.reference import LANES, Stream
-from kvtool.core.errors import DamagedError
+from kvtool.core.errors import DamagedError, KvtoolError
 from kvtool.core.native.job import address
 
 FORMAT = 2
@@ -128,7 +128,9 @@ class Record:
     base_check: int = 0
 
     def pack(self) -> list[Payload]:
-        """Return the record as parts, to be joined."""
+        """Return the record as parts, to be joined. Raises KvtoolError: numbers were too large to state an error."""
+        if not sum(self.errors) < math.inf:
+            raise KvtoolError("the KV holds numbers that are too large to code", "keep it at the level raw or lossless")
         words = [len(stream.words) for stream in self.streams]
         header = _HEADER.pack(
             _MAGIC,

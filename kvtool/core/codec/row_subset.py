@@ -138,4 +138,6 @@ def _opened(item: Encoded) -> tuple[Encoded, Ids]:
     rows = tuple(bits[:tokens].nonzero()[0].tolist())
     if len(rows) != count or bits[tokens:].any():
         raise DamagedError("a record does not hold as many rows as it says")
+    if tokens and not rows:  # its place in a prompt would be that of the next chunk
+        raise DamagedError("a record holds no row of its chunk")
     return Encoded(payload, shape_of(kv_heads, count, key_dim, item.shape[-1]), item.dtype), rows

@@ -144,7 +144,7 @@ class LayerProbe:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: AttentionParams
     ) -> torch.Tensor:
-        """Record the arguments, and end the forward: a probe takes the place of a pass's rows (`Attends`)."""
+        """Record the arguments, and end the forward: a probe takes the place of a pass's `AttentionRows`."""
         self.attention = query, key, value, params
         raise ForwardEnded
 

@@ -60,7 +60,7 @@ def larger(left: Value, right: Value | float) -> Value:
 
 
 def exp(value: Value) -> Value:
-    """e to the power of each lane, within 2 units of its last place; from -87 and to 88 it stays what it is there.
+    """Compute e^x lane by lane, within 2 units of the last place; x is clamped to -87 … 88, and NaN taken for -87.
 
     x = n · ln 2 + r: 2ⁿ is written into a float's exponent, e to the power of r a polynomial (that of Cephes' expf).
     """

@@ -33,7 +33,7 @@ from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request
 from kvtool.core.query.staleness import with_changes
 from kvtool.core.query.streaming import Streamed, stands_alone, stream_prompt
 from kvtool.core.records.encode import LeadIns, make
-from kvtool.core.records.read import read_chunk
+from kvtool.core.records.read import read_chunk, stored_shape
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
@@ -389,15 +389,16 @@ def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
         writer.drop_chunks([chunk.chunk_id])  # another chunk's
         return False
     here = store.sizes_here(chunk.chunk_id)
-    sound = [level for level in here if _is_readable(session, chunk.chunk_id, level)]
+    sound = [level for level in here if _is_readable(session, chunk, level)]
     for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any more
         writer.drop_level([chunk.chunk_id], level)
     return info is not None and bool(exact(sound))
 
 
-def _is_readable(session: Session, chunk_id: bytes, level: str) -> bool:
+def _is_readable(session: Session, chunk: ChunkSpec, level: str) -> bool:
+    shapes = [stored_shape(shape, len(chunk.ids)) for shape in session.decoder.shapes]
     try:
-        read_chunk(session.store, chunk_id, level, session.layers, session.profiles)
+        read_chunk(session.store, chunk.chunk_id, level, session.layers, session.profiles, shapes)
     except DamagedError:
         return False
     return True

@@ -46,8 +46,8 @@ class PromptLayout:
     ----------
     retrieve_ms : what that took.
     revision : of the store, at which all of it was looked up.
-    behind : what the plan's first segment stands in; None: nothing stands yet.
-    again : what was found and stands there already.
+    behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
+    again : retrieved chunks that are in it already.
     cut : chunks that were found and left out because they help no more (`--min-score`).
     """
 
@@ -93,7 +93,7 @@ def lay_out(
     ----------
     exactly : take no lossy level where there is an exact one, whatever was measured.
     answered : an answer will follow, for which there must be room.
-    behind : what stands already: chunks that stand there are not repeated, and none may be left that does not.
+    behind : what the prompt cache holds already: its chunks are not repeated, and there may be no others.
     must_find : without `behind`, something has to be found.
 
     Raises

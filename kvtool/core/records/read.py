@@ -120,10 +120,16 @@ def _opened(
         return Unusable(f"damaged: {error.message}"), None
 
 
-def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, layer: int) -> list[Encoded]:
-    """Read one layer of several chunks. Raises DamagedError: a record is missing or damaged."""
+def read_records(
+    store: RecordReader,
+    chunk_ids: Sequence[bytes],
+    level: str,
+    layer: int,
+    shapes: Sequence[Shape] | None = None,
+) -> list[Encoded]:
+    """Read one layer of several chunks. Raises DamagedError: a record is missing, damaged or of another shape."""
     items: list[Encoded] = []
-    for chunk_id, item in zip(chunk_ids, read_layer(store, chunk_ids, level, layer), strict=True):
+    for chunk_id, item in zip(chunk_ids, read_layer(store, chunk_ids, level, layer, shapes=shapes), strict=True):
         if isinstance(item, Unusable):
             where = f"layer {layer} of chunk {chunk_id.hex()[:12]} at level {level}"
             raise DamagedError(f"{where} cannot be read: {item.reason}", REPAIR)
@@ -132,8 +138,14 @@ def read_records(store: RecordReader, chunk_ids: Sequence[bytes], level: str, la
 
 
 def read_chunk(
-    store: RecordReader, chunk_id: bytes, level: str, layers: int, profiles: Profiles = no_profiles
+    store: RecordReader,
+    chunk_id: bytes,
+    level: str,
+    layers: int,
+    profiles: Profiles = no_profiles,
+    shapes: Sequence[Shape] | None = None,
 ) -> ChunkKV:
-    """Read all layers of a chunk as tensors. Raises DamagedError."""
-    items = [read_records(store, [chunk_id], level, layer)[0] for layer in range(layers)]
+    """Read all layers of a chunk as tensors; `shapes`: required of its layers. Raises DamagedError."""
+    wanted = [None] * layers if shapes is None else [[shape] for shape in shapes]
+    items = [read_records(store, [chunk_id], level, layer, shape)[0] for layer, shape in enumerate(wanted)]
     return ChunkKV(*zip(*CODECS[level].decode_layers(items, profiles), strict=True))

@@ -37,7 +37,7 @@ from kvtool.core.model.attention import QueryRows
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
 from kvtool.core.model.prompt_cache import PromptCache
-from kvtool.core.records.read import exact_level, read_chunk
+from kvtool.core.records.read import exact_level, read_chunk, stored_shape
 from kvtool.core.session.identity import ConformanceCheck, ConformanceResult, StoreIdentity, keep_result, stored_result
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def cross_dtype_records(
     """Add to a result the loss of these chunks' records of other arithmetics, unless it has it; store the result."""
 
     def check(made: Arithmetic, allowed: float) -> Compared | None:
-        chunks = [*islice(_chunks_of(store, identity, made, chunk_ids, decoder.stored_layers), MAX_CHUNKS)]
+        chunks = [*islice(_chunks_of(store, identity, made, chunk_ids, decoder), MAX_CHUNKS)]
         return _compare_records(decoder, identity, made, chunks, allowed) if chunks else None
 
     return _add_cross_dtype(store, decoder, result, store.arithmetics(chunk_ids), check)
@@ -301,7 +301,7 @@ def _add_cross_dtype(
 
 
 def _chunks_of(
-    store: Store, identity: StoreIdentity, made: Arithmetic, chunk_ids: Sequence[bytes], layers: int
+    store: Store, identity: StoreIdentity, made: Arithmetic, chunk_ids: Sequence[bytes], decoder: Decoder
 ) -> Iterator[Chunk]:
     """Read the chunks that this arithmetic has made and that are stored without loss; long ones are cut."""
     for chunk_id in chunk_ids:
@@ -309,7 +309,8 @@ def _chunks_of(
             info, level = store.chunk_info(chunk_id), exact_level(store, chunk_id)
             # A chunk after another lead-in (`neighbour`, or an earlier one of the store) cannot be made again here.
             if info and level and (info.arithmetic, info.lead_in) == (made, identity.lead_in.digest()):
-                kv = read_chunk(store, chunk_id, level, layers)
+                shapes = [stored_shape(shape, len(info.token_ids)) for shape in decoder.shapes]
+                kv = read_chunk(store, chunk_id, level, len(shapes), shapes=shapes)
                 cut = ([side[:, :MAX_TOKENS] for side in sides] for sides in (kv.keys, kv.values))
                 yield info.token_ids[:MAX_TOKENS], ChunkKV(*cut)
 

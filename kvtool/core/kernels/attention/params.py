@@ -46,9 +46,9 @@ class KeyRanges:
 
     Attributes
     ----------
-    last : the last place of each row's, less than the number of keys.
+    last : the place of the last key that each row sees, less than the number of keys.
     limits : the same as an int64 tensor on the model's device.
-    first : the first one's place; None: 0 for all.
+    first : the place of the first one; None: 0 for all rows.
     begins : the same as an int64 tensor on the model's device.
     dense : row i is at place i, so that a plain causal attention serves where there are no further keys.
     on_device : only the device knows `limits` and `begins` (a captured graph); `last` is an upper bound, `first` None.

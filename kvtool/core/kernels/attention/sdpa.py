@@ -27,6 +27,8 @@ def declines(call: AttentionCall) -> str:
     """
     if call.is_shaped:
         return "torch's fused kernel knows neither a softcap nor sinks"
+    if call.batch > 1 and not (call.causal and call.key_dim == call.value_dim):
+        return "rows that do not see all before them are taken from one prompt"
     if call.rows == 1 or call.batch > 1 or call.window is not None or call.asked or call.device != "cpu":
         return ""
     is_long_prefill = call.causal and call.key_dim == call.value_dim and call.rows >= LONG_PREFILL

@@ -85,6 +85,8 @@ def declines(call: AttentionCall) -> str:
         return "it runs on CUDA"
     if not has_triton():
         return f"Triton is not installed ({install_line('triton')})"
+    if call.batch > 1:
+        return "it takes one prompt"
     return "" if call.key_dim == call.value_dim else "keys are latents, wider than their values"
 
 
@@ -103,8 +105,8 @@ def attend(
     ----------
     query : float32, bfloat16 or float16.
     key, value : of the same dtype. No key after the last row's is read.
-    ranges : `at` and `begins` are contiguous, and each less than `keys`: that is the caller's to know, the kernel does
-        not look.
+    ranges : `limits` and `begins` are contiguous, and each less than the number of keys: the caller's to know, the
+        kernel does not look.
     splits : None: as many as fill the GPU.
 
     Returns

@@ -69,7 +69,7 @@ class PackedLinear(SmallBatchLinear):
         return self.unpacked_product(input)
 
     def _one(self, x: torch.Tensor) -> torch.Tensor:
-        y = gemv(self.matrix, x.reshape(-1).float())
+        y = gemv(self.matrix, x.reshape(-1).float().contiguous())
         if self.bias is not None:
             y += self.bias
         return y.to(x.dtype).view(*x.shape[:-1], -1)
