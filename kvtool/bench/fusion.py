@@ -423,7 +423,7 @@ def _parts(samples: Sequence[Sample]) -> dict[str, float]:
 
 _MEANING = (
     "speedup: full prefill / TTFT; FLOPs: those of full / of this mode; efficiency: speedup / FLOPs. Milliseconds: "
-    "load = read + decode + upload + rotate, in a thread beside compute (selection included); wait: for it; overlap: "
+    "load = read + decode + upload + rotate, in a thread of its own (selection included); wait: for it; overlap: "
     "TTFT / the larger of load and compute. limit: by layer the slower of its FLOPs and its weights, or all bytes "
     "read, at the speeds above"
 )

@@ -138,7 +138,7 @@ def _by_layer(layers: Sequence[Mapping[str, Any]], level: str) -> Section:
     if lossy([level]):
         text += f"They are read at level {level}: what it rounds away is part of the deviation, at every layer."
     else:
-        text += "The first layer's depend on the token alone, so they do not deviate."
+        text += "The first layer's depend only on the token, so they do not deviate."
     return Section("By layer", (text,), _chart("Deviation of reused KV from full prefill's", _RELATIVE, lines))
 
 

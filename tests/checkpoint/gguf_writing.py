@@ -185,7 +185,7 @@ def _stored_otherwise(arch: str, config: Any, name: str, values: Array, store: S
 
 
 def _gate_and_up(arch: str, name: str, values: Array, layer: str, store: Store) -> Array:
-    """Two tensors of one: one behind the other, or in turn."""
+    """Two tensors of one: one after the other, or in turn."""
     kind = "bias" if name.endswith("bias") else "weight"
     if arch == "gpt-oss":
         values = values.swapaxes(1, 2) if kind == "weight" else values

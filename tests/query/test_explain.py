@@ -16,7 +16,7 @@ from tests.cli.working import QUESTION, SHORT, chunks_of, drop_records, kvtool
 
 REASONS = {
     "full": "full recompute",
-    "prefix": "behind the exact prefix",
+    "prefix": "after the exact prefix",
     "epic": "link token",
     "blend": "deviation",
     "infoflow": "question attention",

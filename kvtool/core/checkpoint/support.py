@@ -124,7 +124,7 @@ def _states(config: Any) -> Iterator[Refusal]:
     layers = set(_layer_types(config))
     if layers & STATEFUL:
         if other := layers - STATEFUL - _KEEPING_NOTHING - {_FULL}:
-            yield f"keeps a recurrent state beside {', '.join(sorted(other))}", _A_LAYER
+            yield f"keeps a recurrent state besides {', '.join(sorted(other))}", _A_LAYER
         if not layers & {_FULL, _BOTH}:
             yield "keeps a recurrent state in every layer, and keys in none", _A_LAYER
     elif not layers:
@@ -151,14 +151,14 @@ def _positions(config: Any) -> Iterator[Refusal]:
     if keeps_states(config):  # nothing of it is moved
         return
     if kinds := sorted(set(_layer_types(config)) - set(_ATTENTION)):
-        yield f"has layers of an unknown kind ({', '.join(kinds)})", "to be told what their rows see and keep"
+        yield f"has layers of an unknown kind ({', '.join(kinds)})", "to know what their rows see and keep"
     if getattr(config, "alibi", False) or getattr(config, "use_alibi", False):
         yield "marks positions by ALiBi, not RoPE", _A_WAY
     if not _ropes(config):
         yield "has no rotary positions (RoPE), so a key cannot be moved", _A_WAY
     for rope in _ropes(config):
         if rope["rope_type"] not in _ROPE_TYPES:
-            yield f"scales its RoPE in an unknown way ({rope['rope_type']})", "to be told how its keys are rotated"
+            yield f"scales its RoPE in an unknown way ({rope['rope_type']})", "to know how its keys are rotated"
     is_hybrid = getattr(config, "mamba_d_state", None) is not None  # built without recurrent layers and positions
     if is_hybrid and getattr(config, "position_embedding_type", "rope") != "rope":
         yield "has no rotary positions (RoPE) in use", _A_WAY

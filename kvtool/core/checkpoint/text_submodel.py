@@ -112,7 +112,7 @@ def names_among(tables: Mapping[str, Mapping[str, Any]], shape: tuple[int, int])
     """
     found = [name for name, entry in tables.items() if name.endswith(_EMBEDDING) and tuple(entry["shape"]) == shape]
     if len(found) != 1:
-        needed = "that would need to be told which one is the text model's"
+        needed = "that would need to know which one is the text model's"
         raise ModelError(f"the weights hold {len(found)} embeddings of {shape[0]} tokens; {needed}", _HINT)
     heads = [name.removesuffix("weight") for name in tables if name == _HEAD or name.endswith("." + _HEAD)]
     return TextNames(found[0].removesuffix(_EMBEDDING), min(heads, key=len, default=None))

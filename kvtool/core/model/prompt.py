@@ -135,7 +135,7 @@ def turn_header(tokenizer: Any) -> Ids:
     between = _SEPARATOR
     if tokenizer.chat_template:
         turns = ({"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT})
-        between = _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one behind the other")
+        between = _first_cut(tokenizer, turns, _cut_turn, "it does not show two turns one after the other")
     return tuple(encode_control(tokenizer, between))
 
 

@@ -100,7 +100,7 @@ class DecoderStack:
         ModelError : it keeps states, and its keys cannot be moved.
         """
         if self._rotary is None:
-            needed = "that would need keys that are rotated by their positions alone"
+            needed = "that would need keys that are rotated by nothing but their positions"
             raise ModelError(f"keys of the model cannot be moved to another place; {needed}", ONLY_EXACTLY)
         return self._rotary
 

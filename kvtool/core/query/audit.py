@@ -67,7 +67,7 @@ class Auditor:
             session.warn("an answer could not be audited: its distributions are no numbers", "try --dtype float32")
             return None
         if not keep_audit(session.store, session.identity.fingerprint, done):
-            hint = "make room on the store's disk, or its folder writable"
+            hint = "free space on the store's disk, or make its folder writable"
             self._once("an audit could not be kept", lambda text: session.warn(text, hint))
         return done
 

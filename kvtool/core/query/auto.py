@@ -242,9 +242,9 @@ def _notes(
     if lossless:
         yield f"{lossless} is as fast as {chosen.name} at its least ratio, and loses nothing"
     elif chosen.amount > floor:
-        yield f"recompute hides behind loading up to {chosen.amount:.1%}"
+        yield f"recompute is hidden by loading up to {chosen.amount:.1%}"
     else:
-        yield f"recompute does not hide behind loading: the least ratio, {floor:.0%}"
+        yield f"recompute is not hidden by loading: the least ratio, {floor:.0%}"
 
 
 def _ms(seconds: float) -> str:

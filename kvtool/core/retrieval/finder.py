@@ -309,7 +309,7 @@ class Finder:
         """Return the text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
         document = self.document(passage.source)
         if document is None or not stands_in(document, passage):
-            raise DamagedError(f"the index says of {passage.source} what does not stand there", REPAIR)
+            raise DamagedError(f"the index says of {passage.source} what is not there", REPAIR)
         return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:

@@ -90,5 +90,5 @@ def _array(data: memoryview, row: Mapping[str, Any]) -> Array:
     start, stop = row["data_offsets"]
     kind = np.dtype(_KINDS[row["dtype"]])
     if not 0 <= start <= stop <= len(data):
-        raise ValueError("an array lies outside of the file")
+        raise ValueError("an array is outside the file")
     return np.frombuffer(data[start:stop], kind).reshape(row["shape"])

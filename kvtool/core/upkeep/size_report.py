@@ -20,7 +20,7 @@ LOW_WATER = 0.9  # of the budget: the goal of a prune, so that it need not run a
 _PARTS = {
     "pinned": "pinned",
     "text": "of text",
-    "chunks": "known of chunks beside their KV",
+    "chunks": "known of chunks besides their KV",
     "beginning": "of KV of the prompt's own beginning",
     "profiles": "of the codec's profile",
     "beside": "of index and logs",

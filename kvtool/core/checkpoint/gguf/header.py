@@ -165,7 +165,7 @@ class _Reader:
                 raise _MalformedError(f"the tensor {name!r} comes twice")
             nbytes = _tensor_bytes(name, shape, kind)
             if offset % alignment or start + offset + nbytes > self._size:
-                raise _MalformedError(f"cut short: the tensor {name!r} lies outside the file")
+                raise _MalformedError(f"cut short: the tensor {name!r} is outside the file")
             tensors[name] = TensorInfo(name, shape, kind, start + offset, nbytes)
         _refuse_overlap(list(tensors.values()))
         return tensors

@@ -267,4 +267,4 @@ def _numbers(header: GgufHeader, name: str, what: str, kind: str, read: Callable
 
 
 def _unknown(name: str) -> ModelError:
-    return ModelError(f"the GGUF file holds a tensor that gpt-oss has no room for: {name}", "download it again")
+    return ModelError(f"the GGUF file holds a tensor that gpt-oss does not have: {name}", "download it again")

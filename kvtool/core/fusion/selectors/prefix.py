@@ -18,7 +18,7 @@ class Prefix(Selector):
 
     name: ClassVar[str] = "prefix"
     lossless: ClassVar[bool] = True
-    reason: ClassVar[str] = "behind the exact prefix"
+    reason: ClassVar[str] = "after the exact prefix"
 
     def cost(self, prompt: PromptRows) -> Cost:
         return Cost(reads=("leading",), computes=("exact", "hit"))
