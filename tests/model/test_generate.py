@@ -16,7 +16,7 @@ from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import decode
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, greedy_prefix, stop_ids
+from kvtool.core.model.generate import Generated, Sampling, first_token, generate, greedy_prefix, next_token, stop_ids
 from kvtool.core.model.tokens import TextStream, encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer
@@ -208,6 +208,10 @@ def test_after_full_prefill_it_samples_what_transformers_samples(temperature: fl
     assert list(found.script) == expected[0, prompt.shape[1] :].tolist()
 
 
+def test_logits_that_overflow_once_divided_are_sampled() -> None:
+    assert first_token(torch.tensor([1e38, 3e38, -3e38]), Sampling(temperature=1e-5)) == 1
+
+
 def test_a_temperature_next_to_nothing_is_greedy() -> None:
     logits = torch.tensor([40.0, 39.0, 42.0, -torch.inf])
     for temperature in (1e-9, 1e-45, 1e-300):
@@ -240,9 +244,10 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
     for wrong in (float("nan"), float("inf")):
         logits = torch.zeros(9, dtype=torch.float32)
         logits[4] = wrong
-        with pytest.raises(ModelError, match="finite") as caught:
-            first_token(logits, Sampling())
-        assert "full" in caught.value.hint
+        for choose in (first_token, next_token):  # later ones can overflow, too
+            with pytest.raises(ModelError, match="finite") as caught:
+                choose(logits, Sampling())
+            assert "full" in caught.value.hint
     logits[4], logits[2] = float("-inf"), 1.0  # a token that the model rules out
     assert first_token(logits, Sampling()) == 2
     with pytest.raises(ModelError):

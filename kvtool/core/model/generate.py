@@ -20,7 +20,7 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tokens import OnText, TextStream
 
 Finish = Literal["stop", "length", "repeat"]
-_COLD = 1e-6  # logits divided by less may be no numbers any more
+_COLD = 1e-6  # chances of less are those of the largest logit, or no numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +85,28 @@ def prepare_decoding(decoder: Decoder) -> None:
 
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
-    """Choose the first answer token from logits `[vocabulary]`; seeds what `next_token` draws from.
-
-    Raises
-    ------
-    ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
-    """
-    if not math.isfinite(float(logits.max())):
-        raise ModelError(
-            "the model gives no finite numbers over this prompt, so there is no answer",
-            "--fusion full asks without what is stored; numbers that overflow there, too, need --dtype float32",
-        )
+    """Choose the first answer token from logits `[vocabulary]`; seeds what later ones draw from. See `next_token`."""
     if sampling.temperature > 0:
         sampling.draw.manual_seed(sampling.seed)
     return next_token(logits, sampling)
 
 
 def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
-    """Choose a token from logits `[vocabulary]`."""
+    """Choose a token from logits `[vocabulary]`.
+
+    Raises
+    ------
+    ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
+    """
+    best = int(logits.argmax())
+    if not math.isfinite(most := float(logits[best])):
+        raise ModelError(
+            "the model gives no finite numbers over this prompt, so there is no answer",
+            "--fusion full asks without what is stored; numbers that overflow there, too, need --dtype float32",
+        )
     if sampling.temperature < _COLD:
-        return int(logits.argmax())
-    chances = torch.softmax(logits / sampling.temperature, -1).cpu()
+        return best
+    chances = torch.softmax((logits - most) / sampling.temperature, -1).cpu()
     return int(torch.multinomial(chances, 1, generator=sampling.draw))
 
 
