@@ -12,6 +12,9 @@ JOBS   ?= 3
 SECONDS ?= 3600
 CORPUS  ?= .fuzzing
 
+# Without its bytecode every worker rewrites all assertions again, and every process that a test starts compiles kvtool.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-all test-arm nightly fmt lint type docs clean
 .DEFAULT_GOAL := test
 

@@ -93,7 +93,7 @@ def every_command(folder: Path, store: Path, fitted: Path, tiny: Path) -> dict[s
             "store compact": ("store", "compact", *here, "--json"),
             "store verify": ("store", "verify", *here, "--sample", "1/1", "--json"),
             "bench ingest": ("bench", "ingest", *here, "--tokens", "200", "--repeat", "1", "--json"),
-            "bench codec": ("bench", "codec", *here, "--tokens", "200", "--repeat", "1", "--json"),
+            "bench codec": ("bench", "codec", *here, "--tokens", "200", "--repeat", "1", "--threads", "1", "--json"),
             "bench fusion": (
                 "bench",
                 "fusion",

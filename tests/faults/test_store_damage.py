@@ -137,6 +137,17 @@ def _check_repair(path: Path, table: bytes, dropped: bool) -> None:
         check_file(store, "f0")
 
 
+def test_a_document_whose_file_is_damaged_goes(path: Path) -> None:
+    from kvtool.core.cache.integrity import find_damage, repair
+
+    key = tables.name_key("f0")
+    overwrite(path, tables.FILES, key, flip(stored(path, tables.FILES, key), 70))
+    with Store.open(path) as store, store.writer() as pen:
+        repair(store, pen, find_damage(store, 1))  # type: ignore[arg-type]
+        with store.snapshot() as snapshot:
+            assert [*snapshot.keys(tables.DOCUMENTS)] == [tables.name_key("f1")]
+
+
 def test_a_damaged_description_is_a_miss(path: Path) -> None:
     key = id_of("f0.0")
     overwrite(path, tables.CHUNKS, key, flip(stored(path, tables.CHUNKS, key), 80))

@@ -91,6 +91,8 @@ def test_a_head_that_changes_while_a_sweep_deletes(
     (packed,) = blobs.get([f"catalogue/{unseal_head(first).catalogue}"])
     assert packed is not None
     forget(store, "f2")
+    with store.writer() as writer:
+        add_file(writer, "f3", ["f3.0"])
 
     def bring_back() -> None:
         blobs.put({f"catalogue/{digest_of(packed)}": packed})
@@ -98,6 +100,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
 
     after_first(monkeypatch, blobs, "delete", bring_back)
     assert push(store, blobs, delete=True).removed == 1
+    assert len(read_catalogue(blobs).files) == 4  # what was pushed is in force again, beside what came back
     with Store.open(new_store(tmp_path / "again")) as again:
         push(again, blobs)
     assert is_whole(blobs)

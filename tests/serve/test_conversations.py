@@ -223,6 +223,15 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
         assert counts(client.ask("What else?", third))[0] > 0
 
 
+def test_a_conversation_that_is_held_again_counts_once(client: Client) -> None:
+    """Two who ask the same at once leave two of them."""
+    client.talk(QUESTIONS[:1])
+    held = client.engine.conversations
+    ((conversation, size),) = held._held.values()
+    held.hold(conversation, Request(QUESTIONS[0]))
+    assert (len(held), held.nbytes) == (1, size)
+
+
 def test_who_leaves_in_the_middle_finds_it_as_it_was(ready: Path, client: Client) -> None:
     turns, _ = client.talk(QUESTIONS[:2])
     stream = asking.stream(client.engine, Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
