@@ -114,7 +114,7 @@ class LevelSerde:
 
     def estimate_serialized_size(self, layout_desc: Any) -> int:
         """Return the bytes that each chunk takes. Raises KvtoolError: it has another shape than the profile's."""
-        (shape,) = layout_desc.shapes
+        shape = torch.Size(*layout_desc.shapes)
         return _HEADER.size + 4 * self._layers_of(shape) + ceil(shape.numel() * self._bits / 8)
 
     def serialize(self, src: Any, dst: Any, key: object) -> int:
