@@ -67,7 +67,7 @@ LINES = {
     "serve": 3408,
     "session": 1454,
     "streaming": 798,
-    "top": 194,
+    "top": 394,
     "upkeep": 1851,
 }
 

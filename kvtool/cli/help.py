@@ -45,6 +45,7 @@ TOPICS = {
     "trips": "For developers: source files that a question and a document pass through.",
     "store-format": "The format of the store on disk, byte by byte.",
     "codec": "Compression: how KV is encoded at each level.",
+    "lmcache": "LMCache's L2 at kvtool's levels: a serde for the KV of vLLM.",
 }
 _PAGE_LINK = re.compile(r"\[([^]]+)\]\(([a-z-]+)\.md(?:#[^)]*)?\)")
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvtool.core.model.rope import _model_function
+from kvtool.lmcache import Rope
 from tests.fusion.making import NAMES, case
 
 POSITIONS = torch.tensor([0, 1, 5, 77, 1000, 1999])
@@ -97,3 +98,21 @@ def test_yarn_scales_keys_and_the_inverse_takes_it_off() -> None:
 
 def test_a_module_without_a_rotary_function_has_none() -> None:
     assert _model_function(torch.nn.Linear(1, 1)) is None
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "stablelm", "qwen3"])
+def test_a_description_rotates_alike(name: str) -> None:
+    """Other programs' rotated keys are un-rotated by it (kvtool/lmcache.py)."""
+    rotary, keys = case(name).decoder.rotary, keys_of(name)
+    told = rotary.by_halves
+    assert told is not None
+    rope = Rope(told["head_dim"], torch.tensor(told["frequencies"], dtype=torch.float64), told["scaling"])
+    rows = keys.transpose(1, 2).flatten(2)
+    made = rope.multiplied(rows, rope.turns(POSITIONS)).unflatten(2, (keys.shape[1], -1)).transpose(1, 2)
+    torch.testing.assert_close(made, rotary.rotate(keys, rotary.table(POSITIONS), 0), atol=2e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["glm", "smollm3", "deepseek-v3", "gemma3"])
+def test_another_rope_has_no_description(name: str) -> None:
+    """It rotates neighbours, leaves a layer out, has latents, or differs by layer."""
+    assert case(name).decoder.rotary.by_halves is None

@@ -79,6 +79,8 @@ def fit(session: Session, sample: Sequence[tuple[bytes, str]], prompts: int, eve
 
     events.step("fit the transform", layers, "layers")
     about = {"chunks": len(sample), "tokens": sum(map(len, tokens)), "prompts": len(made), "model": identity.model}
+    if rope := decoder.rotary.by_halves:
+        about["rope"] = rope  # for KV whose keys are rotated (kvtool/lmcache.py)
     groups = default_groups([stored_shape(shape, 0) for shape in decoder.shapes])
     with encoder_threads() as pool:
         return fit_profile(sides, information, groups, about, advance=events.advance, each=pool.map)

@@ -178,6 +178,28 @@ class Rotary:
         for out, numbers in copies:
             out.copy_(numbers)
 
+    @property
+    def by_halves(self) -> dict[str, Any] | None:
+        """Describe a RoPE that rotates all layers' keys by halves; None: the model has another one.
+
+        Returns
+        -------
+        `head_dim`; `frequencies`, radians a position, of each pair; `scaling`, the factor of rotated keys.
+        """
+        if not self.is_single or not all(map(self.rotates, range(len(self._kinds)))):
+            return None
+        tried = torch.tensor(_TRIED, device=self._device)
+        like = torch.empty(0, dtype=torch.float32, device=self._device)
+        table = self._angles(self.names[0], like, tried)
+        cos, sin = (side[0, :, : side.shape[-1] // 2].double() for side in (table.cos, table.sin))
+        frequencies = torch.atan2(sin[1], cos[1])
+        scaling, angles = cos[0].mean(), tried[:, None] * frequencies
+        keys = _drawn(head_dim := self._kinds[0].shape.key_dim).to(self._device)
+        expected = CosSin(*((scaling * side).float().repeat(1, 2)[None] for side in (angles.cos(), angles.sin())))
+        if not torch.allclose(self._by_model(keys, table), rotate_halves_torch(keys, expected), atol=1e-3):
+            return None
+        return {"head_dim": head_dim, "frequencies": frequencies.tolist(), "scaling": float(scaling)}
+
     def rotates(self, layer: int) -> bool:
         """Return True if a layer's keys have positions at all."""
         return self._kinds[layer].rotation is not None
