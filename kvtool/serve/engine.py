@@ -74,7 +74,8 @@ class Engine:
         options = options or ServeOptions()
         self.place, self.model = place, model
         self._warn = warn
-        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned)
+        budget = options.learn_budget if options.learn else 0
+        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, budget)
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
         self._shutdown = IngestShutdown()
