@@ -221,6 +221,7 @@ class Engine:
             "model": self.model_name,
             "queue": self.scheduler.waiting,
             "running": self.scheduler.running,
+            "learning": self.scheduler.learning,
             "conversations": len(self.conversations),
         }
 

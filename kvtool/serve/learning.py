@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvtool.core.retrieval.spotting import FEWEST, Spotter
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkSpec
     from kvtool.core.query.reply import Request
+    from kvtool.core.session.learned import LearnedStore
     from kvtool.core.session.session import Session
 
 _LEAST = 64  # tokens of a passage that is worth a chunk
@@ -71,67 +72,66 @@ class Learner:
         self._requests: deque[Request] = deque(maxlen=_REQUESTS)
         self._passages: deque[_Passage] = deque(maxlen=_CHUNKS)
 
-    @property
-    def is_busy(self) -> bool:
-        """Return True if there is a step to do."""
-        return bool(self._requests or self._passages)
+    def __len__(self) -> int:
+        """Return the number of steps to do."""
+        return len(self._requests) + len(self._passages)
 
     def add(self, request: Request) -> None:
         """Add an answered request, whose messages may have passages."""
         if request.owner is not None:
             self._requests.append(request)
 
-    def step(self, session: Session) -> None:
-        """Compute and store one passage, or look for passages in one request.
+    def step(self, opened: Callable[[], Session]) -> None:
+        """Compute and store one passage, or look for passages in one request. `opened`: returns the store's session.
 
         Raises
         ------
-        KvtoolError : the passage could not be stored.
+        KvtoolError : that failed; it is not tried again.
         """
-        if session.learned is None:
-            return
-        with session.lock:
-            if not self._passages:
-                self._look_at(session, self._requests[0])
-                self._requests.popleft()  # only now, since others see whether there is a step to do
+        waiting: deque[Any] = self._passages or self._requests
+        try:
+            session = opened()
+            if session.learned is None:
                 return
-            passage = self._passages[0]
-            try:
-                session.learned.put(passage.owner, passage.chunk, passage.text)
-            finally:
-                self._passages.popleft()
+            with session.lock:
+                if waiting is self._requests:
+                    self._look_at(session, session.learned, waiting[0])
+                else:
+                    session.learned.put(waiting[0].owner, waiting[0].chunk, waiting[0].text)
+        finally:
+            waiting.popleft()  # only now: `len` counts it as long as it is under way
 
-    def _look_at(self, session: Session, request: Request) -> None:
+    def _look_at(self, session: Session, learned: LearnedStore, request: Request) -> None:
         """Queue the parts of a request's texts that came before; remember the others."""
         from kvtool.core.model.tokens import encode
         from kvtool.core.query.prompt import spot_all
 
-        seen, new = self._seen.setdefault(str(request.owner), SeenTexts()), list[Sequence[int]]()
+        owner, new = str(request.owner), list[Sequence[int]]()
+        seen = self._seen.setdefault(owner, SeenTexts())
         for role, content in request.messages:
             if role == "assistant":
                 continue
             ids = encode(session.tokenizer, content)  # it was answered, so it is no longer than the context
-            stored = [(span.start, span.stop) for span in spot_all(session, ids, request.owner)]
+            stored = [(span.start, span.stop) for span in spot_all(session, ids, owner)]
             for first, end in _between(stored, len(ids)):
                 text = ids[first:end]
                 again = seen.runs(text)
                 new += [text[start:stop] for start, stop in _between(again, len(text))]
                 for start, stop in again:
-                    self._queue(session, str(request.owner), text[start:stop])
+                    self._queue(session, learned, owner, text[start:stop])
         seen.add(new)
 
-    def _queue(self, session: Session, owner: str, ids: Sequence[int]) -> None:
+    def _queue(self, session: Session, learned: LearnedStore, owner: str, ids: Sequence[int]) -> None:
         """Queue a text's chunks, cut as those of a document are."""
         from kvtool.core.corpus.split import split
         from kvtool.core.model.prompt import chunk_tokens
         from kvtool.core.model.tokens import count_tokens
 
-        assert session.learned is not None
         tokenizer, settings = session.tokenizer, session.identity.split
         text = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False).strip("\ufffd")
         parts = [text[span.start : span.end] for span in split(text, settings, count_tokens(tokenizer), "text")]
         for part, own in zip(parts, chunk_tokens(tokenizer, parts), strict=True):
-            passage = _Passage(owner, session.learned.wanted(owner, own), part)
+            passage = _Passage(owner, learned.wanted(owner, own), part)
             if len(own) >= FEWEST and passage not in self._passages:
                 self._passages.append(passage)
 

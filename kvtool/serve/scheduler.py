@@ -188,6 +188,11 @@ class Scheduler:
         """Return the number of running jobs."""
         return len(self._running)
 
+    @property
+    def learning(self) -> int:
+        """Return the number of requests and passages that wait to be learned."""
+        return len(self._learner) if self._learner is not None else 0
+
     def submit(self, ask: Ask, tell: Tell) -> Job:
         """Add a question. If the queue is full, the newest one of the client with the most is refused.
 
@@ -264,7 +269,7 @@ class Scheduler:
 
     @property
     def _can_learn(self) -> bool:
-        return self._taking and self._learner is not None and self._learner.is_busy
+        return self._taking and self.learning > 0
 
     def _turn(self, batch: ContinuousBatch) -> None:
         jobs = [self._next(), self._aside.popleft() if self._aside else None]
@@ -449,7 +454,7 @@ class Scheduler:
         assert self._learner is not None
         try:
             with between_layers(lambda: self._run_others(batch)):
-                self._learner.step(self._model.session())
+                self._learner.step(self._model.session)
         except Exception as error:
             failed = as_error(error)
             self._warn(f"a passage could not be learned: {failed.message}", failed.hint)

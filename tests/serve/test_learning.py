@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.session.session import Session
 from kvtool.serve.engine import Engine
-from kvtool.serve.learning import SeenTexts
+from kvtool.serve.learning import Learner, SeenTexts
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION, break_record
 from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
@@ -47,7 +50,7 @@ def asked(served: Served, texts: Sequence[str], question: str = QUESTION, key: s
     with httpx2.Client(base_url=served.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE) as client:
         answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, "kvtool": own})
     assert answer.status_code == 200, answer.text
-    wait_until(lambda: not served.engine.scheduler._can_learn)
+    wait_until(lambda: not served.engine.scheduler.learning)
     return answer.json()
 
 
@@ -151,6 +154,12 @@ def test_the_least_recently_used_are_evicted_within_the_budget(store: Path) -> N
         assert cached(asked(served, [text])) > 0
         assert cached(asked(served, [ARNE])) == 0
         assert served.warnings == []
+    with serving(store, learn=True, learn_budget=budget // 2) as served:
+        for _ in range(2):
+            asked(served, [BRIX])
+        assert folder_bytes(learned(store)) <= budget // 2
+        assert cached(asked(served, [BRIX])) > 0
+        assert served.warnings == []
 
 
 def test_a_passage_that_exceeds_the_budget_is_not_learned(store: Path) -> None:
@@ -189,12 +198,28 @@ def test_two_servers_of_one_store_share_what_they_learn(store: Path, tmp_path: P
 def test_what_declines_to_learn(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--learn"):
         ServeOptions(learn=True, spot=False)
+    with Store.open(store) as opened:
+        session = Session(opened)
+        session.identity = replace(session.identity, keeps_states=True)
+        with pytest.raises(UsageError, match="--learn needs chunks that can be moved"):
+            session.learn(10**9)
     (tmp_path / "file").touch()
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
     engine = Engine(store, ModelOptions(), lambda text, hint: None, ServeOptions(learn=True))
     with pytest.raises(KvtoolError, match="--learn cannot store passages"):
         engine.start()
     engine.close()
+
+
+def test_a_step_that_fails_is_not_tried_again() -> None:
+    def opened() -> Session:
+        raise KvtoolError("the store is gone")
+
+    learner = Learner()
+    learner.add(Request("", messages=(("user", ARNE),), owner="all"))
+    with pytest.raises(KvtoolError):
+        learner.step(opened)
+    assert len(learner) == 0
 
 
 def test_parts_of_texts_that_came_before() -> None:

@@ -53,6 +53,7 @@ class LearnedStore:
         try:
             self.store = Store.create_or_open(folder)
             if self.store.read_only:
+                self.store.close()
                 raise KvtoolError(f"{folder} is read-only", "name another cache folder in KVTOOL_CACHE")
         except KvtoolError as error:
             raise KvtoolError(f"--learn cannot store passages: {error.message}", error.hint) from error
@@ -155,6 +156,8 @@ class LearnedStore:
             evicted.append(chunk_id)
             room += sum(self.store.sizes_here(chunk_id).values())
         self._drop(writer, evicted)
+        if folder_bytes(self.store.path) > self._budget:  # which is smaller now than at an earlier start
+            writer.compact()
 
     def forget(self, chunk_ids: Collection[bytes]) -> None:
         """Drop passages whose records cannot be read; they are learned again. Raises KvtoolError."""
