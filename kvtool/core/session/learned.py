@@ -18,7 +18,7 @@ from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.space import folder_bytes, megabytes
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
-from kvtool.core.common.types import Ids
+from kvtool.core.common.types import Ids, Warn
 from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.records.encode import LeadIns, make
@@ -28,28 +28,30 @@ from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 
 if TYPE_CHECKING:
     from kvtool.core.cache.writer import Writer
-    from kvtool.core.session.session import Session
+    from kvtool.core.model.decoder import Decoder
 
 _LOCK_WAIT = 0.2  # seconds; another server of the same store writes a chunk in less
 _SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is not due at once
 
 
 class LearnedStore:
-    """The learned passages of a session's store. One thread uses it.
+    """The learned passages of a store. One thread uses it.
 
     Parameters
     ----------
-    session : its chunks have the session's lead-in, model and arithmetic; others are never found.
+    uuid : of the store.
+    identity : of the store. Chunks of another lead-in or model are never found, nor those of another arithmetic.
+    decoder : its model.
     budget : maximum bytes of the folder; the least recently used passages are evicted first.
+    warn : reports damage, once.
 
     Raises
     ------
     KvtoolError : the folder cannot be used.
     """
 
-    def __init__(self, session: Session, budget: int) -> None:
-        session.identity.check_movable("--learn")
-        folder = cache_dir() / "learned" / session.store.uuid
+    def __init__(self, uuid: str, identity: StoreIdentity, decoder: Decoder, budget: int, warn: Warn) -> None:
+        folder = cache_dir() / "learned" / uuid
         try:
             self.store = Store.create_or_open(folder)
             if self.store.read_only:
@@ -57,7 +59,7 @@ class LearnedStore:
                 raise KvtoolError(f"{folder} is read-only", "name another cache folder in KVTOOL_CACHE")
         except KvtoolError as error:
             raise KvtoolError(f"--learn cannot store passages: {error.message}", error.hint) from error
-        self._session, self._budget = session, budget
+        self.identity, self._decoder, self._budget, self._warn = identity, decoder, budget, warn
         self._spotters: dict[str, Spotter] = {}
         self._sources: dict[bytes, str] = {}
         self._revision = -1
@@ -75,7 +77,7 @@ class LearnedStore:
         try:
             self._follow()
         except DamagedError as error:
-            self._session.warn_once(
+            self._warn(
                 f"no learned passages are used: {error.message}", f"stop the server, and remove {self.store.path}"
             )
             return []
@@ -100,7 +102,7 @@ class LearnedStore:
         run_pending()
         with suppress(DamagedError):
             info = self.store.chunk_info(chunk_id)
-            if info is not None and info.arithmetic == self._session.arithmetic:
+            if info is not None and info.arithmetic == self._decoder.loaded.arithmetic:
                 return info.token_ids if self.wanted(owner, info.token_ids).chunk_id == chunk_id else ()
         return ()
 
@@ -112,7 +114,7 @@ class LearnedStore:
 
     def wanted(self, owner: str, ids: Ids) -> ChunkSpec:
         """Specify the chunk of an owner's passage."""
-        return replace(self._session.identity, namespace=owner).wanted(ids)
+        return replace(self.identity, namespace=owner).wanted(ids)
 
     def put(self, owner: str, chunk: ChunkSpec, text: str) -> None:
         """Compute and store a passage of an owner.
@@ -122,10 +124,10 @@ class LearnedStore:
         KvtoolError : another process is writing, or there is no space.
         """
         source = f"{owner}/{chunk.chunk_id.hex()}"
-        (made,) = make(self._session.decoder, self._lead_in(), [chunk])
+        (made,) = make(self._decoder, self._lead_in(), [chunk])
         with self.store.writer(_LOCK_WAIT, self._budget) as writer:
             if not self.store.manifest():
-                writer.set_manifest(self._session.identity.to_manifest())
+                writer.set_manifest(self.identity.to_manifest())
             self._make_room(writer, sum(map(len, made.layers)))
             writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, origin=HERE)
             ref = ChunkRef(chunk.chunk_id, 0, len(text), len(chunk.ids))
@@ -134,9 +136,8 @@ class LearnedStore:
 
     def _lead_in(self) -> LeadIns:
         """Return the store's lead-in, computed once."""
-        identity = self._session.identity
-        if self._lead_ins is None or self._lead_ins[0] is not identity:
-            self._lead_ins = identity, lead_ins_of(identity, self._session.decoder)
+        if self._lead_ins is None or self._lead_ins[0] is not self.identity:
+            self._lead_ins = self.identity, lead_ins_of(self.identity, self._decoder)
         return self._lead_ins[1]
 
     def _make_room(self, writer: Writer, need: int) -> None:

@@ -130,6 +130,8 @@ class Session:
         if identity != self.identity:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
+            if self.learned is not None:
+                self.learned.identity = identity
         self.losses = MeasuredLosses(self.store)
         if isinstance(source := self.__dict__.get("source"), ChunkCache):
             source.recheck()
@@ -295,7 +297,8 @@ class Session:
         """Open the store of learned passages, of at most `budget` bytes. Raises KvtoolError."""
         from kvtool.core.session.learned import LearnedStore
 
-        self.learned = LearnedStore(self, budget)
+        self.identity.check_movable("--learn")
+        self.learned = LearnedStore(self.store.uuid, self.identity, self.decoder, budget, self.warn_once)
         self.store.more = self.learned.store
 
     def close(self) -> None:
