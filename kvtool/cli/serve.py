@@ -55,7 +55,7 @@ class ServeFlags(Options, settings=False):
     LockOptions,
     examples=("serve", "serve --port 8000 --cors-origin http://localhost:3000", "serve --show-key"),
     common="host port tls_cert tls_key key_file show_key cors_origin root uploads learn parallel "
-    "fusion top_k max_tokens store model device",
+    "fusion top_k max_tokens store model",
 )
 def serve(run: Run) -> None:
     """Answer over HTTP with an OpenAI-compatible API."""
