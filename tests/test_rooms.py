@@ -65,7 +65,7 @@ LINES = {
     "reports": 4617,
     "retrieval": 2250,
     "serve": 3408,
-    "session": 1454,
+    "session": 1640,
     "streaming": 798,
     "top": 394,
     "upkeep": 1851,

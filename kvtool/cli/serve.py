@@ -54,8 +54,8 @@ class ServeFlags(Options, settings=False):
     ModelOptions,
     LockOptions,
     examples=("serve", "serve --port 8000 --cors-origin http://localhost:3000", "serve --show-key"),
-    common="host port tls_cert tls_key key_file show_key cors_origin root uploads parallel "
-    "fusion top_k max_tokens store model device",
+    common="host port tls_cert tls_key key_file show_key cors_origin root uploads learn parallel "
+    "fusion top_k max_tokens store model",
 )
 def serve(run: Run) -> None:
     """Answer over HTTP with an OpenAI-compatible API."""
@@ -101,7 +101,7 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
 
 
 def _check_store(run: Run, options: ServeOptions) -> None:
-    """Refuse a missing store, unless clients may ingest into it. Raises StoreNotFoundError."""
+    """Refuse a missing store, unless clients may ingest into it; make one for what is learned. Raises KvtoolError."""
     from kvtool.core.cache.layout import read_store_file
 
     place = run.get(StoreOptions).place
@@ -110,6 +110,12 @@ def _check_store(run: Run, options: ServeOptions) -> None:
     try:
         read_store_file(place)
     except StoreNotFoundError:
+        if options.learn:
+            from kvtool.core.ingest.job import create
+
+            create(place, _ingesting(run))
+            run.out.status(f"made an empty store at {place}")
+            return
         if options.uploads is None and not options.root:
             raise
         run.out.status(f"there is no store at {place} yet: the first document of a client creates it")

@@ -57,9 +57,9 @@ def make_app(
     Parameters
     ----------
     asking, ingesting : defaults of questions and ingests.
-    key : that clients have to send; None: no key.
+    key : that clients have to send, or several, separated by white space; None: no key.
     """
-    openai = OpenAI(engine, asking, options.spot)
+    openai = OpenAI(engine, asking, options)
     documents = Documents(engine, ingesting, options.root, options.uploads)
 
     async def health(request: Request) -> Response:

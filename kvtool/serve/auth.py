@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
@@ -13,6 +14,7 @@ from kvtool.core.agent.options import is_key
 from kvtool.serve.options import ANY_ORIGIN
 from kvtool.serve.wire import Refusal, refused
 
+OWNER = "kvtool.owner"  # in the scope of a request: a digest of its key
 _OPEN = ("/health",)  # for monitoring
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -22,14 +24,15 @@ class Guard:
 
     Parameters
     ----------
-    key : None: none is required, and the server listens at a loopback address only. Then web pages must not ask
+    key : one or several, separated by white space; the scope of a request gets the `OWNER` of what is learned from it.
+        None: none is required, and the server listens at a loopback address only. Then web pages must not ask
         unnoticed: a request has to name this machine as its host (another name may lead here), and a page an origin
         that is allowed.
     origins : allowed origins of web pages.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, origins: Sequence[str]) -> None:
-        self._app, self._key, self._origins = app, key, origins
+        self._app, self._keys, self._origins = app, None if key is None else key.split(), origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
@@ -41,7 +44,7 @@ class Guard:
         headers = Headers(scope=scope)
         if not self._is_allowed(headers.get("origin"), scope):
             return Refusal(403, "origin", "pages of this origin may not ask", "start the server with --cors-origin")
-        if self._key is None:
+        if self._keys is None:
             host = _host(headers)
             if host not in _LOOPBACK:
                 return Refusal(403, "host", f"this server is not {host!r}", "ask localhost, or start it with a key")
@@ -49,8 +52,11 @@ class Guard:
         if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and is_key(given.strip(), self._key):
-            return None
+        if kind.lower() == "bearer":
+            for key in self._keys:
+                if is_key(given.strip(), key):
+                    scope[OWNER] = hashlib.sha256(key.encode()).hexdigest()[:16]
+                    return None
         hint = "send it as `Authorization: Bearer KEY`; `kvtool serve --show-key` shows it"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
 

@@ -74,7 +74,8 @@ class Engine:
         options = options or ServeOptions()
         self.place, self.model = place, model
         self._warn = warn
-        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned)
+        budget = options.learn_budget if options.learn else 0
+        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, budget)
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
         self._shutdown = IngestShutdown()
@@ -220,6 +221,7 @@ class Engine:
             "model": self.model_name,
             "queue": self.scheduler.waiting,
             "running": self.scheduler.running,
+            "learning": self.scheduler.learning,
             "conversations": len(self.conversations),
         }
 

@@ -21,9 +21,11 @@ from starlette.types import Send
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
+from kvtool.serve.auth import OWNER
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, Turns
 from kvtool.serve.metrics import stats_of
+from kvtool.serve.options import ServeOptions
 from kvtool.serve.wire import (
     LONGEST_TEXT,
     MOST_NAMES,
@@ -406,6 +408,8 @@ _ANY_NAME = "kvtool"  # a further name of the model
 _MAX_TEXTS = 2048  # of embeddings
 _EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
 _FORMATS = ("float", "base64")
+EVERYBODY = "all"
+"""Owner of passages that are learned without a key, or for all keys."""
 Read = Callable[[Mapping[str, Any], QueryOptions], ChatRequest]
 
 
@@ -415,11 +419,11 @@ class OpenAI:
     Parameters
     ----------
     options : defaults of a question.
-    spot : reuse stored passages that a client's messages contain.
+    serving : whether passages in messages are reused and learned, and for whom.
     """
 
-    def __init__(self, engine: Engine, options: QueryOptions, spot: bool) -> None:
-        self._engine, self._options, self._spot = engine, options, spot
+    def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
+        self._engine, self._options, self._serving = engine, options, serving
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
     async def chat(self, request: Request) -> Response:
@@ -444,7 +448,10 @@ class OpenAI:
             hint = f"this server has {name!r}" if name else "nothing is ingested yet"
             raise Refusal(404, "model_not_found", f"there is no model {asked.model!r}", hint, "model")
         address = request.client.host if request.client else ""
-        question = asked.ask.request if self._spot else replace(asked.ask.request, messages=())
+        question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
+        if self._serving.learn:
+            owner = request.scope.get(OWNER, EVERYBODY) if self._serving.isolate else EVERYBODY
+            question = replace(question, owner=owner)
         ask = replace(asked.ask, client=(address, asked.user), request=question)
         response = OpenAIResponse(chat, name or _ANY_NAME, asked.usage)
         if asked.stream:

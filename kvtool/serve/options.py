@@ -38,7 +38,7 @@ class ServeOptions(Options, sections=("serve",)):
 
     key_file: Path | None = option(
         None,
-        "File of the API key; created if missing.",
+        "File of the API keys, one a line; created with one if missing.",
         group=ACCESS,
         metavar="FILE",
         unit="path",
@@ -86,6 +86,23 @@ class ServeOptions(Options, sections=("serve",)):
         flag="--spot/--no-spot",
         setting="serve_spot",
     )
+    learn: bool = option(
+        False,
+        "Store passages that come again in clients' messages, and reuse them.",
+        group=DOCUMENTS,
+        flag="--learn/--no-learn",
+        setting="serve_learn",
+    )
+    learn_budget: int = option(
+        2 * 10**9, "Disk space for learned passages.", group=DOCUMENTS, unit="size", lowest=1, instead="2GB"
+    )
+    isolate: bool = option(
+        True,
+        "Reuse learned passages only for the API key that sent them.",
+        group=DOCUMENTS,
+        flag="--isolate/--no-isolate",
+        setting="serve_isolate",
+    )
     keep_conversations: int = option(
         5 * 10**8,
         "Memory for conversations that may continue; 0 keeps none.",
@@ -127,6 +144,8 @@ class ServeOptions(Options, sections=("serve",)):
         """Refuse a server that anybody could use."""
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UsageError("--tls-cert and --tls-key belong together", "give both files, or neither")
+        if self.learn and not self.spot:
+            raise UsageError("--learn finds passages in messages, and --no-spot does not look there", "leave one out")
         if self.key:
             return
         if not self.is_local:

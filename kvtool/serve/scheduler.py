@@ -29,6 +29,7 @@ from kvtool.serve.job import (
     Tell,
     as_error,
 )
+from kvtool.serve.learning import Learner
 from kvtool.serve.options import ServeOptions
 
 if TYPE_CHECKING:
@@ -54,15 +55,16 @@ class LoadedModel:
     ----------
     place : the store's folder, or the URL of a shared one.
     memory_cache : bytes of loaded chunks that are kept for further questions.
+    learned : bytes of learned passages; 0: none are learned.
 
     Attributes
     ----------
     spare : a loaded model for a store that is not open yet.
     """
 
-    def __init__(self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn) -> None:
+    def __init__(self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn, learned: int = 0) -> None:
         self.place = place
-        self._model, self._memory_cache, self._warn = model, memory_cache, warn
+        self._model, self._memory_cache, self._warn, self._learned = model, memory_cache, warn, learned
         self._session: Session | None = None
         self.spare: Decoder | None = None
 
@@ -112,6 +114,8 @@ class LoadedModel:
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
             session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # cached chunks are faster, but must not change the search
+            if self._learned:
+                session.learn(self._learned)
         except BaseException:
             store.close()
             raise
@@ -133,7 +137,7 @@ class LoadedModel:
         session, self._session = self._session, None
         if session is None:
             return None
-        session.store.close()
+        session.close()
         return session.decoder
 
 
@@ -149,7 +153,8 @@ class Scheduler:
     A turn brings one prompt to its first token, if an answer may begin, and then decodes one token of every answer.
     Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another
     one or for a long prompt. A prompt with earlier turns of a conversation is interrupted between two turns while other
-    questions wait, and continues after the first of them. Chunks are stored after the answer, in the same way.
+    questions wait, and continues after the first of them. Chunks are stored after the answer, in the same way; then
+    each turn learns one passage, if `--learn` has found some.
     """
 
     def __init__(self, model: LoadedModel, warn: Warn, options: ServeOptions, conversations: ConversationCache) -> None:
@@ -162,6 +167,7 @@ class Scheduler:
         self._current: Job | None = None  # that is being computed, so that warnings belong to it
         self._stepped = self._step_took = 0.0  # end of the last step by `time.monotonic()`, and its seconds
         self._unkept: deque[PreparedAnswer | CachedConversation] = deque()
+        self._learner = Learner() if options.learn else None
         self._seconds = 1.0  # moving average of an answer's duration
         self._taking, self._stopped = True, False
         self._thread = threading.Thread(target=self._run, name="kvtool-engine", daemon=True)
@@ -181,6 +187,11 @@ class Scheduler:
     def running(self) -> int:
         """Return the number of running jobs."""
         return len(self._running)
+
+    @property
+    def learning(self) -> int:
+        """Return the number of requests and passages that wait to be learned."""
+        return len(self._learner) if self._learner is not None else 0
 
     def submit(self, ask: Ask, tell: Tell) -> Job:
         """Add a question. If the queue is full, the newest one of the client with the most is refused.
@@ -253,8 +264,12 @@ class Scheduler:
     def _is_work(self) -> bool:
         """Wait for a job; return False after `close`."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._running or self._stopped)
+            self._changed.wait_for(lambda: self._waiting or self._running or self._stopped or self._can_learn)
             return not self._stopped
+
+    @property
+    def _can_learn(self) -> bool:
+        return self._taking and self.learning > 0
 
     def _turn(self, batch: ContinuousBatch) -> None:
         jobs = [self._next(), self._aside.popleft() if self._aside else None]
@@ -265,6 +280,8 @@ class Scheduler:
         self._step(batch)
         while self._unkept:
             self._keep(self._unkept.popleft(), batch)
+        if self._can_learn:
+            self._learn(batch)
 
     def _step(self, batch: ContinuousBatch) -> None:
         """Decode a token of every answer, and end complete ones."""
@@ -413,6 +430,8 @@ class Scheduler:
             event = as_error(error)
         if isinstance(event, Answer):
             self._unkept.append(job.cached or begun)
+            if self._learner is not None and job.ask.request.messages:
+                self._learner.add(job.ask.request)
         self._end(job, event)
 
     def _keep(self, begun: PreparedAnswer | CachedConversation, batch: ContinuousBatch) -> None:
@@ -427,6 +446,18 @@ class Scheduler:
         except Exception as error:  # the answer is valid
             failed = as_error(error)
             self._warn(f"the computed chunks of a prompt could not be stored: {failed.message}", failed.hint)
+
+    def _learn(self, batch: ContinuousBatch) -> None:
+        """Do a step of learning: of one chunk at most, so that a question that comes now waits no longer."""
+        from kvtool.core.model.preemption import between_layers
+
+        assert self._learner is not None
+        try:
+            with between_layers(lambda: self._run_others(batch)):
+                self._learner.step(self._model.session)
+        except Exception as error:
+            failed = as_error(error)
+            self._warn(f"a passage could not be learned: {failed.message}", failed.hint)
 
     def _end(self, job: Job, event: Event) -> None:
         """Send a job its last event, unless it has ended already."""

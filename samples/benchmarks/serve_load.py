@@ -72,12 +72,12 @@ class Told:
 
 
 @contextmanager
-def serving(store: Path, max_tokens: int, parallel: int, home: Path) -> Iterator[tuple[str, int, str]]:
-    """A server in a process of its own: host, port, key."""
+def serving(store: Path, max_tokens: int, parallel: int, home: Path, *more: str) -> Iterator[tuple[str, int, str]]:
+    """A server in a process of its own: host, port, key. `more`: further flags."""
     environment = {**os.environ, "KVTOOL_HOME": str(home)}
     command = [sys.executable, "-m", "kvtool", "serve", "--store", str(store), "--port", "0"]
     command += ["--max-tokens", str(max_tokens), "--parallel", str(parallel), "--queue", "1000"]
-    command += ["--request-timeout", f"{PATIENCE}", "--request-log", str(home / "log.jsonl"), "--no-socket"]
+    command += ["--request-timeout", f"{PATIENCE}", "--request-log", str(home / "log.jsonl"), "--no-socket", *more]
     home.mkdir(exist_ok=True)
     with subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True) as process:
         try:

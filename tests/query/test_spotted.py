@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from kvtool.core.cache.store import Store
-from kvtool.core.model import template
+from kvtool.core.errors import UsageError
+from kvtool.core.model import template, tokens
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import message_tokens
 from kvtool.core.query.answer import answer
 from kvtool.core.query.options import QueryOptions
-from kvtool.core.query.prompt import lay_out_messages
+from kvtool.core.query.prompt import lay_out_messages, lay_out_request
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.retrieval import finder
 from kvtool.core.session.session import Session
@@ -177,3 +178,39 @@ def test_other_answers_go_on_while_chunks_are_indexed(session: Session, monkeypa
     monkeypatch.setattr(finder, "run_pending", lambda: pauses.append(1))
     session.finder.spot([5] * 100)
     assert len(pauses) == len(session.finder.index.chunk_ids())
+
+
+def test_a_chunk_that_is_repaired_is_spotted_again(session: Session, messages: Messages) -> None:
+    store, request = session.store, Request(QUESTION, messages=messages)
+    (document,) = [each for each in store.documents() if each.source.endswith("mill2.md")]
+    info = store.chunk_info(lost := document.chunks[0].chunk_id)
+    assert info is not None
+    with store.writer() as writer:
+        writer.drop_chunks([lost])
+    asked = lay_out_messages(session, request, QueryOptions())
+    assert asked is not None
+    assert lost not in [hit.passage.chunk_id for hit in asked.hits]
+    with store.writer() as writer:
+        writer.describe({lost: info})
+    asked = lay_out_messages(session, request, QueryOptions())
+    assert asked is not None
+    assert asked.hits[0].passage.chunk_id == lost
+
+
+@pytest.mark.parametrize("pasted", [True, False])
+def test_a_prompt_of_too_many_characters_is_refused_before_it_is_tokenised(
+    session: Session, messages: Messages, pasted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenised: list[int] = []
+    before = tokens.encode_batch
+
+    def counted(tokenizer: Any, texts: Sequence[str]) -> Any:
+        tokenised.extend(map(len, texts))
+        return before(tokenizer, texts)
+
+    monkeypatch.setattr(tokens, "encode_batch", counted)
+    text = "word " * (20 * session.decoder.context)
+    request = Request(text, messages=(*messages, ("user", text)) if pasted else ())
+    with pytest.raises(UsageError, match="characters, and what the model takes"):
+        lay_out_request(session, request, QueryOptions())
+    assert max(tokenised, default=0) <= 64 * session.decoder.context

@@ -140,3 +140,24 @@ def test_a_text_that_repeats_itself_is_found_all_along() -> None:
         spans = spotter_of([[7] * length]).spot(prompt)
         assert_true(spans, [[7] * length], prompt)
         assert len(prompt) - sum(map(len, spans)) < FEWEST + 2 * SEAM
+
+
+def test_a_chunk_that_could_not_be_read_is_read_again() -> None:
+    readable: dict[bytes, Ids] = {id_of(0): CHUNKS[0]}
+    spotter = Spotter(lambda chunk_id: readable.get(chunk_id, []))
+    spotter.update([id_of(0), id_of(2)])
+    assert spotter.unread == 1
+    assert spotter.spot([*CHUNKS[2], *CHUNKS[0]]) == [Span(id_of(0), 60, 240, 0)]
+    readable[id_of(2)] = CHUNKS[2]
+    spotter.update([id_of(0), id_of(2)])
+    assert spotter.unread == 0
+    assert spotter.spot([*CHUNKS[2], *CHUNKS[0]]) == [Span(id_of(2), 0, 60, 0), Span(id_of(0), 60, 240, 0)]
+
+
+def test_more_anchors_find_a_short_part_of_a_long_text() -> None:
+    text = words(4000, 95)
+    part = [*words(40, 96), *text[1500:1560], *words(40, 97)]
+    dense = Spotter(lambda chunk_id: text, anchors=200)
+    dense.update([id_of(0)])
+    assert dense.spot(part) == [Span(id_of(0), 40, 100, 1500)]
+    assert spotter_of([text]).spot(part) == []

@@ -20,6 +20,7 @@ __all__ = ["built", "corpus", "s3_server", "s3_url", "store", "tiny"]
 SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 EXPECTED = {
     *("demo.py", "quickstart.py", "python_api.py", "openai_client.py", "langchain_rag.py", "mcp.json"),
+    "langchain_chat.py",
     *("share_over_s3.md", "plugins", "corpus", "questions.jsonl", "Dockerfile", "Dockerfile.dockerignore"),
     *("README.md", "benchmarks", "tools", "results"),
 }
@@ -85,6 +86,25 @@ def test_langchain_rag(store: Path, corpus: Path, capsys: pytest.CaptureFixture[
         done = langchain_rag.rag(cache, max_tokens=4).invoke({"input": QUESTION, "context": found})
     assert {Path(each.metadata["source"]).name for each in done["context"]} == {"mill1.md"}
     assert done["answer"]
+
+
+def test_langchain_chat(store: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("langchain_openai")
+    from tests.serve.conftest import KEY, serving, wait_until
+    from tests.serve.test_learning import ARNE, BRIX
+
+    folder = corpus.with_name("harbours")
+    folder.mkdir()
+    (folder / "harbours.md").write_text(f"{ARNE}\n\n{BRIX}\n\nshort", encoding="utf-8")
+    with serving(store, learn=True) as served:
+        for _ in range(2):
+            example("langchain_chat").main(folder, "Who keeps a diary in Arne?", f"{served.url}/v1", KEY, 2)
+            wait_until(lambda: not served.engine.scheduler.learning)
+        assert served.warnings == []
+    told = [re.fullmatch(r"   (\d+) of (\d+) tokens reused", line) for line in capsys.readouterr().out.splitlines()]
+    first, *_, last = [(int(one[1]), int(one[2])) for one in told if one]
+    assert first == (0, last[1])
+    assert last[0] > 0.5 * last[1]
 
 
 def test_mcp_configuration(store: Path, corpus: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import httpx2
 
+from kvtool.core.cache.store import Store
+from kvtool.core.session.identity import store_identity
 from tests.cli.working import QUESTION, command, environment, kvtool
 from tests.serve.conftest import PATIENCE
 
@@ -75,9 +77,13 @@ def test_what_cannot_be_served(store: Path, tmp_path: Path) -> None:
     kvtool("serve", "--store", store, "--key-file", key).failed(1, "others may read")
 
 
-def test_a_store_that_does_not_exist(tmp_path: Path) -> None:
-    """Refused as by `query`, unless clients may fill it: then the start says so."""
+def test_a_store_that_does_not_exist(tiny: Path, tmp_path: Path) -> None:
+    """Refused as by `query`, unless clients may fill it: then the start says so. Learning needs an empty one."""
     kvtool("serve", "--store", tmp_path / "none").failed(10, "there is no store at", "kvtool ingest")
+    elsewhere = ("--host", "203.0.113.1")  # of documentation: no machine can listen there
+    kvtool("serve", "--store", tmp_path / "made", "--learn", "--model", tiny, *elsewhere).failed(1, "cannot listen")
+    with Store.open(tmp_path / "made") as store:
+        assert store_identity(store).model == str(tiny)
     with running("--store", tmp_path / "none", "--uploads", tmp_path / "sent", "--no-socket") as (process, url):
         assert httpx2.get(f"{url}/health", timeout=PATIENCE).json()["status"] == "empty"
         process.send_signal(signal.SIGTERM)

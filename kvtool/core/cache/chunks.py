@@ -37,9 +37,11 @@ class ChunkReader(StoreConnection):
     Attributes
     ----------
     link : the remote backend, which has more of the store's KV; None: none.
+    more : another store, whose chunks are read as if they were in this one; None: none.
     """
 
     link: RemoteBackend | None = None
+    more: ChunkReader | None = None
 
     def chunk_ids(self) -> list[bytes]:
         """Ids of all chunks, sorted."""
@@ -63,7 +65,8 @@ class ChunkReader(StoreConnection):
     def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
         """Token ids, lead-in and side data. Raises DamagedError."""
         with self.snapshot() as snapshot:
-            return _info_of(snapshot, chunk_id)
+            info = _info_of(snapshot, chunk_id)
+        return self.more.chunk_info(chunk_id) if info is None and self.more is not None else info
 
     def sealed_info(self, chunk_id: bytes) -> memoryview | None:
         """Return the row that :meth:`chunk_info` reads, in its envelope as it is stored, unchecked."""
@@ -119,6 +122,8 @@ class ChunkReader(StoreConnection):
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
         """Return the bytes of each level whose layers are all stored or offered by a link, sorted by level."""
         here = self.sizes_here(chunk_id)
+        if not here and self.more is not None:
+            here = self.more.level_sizes(chunk_id)
         if self.link is None:
             return here
         offered = {level: offer.size for level, offer in self.link.offers(chunk_id).items()}
@@ -221,6 +226,11 @@ class ChunkReader(StoreConnection):
         reads = [read_record(chunk_id, level, layer, data) for chunk_id, data in zip(chunk_ids, copies, strict=True)]
         if self.link is not None:
             self.link.complete(reads, chunk_ids, level, layer, before, ahead)
+        lacking = [number for number, read in enumerate(reads) if read is None] if self.more is not None else []
+        if self.more is not None and lacking:
+            found = self.more.read_layer([chunk_ids[number] for number in lacking], level, layer, allocate=allocate)
+            for number, read in zip(lacking, found, strict=True):
+                reads[number] = read
         return reads
 
 

@@ -102,6 +102,14 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
         return job.run(store, writer)
 
 
+def create(path: Path, options: IngestOptions) -> None:
+    """Create a store without documents, made as an ingest with these options would make it. Raises ModelError."""
+    manifest = Choices(None, options).identity.to_manifest()  # before there is a folder
+    with Store.create_or_open(path) as store, store.writer(options.lock_wait) as writer:
+        if not store.manifest():
+            writer.set_manifest(manifest)
+
+
 def is_new(path: Path) -> bool:
     """Return True if an ingest would create a store at this path."""
     try:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,7 @@ from kvtool.core.session.identity import StoreIdentity, lead_ins_of
 if TYPE_CHECKING:
     from kvtool.core.fusion.plan import Plan
     from kvtool.core.fusion.selectors.base import Selector
+    from kvtool.core.session.learned import LearnedStore
     from kvtool.core.session.session import Session
 
 
@@ -113,7 +114,7 @@ class PreparedAnswer:
         if self.outcome.chained is not None:
             keep_prefix(self.session, self.outcome.chained, self.options.state_cache_size, again)
         else:
-            _keep(self.session, self.outcome.fused, self.streamed.holes, again)
+            _keep(self.session, self.outcome.fused, self.streamed.holes, again, self.asked.learned)
 
 
 def begin_answer(
@@ -237,14 +238,15 @@ def _resident_chunks(session: Session, asked: PromptLayout) -> list[ReplyChunk]:
 # ---- after the answer ----
 
 
-def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bool) -> None:
-    """Note what was used, and store what was missing."""
+def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bool, learned: Collection[bytes]) -> None:
+    """Note what was used, and store what was missing. `learned`: ids of learned passages, which others must not get."""
     cached = fused.plan.cached_chunks
     if session.recent_chunks is not None:
         for segment in cached:
             session.recent_chunks.use(segment.source.chunk_id, session.decoder.kv_bytes(len(segment.ids)))
     missed = len(fused.plan.passages) - len(cached)
-    session.store.note_access([one.source.chunk_id for one in cached], missed, again)
+    used = [one.source.chunk_id for one in cached]
+    session.store.note_access([chunk_id for chunk_id in used if chunk_id not in learned], missed, again)
     holes = [
         segment
         for segment in fused.plan.segments[:-1]
@@ -252,7 +254,18 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
     ]
     known = {segment.position for segment in holes}
     holes += [segment for segment in computed if segment.position not in known]
-    _fill_holes(session, holes)
+    _fill_holes(session, [segment for segment in holes if segment.source.chunk_id not in learned])
+    if session.learned is not None and learned:
+        session.learned.store.note_access([chunk_id for chunk_id in used if chunk_id in learned])
+        _forget_unreadable(session, session.learned, [one for one in holes if one.source.chunk_id in learned])
+
+
+def _forget_unreadable(session: Session, learned: LearnedStore, holes: Sequence[Segment]) -> None:
+    """Drop learned passages that could not be read, and say so."""
+    for segment in holes:
+        session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
+    if holes:
+        learned.forget({segment.source.chunk_id for segment in holes if not segment.source.stored})
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -14,19 +14,19 @@ from kvtool.core.cache.layout import REPAIR
 from kvtool.core.codec.levels import enough_loss, known, whole
 from kvtool.core.common.timeline import add_span
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError
+from kvtool.core.errors import ContextFullError, DamagedError, NothingFoundError, UsageError
 from kvtool.core.fusion.plan import Candidate, Part, Plan, build_plan, extend_plan, with_stored_rows
 from kvtool.core.model.prompt import PromptParts, chunk_tokens, message_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import encode
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import OWN_TEXT, Request
 from kvtool.core.retrieval.passages import Hit, Passage
+from kvtool.core.retrieval.spotting import Span, without_overlap
 from kvtool.core.session.identity import smallest_allowed
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
     from kvtool.core.model.prompt_cache import PromptCache
-    from kvtool.core.retrieval.spotting import Span
     from kvtool.core.session.session import Session
 
 
@@ -36,6 +36,7 @@ Marks = tuple[bytes | None, ...]
 _MOST_CHARACTERS = 64  # for each token that a passage may have; longer ones are not tokenised
 OTHER_TEXT = "what is stored of it is of another text"
 _FEWEST_SPOTTED = 48  # tokens of stored passages, at least, that show that a client retrieves without kvtool
+_LONG_MESSAGE = 500  # characters; where passages are learned, a longer message is one that has its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,7 @@ class PromptLayout:
     behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
     again : retrieved chunks that are in it already.
     cut : chunks that were found and left out because they help no more (`--min-score`).
+    learned : ids of the chunks that are learned passages.
     """
 
     request: Request
@@ -59,6 +61,7 @@ class PromptLayout:
     behind: CachedPrefix | None = None
     again: Sequence[Hit] = ()
     cut: int = 0
+    learned: Collection[bytes] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ def lay_out(
     with session.lock, session.store.view():
         session.refresh()
         parts = parts_for(session, options)
+        _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts)
         length = _Length(session, options.max_tokens if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
@@ -155,6 +159,13 @@ class _Length:
                 f"the conversation would have {tokens} tokens with this question, the model takes {decoder.context}",
                 f"start a new one, or {hint}",
             )
+
+
+def _check_characters(session: Session, length: int) -> None:
+    """Refuse a text that is longer than any of a loaded model's context, before it is tokenised. Raises UsageError."""
+    if session.is_loaded and length > (most := _MOST_CHARACTERS * session.decoder.context):
+        what = f"the question has {length:,} characters, and what the model takes has at most {most:,}"
+        raise UsageError(what, "ask a shorter one, and ingest what it is about")
 
 
 def _found(
@@ -338,7 +349,8 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
 
     Returns
     -------
-    None : they hold no stored passage, or the model's template cannot be followed; chunks are to be found then.
+    None : they hold no stored passage, and none that might be learned, or the model's template cannot be followed;
+        chunks are to be found then.
 
     Raises
     ------
@@ -349,21 +361,37 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
-        if not _spotted(session, _beginning(session, request)):
+        is_own = _is_own(session, request)
+        if not is_own and not _spotted(session, request, _beginning(session, request)):
             return None  # before the template is rendered, which starts a process
+        _check_characters(session, sum(len(content) for _, content in request.messages))
         ids = message_tokens(session.tokenizer, request.messages)
         if ids is None:
             return None
         if session.is_loaded:
             session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
-        if not (spans := _spotted(session, ids[:-1])):  # the last token is always computed: the answer follows it
+        spans = _spotted(session, request, ids[:-1])  # the last token is always computed: the answer follows it
+        if not spans and not is_own:
             return None
         parts = list(_parts(session, options, ids, spans))
         passages = session.finder.index.passages([span.chunk_id for span in spans])
+        learned = {span.chunk_id for span in spans} - passages.keys()
+        if session.learned is not None:
+            passages |= {chunk_id: session.learned.passage(chunk_id) for chunk_id in learned}
         hits = [Hit(passages[span.chunk_id], math.nan) for span in spans]
-        plan = build_plan(parts[0], parts[1:], ids[spans[-1].stop :])
+        plan = build_plan(parts[0], parts[1:], ids[spans[-1].stop if spans else -1 :])
         revision = session.store.revision()
-    return PromptLayout(request, hits, plan, add_span(session.timeline, "spot", started) * 1e3, revision)
+    ms = add_span(session.timeline, "spot", started) * 1e3
+    return PromptLayout(request, hits, plan, ms, revision, learned=learned)
+
+
+def _is_own(session: Session, request: Request) -> bool:
+    """Return True where passages are learned, if a message is so long that it has some, or there is no other text."""
+    if session.learned is None or request.owner is None:
+        return False
+    session.finder.follow()
+    said = [content for role, content in request.messages if role != "assistant"]
+    return max(map(len, said), default=0) >= _LONG_MESSAGE or not len(session.finder.index)
 
 
 def _beginning(session: Session, request: Request) -> Sequence[int]:
@@ -378,15 +406,25 @@ def _beginning(session: Session, request: Request) -> Sequence[int]:
     return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]
 
 
-def _spotted(session: Session, ids: Sequence[int]) -> list[Span]:
+def _spotted(session: Session, request: Request, ids: Sequence[int]) -> list[Span]:
     """Find stored passages in token ids; none if there are so few tokens of them that it may be by accident."""
-    spans = session.finder.spot(ids)
+    spans = spot_all(session, ids, request.owner)
     return spans if sum(map(len, spans)) >= _FEWEST_SPOTTED else []
+
+
+def spot_all(session: Session, ids: Sequence[int], owner: str | None) -> list[Span]:
+    """Find passages in token ids: those of documents, and those that were learned of an owner."""
+    spans = session.finder.spot(ids)
+    if session.learned is None or owner is None:
+        return spans
+    return without_overlap([*spans, *session.learned.spot(ids, owner)])
 
 
 def _parts(session: Session, options: QueryOptions, ids: Ids, spans: Sequence[Span]) -> Iterator[Candidate]:
     """Yield the prompt's parts before the question: passages, and the client's own text between them."""
     before = 0
+    if not spans:
+        yield Candidate(ids[:-1], reason=OWN_TEXT)
     for number, span in enumerate(spans):
         if number == 0 or span.start > before:
             yield Candidate(ids[before : span.start], reason=OWN_TEXT)

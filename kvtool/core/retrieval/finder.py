@@ -209,7 +209,7 @@ class Finder:
         self._index: Index | None = None
         self._meanings: dict[str, Meaning] = {}
         self._embedders: dict[str, Embeds] = {}
-        self._spotter, self._spotted = Spotter(partial(_token_ids, store)), -1
+        self._spotter, self._spotted = Spotter(partial(_token_ids, store)), (-1, -1)
         self._read = lru_cache(maxsize=_DOCUMENTS)(lambda source, revision: store.document(source))
 
     @property
@@ -253,9 +253,11 @@ class Finder:
         """Find the chunks of the store that stand in a prompt's token ids, with the rows of each."""
         with self._store.view():
             self.follow()
-            if self._spotted != self.index.revision:
+            # a damaged chunk may have been repaired by a commit that changes no document
+            revision = self.index.revision, self._store.revision() if self._spotter.unread else -1
+            if self._spotted != revision:
                 self._spotter.update(self.index.chunk_ids())
-                self._spotted = self.index.revision
+                self._spotted = revision
             return self._spotter.spot(ids)
 
     def named(self, chunks: Sequence[str], documents: Sequence[str]) -> list[Hit]:

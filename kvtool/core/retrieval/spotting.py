@@ -21,7 +21,7 @@ from kvtool.core.cache.identity import ID_BYTES
 WIDTH = 12  # tokens of an anchor
 SEAM = 8  # tokens at either end of a chunk that often differ by what is next to them
 FEWEST = 24  # tokens; a shorter run is computed as quickly as it is read
-_ANCHORS = 3  # at most, of one chunk
+_ANCHORS = 3
 _COPIES = 16  # anchors compared at one place of a prompt; further chunks of the same text add nothing
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and its bits look random: 2^64 by the golden ratio
 _BYTE, _IN_BYTE = np.uint64(3), np.uint64(7)
@@ -47,14 +47,20 @@ class Spotter:
 
     Parameters
     ----------
-    read : returns the token ids of a chunk, or none if it is gone.
+    read : returns the token ids of a chunk, or none if it is gone or damaged.
+    anchors : maximum number of anchors of one chunk; more take more memory, and find shorter parts of long texts.
+
+    Attributes
+    ----------
+    unread : number of wanted chunks that could not be read; the next update reads them again.
     """
 
-    def __init__(self, read: Callable[[bytes], Sequence[int]]) -> None:
-        self._read = read
+    def __init__(self, read: Callable[[bytes], Sequence[int]], anchors: int = _ANCHORS) -> None:
+        self._read, self._anchors = read, anchors
         self._ids = b""  # of all chunks, one after another
         self._hashes = np.empty(0, np.uint64)  # of their anchors, ascending
-        self._entries = np.empty(0, np.uint32)  # a chunk's number times `_ANCHORS`, and its anchor's
+        self._entries = np.empty(0, np.uint32)  # a chunk's number times `anchors`, and its anchor's
+        self.unread = 0
         self._shift, self._filter = np.uint64(0), np.empty(0, np.uint8)
 
     @property
@@ -66,17 +72,20 @@ class Spotter:
         """Hold these chunks and no others; the token ids of new ones are read."""
         wanted, held = set(chunk_ids), [self._id(number) for number in range(len(self._ids) // ID_BYTES)]
         stays = np.array([chunk_id in wanted for chunk_id in held], bool)
-        new = sorted(wanted.difference(held))
+        lacking, new, kept = sorted(wanted.difference(held)), list[bytes](), int(stays.sum())
         windows, entries = list[Sequence[int]](), list[int]()
-        for number, chunk_id in enumerate(new, int(stays.sum())):
+        for chunk_id in lacking:
             ids = self._read(chunk_id)
-            for which, at in enumerate(_anchors(len(ids))):
+            for which, at in enumerate(self._places_in(ids)):
                 windows.append(ids[at : at + WIDTH])
-                entries.append(number * _ANCHORS + which)
+                entries.append((kept + len(new)) * self._anchors + which)
+            new += [chunk_id] if len(ids) else []
+        self.unread = len(lacking) - len(new)
         new_windows = np.fromiter(chain.from_iterable(windows), np.uint32).reshape(-1, WIDTH)
-        numbers, which_of = np.divmod(self._entries, np.uint32(_ANCHORS))
+        most = np.uint32(self._anchors)
+        numbers, which_of = np.divmod(self._entries, most)
         keep = stays[numbers]
-        moved = (stays.cumsum(dtype=np.uint32) - np.uint32(1))[numbers[keep]] * np.uint32(_ANCHORS) + which_of[keep]
+        moved = (stays.cumsum(dtype=np.uint32) - np.uint32(1))[numbers[keep]] * most + which_of[keep]
         hashes = np.concatenate((self._hashes[keep], _hashes(new_windows.T)))
         order = np.argsort(hashes)
         self._hashes = hashes[order]
@@ -95,16 +104,19 @@ class Spotter:
         reached = dict[tuple[bytes, int], int]()  # by chunk and where its first token would be: the last match's end
         spans = list[Span]()
         for place, entry in self._places(prompt):
-            chunk_id, which = self._id(entry // _ANCHORS), entry % _ANCHORS
+            chunk_id, which = self._id(entry // self._anchors), entry % self._anchors
             if chunk_id not in read:
                 read[chunk_id] = np.asarray(self._read(chunk_id), np.uint32)
             own = read[chunk_id]
-            for at in _anchors(len(own))[which : which + 1]:
+            for at in self._places_in(own)[which : which + 1]:
                 if reached.get((chunk_id, place - at), 0) <= place:
                     span = _extended(prompt, place, chunk_id, own, at)
                     reached[chunk_id, place - at] = span.stop
                     spans.append(span)
-        return _without_overlap(spans)
+        return without_overlap(spans)
+
+    def _places_in(self, ids: Sequence[int] | Tokens) -> list[int]:
+        return _anchors(len(ids), self._anchors)
 
     def _id(self, number: int) -> bytes:
         return self._ids[number * ID_BYTES : (number + 1) * ID_BYTES]
@@ -127,12 +139,12 @@ class Spotter:
                 yield place, entry
 
 
-def _anchors(tokens: int) -> list[int]:
+def _anchors(tokens: int, most: int) -> list[int]:
     """Return where the anchors of a chunk begin: behind the first seam, before the last one, and between them."""
     last = tokens - WIDTH - SEAM
     if last < SEAM:
         return [(tokens - WIDTH) // 2] if tokens >= FEWEST else []
-    count = min(_ANCHORS, 1 + (last - SEAM) // FEWEST)
+    count = min(most, 1 + (last - SEAM) // FEWEST)
     return [SEAM + (last - SEAM) * number // max(1, count - 1) for number in range(count)]
 
 
@@ -162,7 +174,7 @@ def _common(one: Tokens, other: Tokens) -> int:
     return first if length and differs[first] else length
 
 
-def _without_overlap(spans: list[Span]) -> list[Span]:
+def without_overlap(spans: Iterable[Span]) -> list[Span]:
     """Return spans of which none overlap: the longest first, of the others what is left and worth it."""
     taken, starts = list[Span](), list[int]()  # in the prompt's order
     for span in sorted(spans, key=lambda span: (-len(span), span.start)):

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvtool.core.fusion.prefix_cache import StoredPrefix
     from kvtool.core.model.decoder import Decoder
     from kvtool.core.model.prefill import LeadIn
+    from kvtool.core.session.learned import LearnedStore
     from kvtool.core.session.speeds import SpeedBook
 
 _STORES_OWN = ModelOptions()
@@ -69,6 +70,7 @@ class Session:
     timeline : collects spans; None: nothing is timed.
     say : reports that the machine's speeds are about to be measured, which takes seconds.
     recent_chunks : the chunks that are held in memory; None without :meth:`cache_chunks`.
+    learned : passages of clients, which are found in their prompts; None without :meth:`learn`.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class Session:
         self.profiles = ProfileCache(store)
         self.losses = MeasuredLosses(store)
         self.recent_chunks: RecentChunks | None = None
+        self.learned: LearnedStore | None = None
         self._conformance: ConformanceResult | None = None
         self._revision = -1  # of the store, at the last refresh
         if decoder is not None:
@@ -127,6 +130,8 @@ class Session:
         if identity != self.identity:
             self.identity = identity
             self.__dict__.pop("lead_in", None)
+            if self.learned is not None:
+                self.learned.identity = identity
         self.losses = MeasuredLosses(self.store)
         if isinstance(source := self.__dict__.get("source"), ChunkCache):
             source.recheck()
@@ -287,6 +292,21 @@ class Session:
         """Cache loaded chunks in memory, up to `limit` bytes, and prefer them on ties of score."""
         self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
         self.recent_chunks = RecentChunks(limit)
+
+    def learn(self, budget: int) -> None:
+        """Open the store of learned passages, of at most `budget` bytes. Raises KvtoolError."""
+        from kvtool.core.session.learned import LearnedStore
+
+        self.identity.check_movable("--learn")
+        self.learned = LearnedStore(self.store.uuid, self.identity, self.decoder, budget, self.warn_once)
+        self.store.more = self.learned.store
+
+    def close(self) -> None:
+        """Close the store, and that of learned passages."""
+        if self.learned is not None:
+            self.learned.close()
+        self.learned = self.store.more = None
+        self.store.close()
 
     def holds(self, segment: Segment) -> bool:
         """Return True if all of a segment's KV is held in memory."""

@@ -1,0 +1,171 @@
+"""Store of learned passages: chunks of texts that clients send, each found again only for those who sent it.
+
+It is a store of its own in kvtool's cache folder. So nothing of it is retrieved, listed, pushed or exported, and it
+takes no space from ingested documents. Each of its documents is one chunk, `OWNER/CHUNK ID`. The owner is part of a
+chunk's id, so two owners of one text have a copy each, and neither can tell by any time what the other has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
+from kvtool.core.cache.identity import HERE
+from kvtool.core.cache.space import folder_bytes, megabytes
+from kvtool.core.cache.store import Store
+from kvtool.core.common.files import cache_dir
+from kvtool.core.common.types import Ids, Warn
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
+from kvtool.core.model.preemption import run_pending
+from kvtool.core.records.encode import LeadIns, make
+from kvtool.core.retrieval.passages import Passage
+from kvtool.core.retrieval.spotting import Span, Spotter
+from kvtool.core.session.identity import StoreIdentity, lead_ins_of
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.writer import Writer
+    from kvtool.core.model.decoder import Decoder
+
+_LOCK_WAIT = 0.2  # seconds; another server of the same store writes a chunk in less
+_SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is not due at once
+
+
+class LearnedStore:
+    """The learned passages of a store. One thread uses it.
+
+    Parameters
+    ----------
+    uuid : of the store.
+    identity : of the store. Chunks of another lead-in or model are never found, nor those of another arithmetic.
+    decoder : its model.
+    budget : maximum bytes of the folder; the least recently used passages are evicted first.
+    warn : reports damage, once.
+
+    Raises
+    ------
+    KvtoolError : the folder cannot be used.
+    """
+
+    def __init__(self, uuid: str, identity: StoreIdentity, decoder: Decoder, budget: int, warn: Warn) -> None:
+        folder = cache_dir() / "learned" / uuid
+        try:
+            self.store = Store.create_or_open(folder)
+            if self.store.read_only:
+                self.store.close()
+                raise KvtoolError(f"{folder} is read-only", "name another cache folder in KVTOOL_CACHE")
+        except KvtoolError as error:
+            raise KvtoolError(f"--learn cannot store passages: {error.message}", error.hint) from error
+        self.identity, self._decoder, self._budget, self._warn = identity, decoder, budget, warn
+        self._spotters: dict[str, Spotter] = {}
+        self._sources: dict[bytes, str] = {}
+        self._revision = -1
+        self._lead_ins: tuple[StoreIdentity, LeadIns] | None = None
+
+    def close(self) -> None:
+        """Close the store."""
+        self._spotters.clear()  # they hold this object
+        self.store.close()
+
+    # ---- finding ----
+
+    def spot(self, ids: Sequence[int], owner: str) -> list[Span]:
+        """Find an owner's passages in a prompt's token ids; see `Spotter.spot`. A damaged store holds none."""
+        try:
+            self._follow()
+        except DamagedError as error:
+            self._warn(
+                f"no learned passages are used: {error.message}", f"stop the server, and remove {self.store.path}"
+            )
+            return []
+        spotter = self._spotters.get(owner)
+        return [] if spotter is None else spotter.spot(ids)
+
+    def _follow(self) -> None:
+        """Read which passages there are, if this or another process has changed them."""
+        revision = self.store.revision()
+        if revision == self._revision:
+            return
+        chunks: dict[str, list[bytes]] = {owner: [] for owner in self._spotters}
+        self._sources = {bytes.fromhex(source.rpartition("/")[2]): source for source in self.store.sources()}
+        for chunk_id, source in self._sources.items():
+            chunks.setdefault(source.partition("/")[0], []).append(chunk_id)
+        for owner, chunk_ids in chunks.items():
+            self._spotters.setdefault(owner, Spotter(partial(self._token_ids, owner))).update(chunk_ids)
+        self._revision = revision
+
+    def _token_ids(self, owner: str, chunk_id: bytes) -> Sequence[int]:
+        """Return the token ids of a chunk; none if it is damaged, or would be computed otherwise now."""
+        run_pending()
+        with suppress(DamagedError):
+            info = self.store.chunk_info(chunk_id)
+            if info is not None and info.arithmetic == self._decoder.loaded.arithmetic:
+                return info.token_ids if self.wanted(owner, info.token_ids).chunk_id == chunk_id else ()
+        return ()
+
+    def passage(self, chunk_id: bytes) -> Passage:
+        """Return the passage of a chunk as answers name it: of no document."""
+        return Passage(chunk_id, f"learned:{chunk_id.hex()[:12]}", 0, 0, 0)
+
+    # ---- writing ----
+
+    def wanted(self, owner: str, ids: Ids) -> ChunkSpec:
+        """Specify the chunk of an owner's passage."""
+        return replace(self.identity, namespace=owner).wanted(ids)
+
+    def put(self, owner: str, chunk: ChunkSpec, text: str) -> None:
+        """Compute and store a passage of an owner.
+
+        Raises
+        ------
+        KvtoolError : another process is writing, or there is no space.
+        """
+        source = f"{owner}/{chunk.chunk_id.hex()}"
+        (made,) = make(self._decoder, self._lead_in(), [chunk])
+        with self.store.writer(_LOCK_WAIT, self._budget) as writer:
+            if not self.store.manifest():
+                writer.set_manifest(self.identity.to_manifest())
+            self._make_room(writer, sum(map(len, made.layers)))
+            writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, origin=HERE)
+            ref = ChunkRef(chunk.chunk_id, 0, len(text), len(chunk.ids))
+            document = DocumentEntry(source, "text", text, (ref,))
+            writer.commit_file(FileEntry(source, len(text), 0, "", "", (source,)), [document])
+
+    def _lead_in(self) -> LeadIns:
+        """Return the store's lead-in, computed once."""
+        if self._lead_ins is None or self._lead_ins[0] is not self.identity:
+            self._lead_ins = self.identity, lead_ins_of(self.identity, self._decoder)
+        return self._lead_ins[1]
+
+    def _make_room(self, writer: Writer, need: int) -> None:
+        """Evict the least recently used passages until so many bytes fit into the budget. Raises NoSpaceError."""
+        if _SPARE * need > (_SPARE - 1) * self._budget:
+            raise NoSpaceError(f"a passage has {megabytes(need)} of KV", "start with a larger --learn-budget")
+        room = self._budget - folder_bytes(self.store.path) + self.store.environment.free_bytes()
+        spare = self._budget // _SPARE
+        if room - spare >= need:
+            return
+        scores, evicted = self.store.warmth(), list[bytes]()
+        for chunk_id, when in self.store.added().items():
+            scores[chunk_id] = max(scores.get(chunk_id, 0.0), when)
+        for chunk_id in sorted(self.store.ids_here(), key=lambda chunk_id: (scores.get(chunk_id, 0.0), chunk_id)):
+            if room - 2 * spare >= need:
+                break
+            evicted.append(chunk_id)
+            room += sum(self.store.sizes_here(chunk_id).values())
+        self._drop(writer, evicted)
+        if folder_bytes(self.store.path) > self._budget:  # which is smaller now than at an earlier start
+            writer.compact()
+
+    def forget(self, chunk_ids: Collection[bytes]) -> None:
+        """Drop passages whose records cannot be read; they are learned again. Raises KvtoolError."""
+        with self.store.writer(_LOCK_WAIT) as writer:
+            self._drop(writer, chunk_ids)
+
+    def _drop(self, writer: Writer, chunk_ids: Collection[bytes]) -> None:
+        self._follow()
+        writer.remove_documents(self._sources[chunk_id] for chunk_id in chunk_ids if chunk_id in self._sources)
+        writer.drop_chunks(chunk_ids)

@@ -1,0 +1,143 @@
+"""Learning of passages that come again: which texts of clients are computed and stored, after their answers.
+
+A client that retrieves by itself sends the same passages with many questions, in any order and next to other text. So
+texts are compared by their token ids: of each that is not stored yet the server remembers the ids, and what stands in a
+later request, too, has come again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvtool.core.retrieval.spotting import FEWEST, Spotter
+
+if TYPE_CHECKING:
+    from kvtool.core.cache.entries import ChunkSpec
+    from kvtool.core.query.reply import Request
+    from kvtool.core.session.learned import LearnedStore
+    from kvtool.core.session.session import Session
+
+_LEAST = 64  # tokens of a passage that is worth a chunk
+_REMEMBERED = 1 << 20  # tokens of an owner's texts that came once: 4 MB
+_ANCHORS = 1 << 12  # of a text, one in 24 tokens: part of it may come again
+_REQUESTS, _CHUNKS = 64, 1024  # that wait at most; older ones are dropped for new ones
+Run = tuple[int, int]  # first and end, in tokens
+
+
+class SeenTexts:
+    """Token ids of texts that came once, the latest ones. Parts of them are recognised in other texts."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._tokens = 0
+        self._spotter = Spotter(lambda digest: self._texts.get(digest, ()), _ANCHORS)
+
+    def add(self, texts: Iterable[Sequence[int]]) -> None:
+        """Remember texts."""
+        for ids in map(tuple, texts):
+            digest = hashlib.blake2b(repr(ids).encode(), digest_size=20).digest()
+            self._tokens += 0 if digest in self._texts else len(ids)
+            self._texts[digest] = ids
+        while self._tokens > _REMEMBERED:
+            self._tokens -= len(self._texts.popitem(last=False)[1])
+        self._spotter.update(self._texts)
+
+    def runs(self, ids: Sequence[int]) -> list[Run]:
+        """Return the parts of a text that came before, of at least `_LEAST` tokens."""
+        joined = list[Run]()
+        for span in self._spotter.spot(ids):
+            if joined and joined[-1][1] == span.start:
+                joined[-1] = joined[-1][0], span.stop
+            else:
+                joined.append((span.start, span.stop))
+        return [run for run in joined if run[1] - run[0] >= _LEAST]
+
+
+@dataclass(frozen=True, slots=True)
+class _Passage:
+    owner: str
+    chunk: ChunkSpec
+    text: str
+
+
+class Learner:
+    """Learner of the passages that come again. One thread uses it, in steps between answers."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, SeenTexts] = {}  # by owner
+        self._requests: deque[Request] = deque(maxlen=_REQUESTS)
+        self._passages: deque[_Passage] = deque(maxlen=_CHUNKS)
+
+    def __len__(self) -> int:
+        """Return the number of steps to do."""
+        return len(self._requests) + len(self._passages)
+
+    def add(self, request: Request) -> None:
+        """Add an answered request, whose messages may have passages."""
+        if request.owner is not None:
+            self._requests.append(request)
+
+    def step(self, opened: Callable[[], Session]) -> None:
+        """Compute and store one passage, or look for passages in one request. `opened`: returns the store's session.
+
+        Raises
+        ------
+        KvtoolError : that failed; it is not tried again.
+        """
+        waiting: deque[Any] = self._passages or self._requests
+        try:
+            session = opened()
+            if session.learned is None:
+                return
+            with session.lock:
+                if waiting is self._requests:
+                    self._look_at(session, session.learned, waiting[0])
+                else:
+                    session.learned.put(waiting[0].owner, waiting[0].chunk, waiting[0].text)
+        finally:
+            waiting.popleft()  # only now: `len` counts it as long as it is under way
+
+    def _look_at(self, session: Session, learned: LearnedStore, request: Request) -> None:
+        """Queue the parts of a request's texts that came before; remember the others."""
+        from kvtool.core.model.tokens import encode
+        from kvtool.core.query.prompt import spot_all
+
+        owner, new = str(request.owner), list[Sequence[int]]()
+        seen = self._seen.setdefault(owner, SeenTexts())
+        for role, content in request.messages:
+            if role == "assistant":
+                continue
+            ids = encode(session.tokenizer, content)  # it was answered, so it is no longer than the context
+            stored = [(span.start, span.stop) for span in spot_all(session, ids, owner)]
+            for first, end in _between(stored, len(ids)):
+                text = ids[first:end]
+                again = seen.runs(text)
+                new += [text[start:stop] for start, stop in _between(again, len(text))]
+                for start, stop in again:
+                    self._queue(session, learned, owner, text[start:stop])
+        seen.add(new)
+
+    def _queue(self, session: Session, learned: LearnedStore, owner: str, ids: Sequence[int]) -> None:
+        """Queue a text's chunks, cut as those of a document are."""
+        from kvtool.core.corpus.split import split
+        from kvtool.core.model.prompt import chunk_tokens
+        from kvtool.core.model.tokens import count_tokens
+
+        tokenizer, settings = session.tokenizer, session.identity.split
+        text = tokenizer.decode(list(ids), clean_up_tokenization_spaces=False).strip("\ufffd")
+        parts = [text[span.start : span.end] for span in split(text, settings, count_tokens(tokenizer), "text")]
+        for part, own in zip(parts, chunk_tokens(tokenizer, parts), strict=True):
+            passage = _Passage(owner, learned.wanted(owner, own), part)
+            if len(own) >= FEWEST and passage not in self._passages:
+                self._passages.append(passage)
+
+
+def _between(runs: Sequence[Run], length: int) -> Iterator[Run]:
+    """Yield what is between ordered runs of a text, and before and after them, if it may hold a passage."""
+    for first, end in zip([0, *(stop for _, stop in runs)], [*(start for start, _ in runs), length], strict=True):
+        if end - first >= _LEAST:
+            yield first, end

@@ -1,0 +1,252 @@
+"""Passages that come again are learned: computed once after an answer, and reused for the client that sent them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from kvtool.core.cache.space import folder_bytes
+from kvtool.core.cache.store import Store
+from kvtool.core.common.files import cache_dir
+from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.ingest.job import create
+from kvtool.core.ingest.options import IngestOptions
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.reply import Request
+from kvtool.core.session.session import Session
+from kvtool.serve.engine import Engine
+from kvtool.serve.learning import Learner, SeenTexts
+from kvtool.serve.options import ServeOptions
+from tests.cli.working import QUESTION, break_record
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
+
+OTHER = "kv-of-another-client"
+BOTH = f"{KEY}\n{OTHER}"
+WORDS = (
+    "harbour lighthouse keeper granite timber slate diary lantern winter captain copper bridge meadow orchard merchant "
+    "tower garden letter mirror barley cellar thunder market anchor ribbon pepper engine violin saddle candle"
+).split()
+
+
+def passage(name: str) -> str:
+    """A text of eighty words, in sentences of nine, that is in no store and has no run in common with others."""
+    words = random.Random(name).choices(WORDS, k=72)
+    return " ".join(" ".join(["The", name, *words[at : at + 9]]) + "." for at in range(0, len(words), 9))
+
+
+ARNE, BRIX, CORD = map(passage, ("Arne", "Brixham", "Cordelia"))
+
+
+def asked(served: Served, texts: Sequence[str], question: str = QUESTION, key: str = KEY, **own: Any) -> Any:
+    """Send passages with a question, and wait until what there is to learn is learned."""
+    pasted = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(texts, 1))
+    messages = [{"role": "system", "content": f"Use these.\n\n{pasted}"}, {"role": "user", "content": question}]
+    with httpx2.Client(base_url=served.url, headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE) as client:
+        answer = client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 2, "kvtool": own})
+    assert answer.status_code == 200, answer.text
+    wait_until(lambda: not served.engine.scheduler.learning)
+    return answer.json()
+
+
+def cached(answer: Any) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def sources(answer: Any) -> set[str]:
+    return {chunk["source"].partition(":")[0] for chunk in answer["kvtool"]["chunks"]}
+
+
+def learned(store: Path) -> Path:
+    """The folder of the learned passages of a store."""
+    with Store.open(store) as opened:
+        return cache_dir() / "learned" / opened.uuid
+
+
+def test_the_third_request_with_the_same_passages_reuses_them(store: Path) -> None:
+    with serving(store, learn=True) as served:
+        first = asked(served, [ARNE, BRIX])
+        assert (cached(first), first["kvtool"]["chunks"]) == (0, [])
+        second = asked(served, [BRIX, CORD, ARNE], "Which harbour is the oldest of them?")
+        assert cached(second) == 0
+        third = asked(served, [CORD, ARNE, BRIX], "Who kept a diary?")
+        assert sources(third) == {"learned"}
+        assert {chunk["status"] for chunk in third["kvtool"]["chunks"]} == {"hit"}
+        taken, prompt = sum(chunk["tokens"] for chunk in third["kvtool"]["chunks"]), third["usage"]["prompt_tokens"]
+        assert 0.5 * prompt < taken < 0.75 * prompt  # two of three passages came before
+        assert 0.7 * taken < cached(third) <= taken
+        assert prompt == asked(served, [CORD, ARNE, BRIX], "Who kept a diary?", fusion="full")["usage"]["prompt_tokens"]
+        assert served.warnings == []
+    with serving(store, learn=True) as served:  # another process, later
+        assert cached(asked(served, [ARNE])) > 0
+    with serving(store) as served:
+        assert "learned" not in sources(asked(served, [ARNE]))
+
+
+def test_each_key_has_its_own(store: Path) -> None:
+    with serving(store, key=BOTH, learn=True) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+        assert cached(asked(served, [ARNE])) > 0
+        assert cached(asked(served, [ARNE], key=OTHER)) == 0
+        with Store.open(learned(store)) as opened:
+            before = {*opened.chunk_ids()}
+        assert cached(asked(served, [ARNE], key=OTHER)) == 0  # that one came again only now
+        assert cached(asked(served, [ARNE], key=OTHER)) > 0
+        with Store.open(learned(store)) as opened:
+            assert {*opened.chunk_ids()} > before  # a copy of its own: no time tells that there is another one
+            assert len(opened.chunk_ids()) == len(opened.sources()) == 2 * len(before)
+    with serving(store, key=BOTH, learn=True, isolate=False) as served:
+        asked(served, [BRIX])
+        asked(served, [BRIX], key=OTHER)
+        assert cached(asked(served, [BRIX])) > 0
+        assert cached(asked(served, [BRIX], key=OTHER)) > 0
+
+
+def test_nothing_of_it_is_found_listed_or_named(store: Path) -> None:
+    with serving(store, learn=True) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+        (chunk, *_) = asked(served, [ARNE])["kvtool"]["chunks"]
+        with served.client as client:
+            listed = client.get("/v1/documents").json()["data"]
+            assert all("mill" in row["source"] for row in listed)
+            for name in (chunk["source"], chunk["id"]):
+                assert client.get("/v1/documents", params={"source": name}).status_code == 404, name
+            body = {"messages": [{"role": "user", "content": f"{QUESTION} The Arne harbour lighthouse keeper?"}]}
+            found = client.post("/v1/chat/completions", json=body | {"max_tokens": 2}).json()
+            assert "learned" not in sources(found)
+            named = body | {"kvtool": {"chunks": [chunk["id"]]}}
+            assert client.post("/v1/chat/completions", json=named).status_code == 400
+
+
+def test_a_short_question_is_answered_from_the_store_as_always(store: Path) -> None:
+    with serving(store, learn=True) as served, served.client as client:
+        body = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2}
+        answers = [client.post("/v1/chat/completions", json=body).json() for _ in range(3)]
+        assert all("mill" in chunk["source"] for answer in answers for chunk in answer["kvtool"]["chunks"])
+        assert not learned(store).joinpath("data").exists() or Store.open(learned(store)).chunk_ids() == []
+
+
+def test_what_was_ingested_is_not_learned_and_spot_false_learns_nothing(store: Path) -> None:
+    with Store.open(store) as opened:
+        texts = [each.text for each in opened.documents() if each.source.endswith(("mill1.md", "mill4.md"))]
+    with serving(store, learn=True) as served:
+        for _ in range(3):
+            assert "learned" not in sources(asked(served, texts))
+            asked(served, [ARNE], spot=False)
+        with Store.open(learned(store)) as opened:
+            assert opened.chunk_ids() == []
+
+
+def test_the_least_recently_used_are_evicted_within_the_budget(store: Path) -> None:
+    budget = 3 * 10**6
+    with serving(store, learn=True, learn_budget=budget) as served:
+        for text in (ARNE, *(passage(f"Town{number}") for number in range(12))):
+            asked(served, [text])
+            asked(served, [text])
+            assert folder_bytes(learned(store)) <= budget
+        assert cached(asked(served, [text])) > 0
+        assert cached(asked(served, [ARNE])) == 0
+        assert served.warnings == []
+    with serving(store, learn=True, learn_budget=budget // 2) as served:
+        for _ in range(2):
+            asked(served, [BRIX])
+        assert folder_bytes(learned(store)) <= budget // 2
+        assert cached(asked(served, [BRIX])) > 0
+        assert served.warnings == []
+
+
+def test_a_passage_that_exceeds_the_budget_is_not_learned(store: Path) -> None:
+    with serving(store, learn=True, learn_budget=10_000) as served:
+        for _ in range(3):
+            assert cached(asked(served, [ARNE])) == 0
+        assert "a passage could not be learned" in served.warnings[0]
+
+
+def test_a_damaged_record_is_computed_in_place_and_learned_again(store: Path) -> None:
+    with serving(store, learn=True, memory_cache=0) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+        first, *others = asked(served, [ARNE])["kvtool"]["chunks"]
+        break_record(learned(store), first["id"], 1)
+        again = asked(served, [ARNE])
+        assert [chunk["status"] for chunk in again["kvtool"]["chunks"]] == ["miss", *("hit" for _ in others)]
+        assert cached(again) > 0
+        with Store.open(store) as opened:
+            assert bytes.fromhex(first["id"]) not in opened.chunk_ids()
+        for _ in range(2):
+            asked(served, [ARNE])
+        assert {chunk["status"] for chunk in asked(served, [ARNE])["kvtool"]["chunks"]} == {"hit"}
+
+
+def test_two_servers_of_one_store_share_what_they_learn(store: Path, tmp_path: Path) -> None:
+    with serving(store, learn=True) as one, serving(store, learn=True) as other:
+        for _ in range(2):
+            asked(one, [ARNE])
+            asked(other, [BRIX])
+        assert cached(asked(other, [ARNE])) > 0
+        assert cached(asked(one, [BRIX])) > 0
+        assert one.warnings == other.warnings == []
+
+
+def test_what_declines_to_learn(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="--learn"):
+        ServeOptions(learn=True, spot=False)
+    with Store.open(store) as opened:
+        session = Session(opened)
+        session.identity = replace(session.identity, keeps_states=True)
+        with pytest.raises(UsageError, match="--learn needs chunks that can be moved"):
+            session.learn(10**9)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path / "file"))
+    engine = Engine(store, ModelOptions(), lambda text, hint: None, ServeOptions(learn=True))
+    with pytest.raises(KvtoolError, match="--learn cannot store passages"):
+        engine.start()
+    engine.close()
+
+
+def test_a_step_that_fails_is_not_tried_again() -> None:
+    def opened() -> Session:
+        raise KvtoolError("the store is gone")
+
+    learner = Learner()
+    learner.add(Request("", messages=(("user", ARNE),), owner="all"))
+    with pytest.raises(KvtoolError):
+        learner.step(opened)
+    assert len(learner) == 0
+
+
+def test_parts_of_texts_that_came_before() -> None:
+    seen, text = SeenTexts(), list(range(1000, 1600))
+    assert seen.runs(text) == []
+    seen.add([text[:300], text[300:], range(50)])
+    assert seen.runs([*range(9), *text, *range(9)]) == [(9, 609)]
+    assert seen.runs([*text[400:500], 7, *text[100:163], 8, *text[100:164]]) == [(0, 100), (165, 229)]
+
+
+def test_texts_that_came_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.serve.learning._REMEMBERED", 250)
+    seen = SeenTexts()
+    for first in (0, 1000, 2000):
+        seen.add([range(first, first + 100)])
+    assert [bool(seen.runs(range(first, first + 100))) for first in (0, 1000, 2000)] == [False, True, True]
+
+
+def test_a_program_that_retrieves_by_itself_needs_no_ingest(tiny: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    create(empty, IngestOptions(model=str(tiny), chunk_tokens=64, lead_in="prefix"))
+    with serving(empty, learn=True) as served:
+        with served.client as client:
+            body = {"messages": [{"role": "user", "content": "Hello."}], "max_tokens": 2}
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        for _ in range(2):
+            assert cached(asked(served, [ARNE])) == 0
+        assert cached(asked(served, [ARNE])) > 0
+    with serving(empty) as served, served.client as client:
+        assert client.post("/v1/chat/completions", json=body).status_code == 500
