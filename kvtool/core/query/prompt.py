@@ -26,6 +26,7 @@ from kvtool.core.session.identity import smallest_allowed
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkInfo
     from kvtool.core.model.prompt_cache import PromptCache
+    from kvtool.core.retrieval.finder import Finder
     from kvtool.core.retrieval.spotting import Span
     from kvtool.core.session.session import Session
 
@@ -349,19 +350,18 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
     started = time.perf_counter()
     with session.lock, session.store.view():
         session.refresh()
-        if not _spotted(session, _beginning(session, request)):
+        if not spotted(session.finder, _beginning(session, request)):
             return None  # before the template is rendered, which starts a process
         ids = message_tokens(session.tokenizer, request.messages)
         if ids is None:
             return None
         if session.is_loaded:
             session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
-        if not (spans := _spotted(session, ids[:-1])):  # the last token is always computed: the answer follows it
+        if not (spans := spotted(session.finder, ids[:-1])):  # the last token is computed: the answer follows it
             return None
-        parts = list(_parts(session, options, ids, spans))
         passages = session.finder.index.passages([span.chunk_id for span in spans])
         hits = [Hit(passages[span.chunk_id], math.nan) for span in spans]
-        plan = build_plan(parts[0], parts[1:], ids[spans[-1].stop :])
+        plan = plan_spotted(session, ids, spans, options)
         revision = session.store.revision()
     return PromptLayout(request, hits, plan, add_span(session.timeline, "spot", started) * 1e3, revision)
 
@@ -378,9 +378,15 @@ def _beginning(session: Session, request: Request) -> Sequence[int]:
     return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]
 
 
-def _spotted(session: Session, ids: Sequence[int]) -> list[Span]:
+def plan_spotted(session: Session, ids: Ids, spans: Sequence[Span], options: QueryOptions) -> Plan:
+    """Plan a prompt of these token ids, `spans` of which are stored passages; the question is what follows the last."""
+    parts = list(_parts(session, options, ids, spans))
+    return build_plan(parts[0], parts[1:], ids[spans[-1].stop :])
+
+
+def spotted(finder: Finder, ids: Sequence[int]) -> list[Span]:
     """Find stored passages in token ids; none if there are so few tokens of them that it may be by accident."""
-    spans = session.finder.spot(ids)
+    spans = finder.spot(ids)
     return spans if sum(map(len, spans)) >= _FEWEST_SPOTTED else []
 
 
