@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -31,7 +32,7 @@ ORDER = (
         "records",
     ),
     *("fusion", "retrieval", "session", "evaluate", "upkeep", "remote", "ingest", "compress", "query"),
-    *("pack", "api", "agent", "serve", "reports", "bench", "cli"),
+    *("pack", "api", "agent", "serve", "vllm", "reports", "bench", "cli"),
 )
 # Rooms of one floor: none of them imports another.
 APART = ({"ingest", "compress", "query", "pack"}, {"codec", "model", "corpus", "streaming"})
@@ -69,6 +70,7 @@ LINES = {
     "streaming": 798,
     "top": 394,
     "upkeep": 1851,
+    "vllm": 690,
 }
 
 
@@ -76,7 +78,7 @@ def room_of(parts: tuple[str, ...]) -> str:
     """The room of a module given by its parts, such as ("kvtool", "core", "cache", "store")."""
     if parts[1:2] == ("core",):
         return parts[2] if len(parts) > 2 else "top"
-    return parts[1] if len(parts) > 1 and parts[1] in ("bench", "cli", "reports", "serve") else "top"
+    return parts[1] if len(parts) > 1 and parts[1] in ("bench", "cli", "reports", "serve", "vllm") else "top"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,33 @@ def test_kernels_never_import_transformers() -> None:
     }
     assert {name for _, name in imported} >= {"torch", "kvtool"}
     assert {file for file, name in imported if name == "transformers"} == set()
+
+
+def test_what_vllm_needs_is_imported_without_transformers() -> None:
+    """vLLM brings another version of it than kvtool takes; only imports inside of functions may ask for it."""
+    modules = {_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+    left, seen, imported = ["kvtool.vllm.connector", "kvtool.core.session.gate"], set[str](), set[str]()
+    while left:
+        module = left.pop()
+        if module in seen or module not in modules:
+            continue
+        seen.add(module)
+        for name in _imported_at_once(ast.parse(modules[module].read_text("utf-8")).body):
+            imported.add(name.partition(".")[0])
+            left += [name, name.rpartition(".")[0]]
+    assert {"kvtool.core.fusion.engine", "kvtool.core.model.decoder", "kvtool.core.query.prompt"} <= seen
+    assert not imported & {"transformers", "accelerate", "gguf", "tokenizers"}
+
+
+def _imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
+    """Yield what a module imports when it is imported itself."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If | ast.Try | ast.With | ast.ClassDef) and "TYPE_CHECKING" not in ast.unparse(node):
+            yield from _imported_at_once(node.body)
 
 
 def test_the_product_imports_no_script_of_its_makers() -> None:

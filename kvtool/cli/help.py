@@ -29,6 +29,7 @@ TOPICS = {
     "conversation": "Chat in a terminal or a pipe: keys, commands, cost, follow-up questions.",
     "agents": "MCP: offer the store to chat programs, editors and agents.",
     "server": "The HTTP server: OpenAI-compatible API, access, limits, faster `kvtool query`.",
+    "vllm": "Serve a store's KV to vLLM: the KV connector.",
     "troubleshooting": "Exit codes, common errors, and what to do about them.",
     "evaluation": "Measure which fusion mode and how many passages suit your questions.",
     "cron": "Keep a store up to date from cron or systemd.",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,8 +23,10 @@ from kvtool.core.model.preemption import preemptible
 from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.spec import ModelSpec, UnsupportedArchitecture, read_model_spec
 from kvtool.core.model.stack import DecoderStack
-from kvtool.core.model.states import StateCache, StateForms, StateLayer
 from kvtool.core.native.threads import use_pool
+
+if TYPE_CHECKING:
+    from kvtool.core.model.states import StateForms
 
 _PIECE = 512  # rows that are appended to a cache at once
 _OTHERWISE = "the model keeps its state in a way of its own; that would need a layer of the prompt cache for it"
@@ -42,7 +44,7 @@ class Decoder(DecoderStack):
 
     def __init__(self, loaded: Loaded, kv_dtype: torch.dtype | None = None) -> None:
         super().__init__(loaded, kv_dtype)
-        self._head = _HeadRows()
+        self._head = HeadRows()
         self.model.get_output_embeddings().register_forward_pre_hook(self._head)
         self.unfused: str | None = None  # tried at the first pass
         self._fused: FusedForward | None = None  # of a model on a GPU
@@ -70,6 +72,8 @@ class Decoder(DecoderStack):
 
         Warnings of `transformers` about missing kernels are silenced here.
         """
+        from kvtool.core.model.states import StateCache, StateLayer  # of transformers
+
         try:
             with quiet():
                 _, cache = self.prefill([0, 0], reserve=1)
@@ -239,7 +243,7 @@ class Decoder(DecoderStack):
                 parameter.requires_grad_(wanted)
 
 
-class _HeadRows:
+class HeadRows:
     """Gives the LM head the rows that are asked for, with the strides of a tensor of their own.
 
     For a slice's strides, `matmul` copies the head's whole weight first, which took longer than all layers together

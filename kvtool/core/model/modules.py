@@ -9,7 +9,6 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
-from transformers.cache_utils import Cache
 
 from kvtool.core.errors import ModelError
 from kvtool.core.kernels.attention.params import KV, AttentionParams
@@ -99,7 +98,7 @@ class ForwardEnded(Exception):
     """Ends a forward before its end: what is left of it would be computed for nothing."""
 
 
-class CacheProxy(Cache):
+class CacheProxy:
     """A cache without rows: a function takes a layer's new keys and values, and returns those to attend to.
 
     Parameters
@@ -108,11 +107,22 @@ class CacheProxy(Cache):
     """
 
     def __init__(self, update: Callable[[torch.Tensor, torch.Tensor, int], KV]) -> None:
-        super().__init__(layers=[])
         self._update = update
+        self.layers: list[Any] = []
+
+    is_compileable = False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        return []
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, 0
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any

@@ -1,4 +1,7 @@
-"""Prompt cache: one prompt's keys and values in preallocated buffers, usable as a `transformers` cache."""
+"""Prompt cache: one prompt's keys and values in preallocated buffers, usable as a `transformers` cache.
+
+`transformers` is not imported: vLLM brings another version of it than kvtool takes.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvtool.core.errors import ModelError
 from kvtool.core.model.attention import PlacedRows
@@ -15,7 +17,7 @@ from kvtool.core.model.kinds import KVShape
 Observer = Callable[[int, int], None]
 
 
-class BufferLayer(CacheLayerMixin):
+class BufferLayer:
     """Keys and values `[1, kv_heads, capacity, head_dim]` of one layer; the first `length` rows are filled.
 
     Attributes
@@ -24,10 +26,10 @@ class BufferLayer(CacheLayerMixin):
     joint : `[1, kv_heads, capacity, value_dim + key_dim]`, or None.
     """
 
-    is_sliding = False
+    is_sliding = is_compileable = False
+    is_initialized = True
 
     def __init__(self, shape: KVShape, capacity: int, dtype: torch.dtype, device: str) -> None:
-        super().__init__()
         self.shape = shape
         self.keys: torch.Tensor
         self.values: torch.Tensor
@@ -35,7 +37,6 @@ class BufferLayer(CacheLayerMixin):
         widths = [shape.value_dim + shape.key_dim] if shape.joint else [shape.key_dim, shape.value_dim]
         self._hold([torch.empty((1, shape.heads, capacity, width), dtype=dtype, device=device) for width in widths])
         self.length = 0
-        self.is_initialized = True
 
     def _hold(self, sides: Sequence[torch.Tensor]) -> None:
         if self.shape.joint:
@@ -80,7 +81,7 @@ class BufferLayer(CacheLayerMixin):
         return -1
 
 
-class PromptCache(Cache):
+class PromptCache:
     """The fused cache of one prompt.
 
     During a pass `rows` names the prompt positions the model computes, and `update` scatters them; so it does when a
@@ -99,12 +100,28 @@ class PromptCache(Cache):
     """
 
     def __init__(self, buffers: Sequence[BufferLayer]) -> None:
-        self.buffers = list(buffers)
-        super().__init__(layers=list(self.buffers))
+        self.buffers = self.layers = list(buffers)
         self.rows: PlacedRows | None = None
         self.before_update: Observer | None = None
         self.after_update: Callable[[int], None] | None = None
         self.position_ids: list[int] | None = None
+
+    is_compileable = False
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """Return False for each layer: windows are no matter of the cache."""
+        return [False] * len(self.buffers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of rows, as models ask for it (`Cache`)."""
+        return self.buffers[layer_idx].length
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the number of keys that a mask covers, and the first one's place (`Cache`)."""
+        return self.buffers[layer_idx].get_mask_sizes(query_length)
 
     def unhook(self) -> None:
         """Call no observer any more."""

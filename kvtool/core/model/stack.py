@@ -23,7 +23,6 @@ from kvtool.core.model.mla import attend_latents
 from kvtool.core.model.modules import attentions_of, base_of, disable_query_scaling, layers_of
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 from kvtool.core.model.rope import Rotary
-from kvtool.core.model.states import StateCache
 
 
 class Turns:
@@ -113,6 +112,8 @@ class DecoderStack:
     def new_cache(self, capacity: int) -> PromptCache:
         """Make an empty prompt cache for `capacity` tokens."""
         if self.keeps_states:
+            from kvtool.core.model.states import StateCache  # of transformers
+
             shapes = dict(zip(self._attending, self.shapes, strict=True))
             return StateCache(self.config, lambda layer: (shapes[layer], capacity, self.dtype, self.device))
         return PromptCache([BufferLayer(shape, capacity, self.dtype, self.device) for shape in self.shapes])

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
     DummyLayer,
     DynamicCache,
     LinearAttentionAndFullAttentionLayer,
@@ -22,6 +24,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 
 CONV, RECURRENT = "conv", "recurrent"  # what a state consists of; either may be missing
+CacheLayerMixin.register(BufferLayer)  # the forward of a hybrid tells its layers of attention by that
 States = dict[tuple[str, int], torch.Tensor]  # by what it is and its number in the layer
 StateForms = dict[tuple[str, int], tuple[torch.dtype, torch.Size]]  # of one layer, as its own forward makes them
 
@@ -90,7 +93,7 @@ class Marked:
     states: tuple[States, ...]
 
 
-class StateCache(PromptCache):
+class StateCache(Cache, PromptCache):
     """The prompt cache of a recurrent hybrid: for each layer keys and values, a state, both, or nothing.
 
     Rows are computed in order from the first on: the states hold all rows before the next one. They can be taken back
@@ -106,8 +109,11 @@ class StateCache(PromptCache):
 
     def __init__(self, config: Any, rows: Callable[[int], tuple[Any, ...]]) -> None:
         kinds = DynamicCache(config=config).layers
-        super().__init__([_layer(kind, rows, number) for number, kind in enumerate(kinds)])
+        PromptCache.__init__(self, [_layer(kind, rows, number) for number, kind in enumerate(kinds)])
+        Cache.__init__(self, layers=self.buffers)
         self._marked: Marked | None = None
+
+    update = PromptCache.update
 
     @torch.inference_mode()
     def mark(self) -> Marked:

@@ -362,7 +362,7 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
     with session.lock, session.store.view():
         session.refresh()
         is_own = _is_own(session, request)
-        if not is_own and not _spotted(session, request, _beginning(session, request)):
+        if not is_own and not spotted(spot_all(session, _beginning(session, request), request.owner)):
             return None  # before the template is rendered, which starts a process
         _check_characters(session, sum(len(content) for _, content in request.messages))
         ids = message_tokens(session.tokenizer, request.messages)
@@ -370,16 +370,16 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
             return None
         if session.is_loaded:
             session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
-        spans = _spotted(session, request, ids[:-1])  # the last token is always computed: the answer follows it
+        # The last token is always computed: the answer follows it.
+        spans = spotted(spot_all(session, ids[:-1], request.owner))
         if not spans and not is_own:
             return None
-        parts = list(_parts(session, options, ids, spans))
         passages = session.finder.index.passages([span.chunk_id for span in spans])
         learned = {span.chunk_id for span in spans} - passages.keys()
         if session.learned is not None:
             passages |= {chunk_id: session.learned.passage(chunk_id) for chunk_id in learned}
         hits = [Hit(passages[span.chunk_id], math.nan) for span in spans]
-        plan = build_plan(parts[0], parts[1:], ids[spans[-1].stop if spans else -1 :])
+        plan = plan_spotted(session, ids, spans, options)
         revision = session.store.revision()
     ms = add_span(session.timeline, "spot", started) * 1e3
     return PromptLayout(request, hits, plan, ms, revision, learned=learned)
@@ -406,9 +406,14 @@ def _beginning(session: Session, request: Request) -> Sequence[int]:
     return encode(session.tokenizer, text[: _MOST_CHARACTERS * most])[:most]
 
 
-def _spotted(session: Session, request: Request, ids: Sequence[int]) -> list[Span]:
-    """Find stored passages in token ids; none if there are so few tokens of them that it may be by accident."""
-    spans = spot_all(session, ids, request.owner)
+def plan_spotted(session: Session, ids: Ids, spans: Sequence[Span], options: QueryOptions) -> Plan:
+    """Plan a prompt of these token ids, `spans` of which are stored passages; the question is what follows the last."""
+    parts = list(_parts(session, options, ids, spans))
+    return build_plan(parts[0], parts[1:], ids[spans[-1].stop if spans else -1 :])
+
+
+def spotted(spans: list[Span]) -> list[Span]:
+    """Return what was spotted in a prompt; nothing if it is of so few tokens that it may be by accident."""
     return spans if sum(map(len, spans)) >= _FEWEST_SPOTTED else []
 
 

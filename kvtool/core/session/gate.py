@@ -26,7 +26,6 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import DamagedError
 from kvtool.core.fusion.engine import fuse
 from kvtool.core.fusion.plan import Candidate, Plan, build_plan
-from kvtool.core.fusion.prefix_cache import ReadPart, StoredPrefix, encode_part, fuse_prefix
 from kvtool.core.fusion.selectors.base import Selector
 from kvtool.core.fusion.selectors.blend import Blend
 from kvtool.core.fusion.selectors.epic import Epic
@@ -42,6 +41,7 @@ from kvtool.core.session.identity import ConformanceCheck, ConformanceResult, St
 
 if TYPE_CHECKING:
     from kvtool.core.cache.store import Store
+    from kvtool.core.fusion.prefix_cache import ReadPart, StoredPrefix
 
 _Number = TypeVar("_Number", int, float)
 MAX_CHUNKS, MAX_TOKENS = 3, 256
@@ -230,6 +230,8 @@ def _prefix_error(decoder: Decoder, prefix: Ids, chunks: Sequence[Ids], question
 
     Models differ in whether their forward continues a state with several tokens at once; some silently restart.
     """
+    from kvtool.core.fusion.prefix_cache import StoredPrefix, encode_part, fuse_prefix  # of transformers
+
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], question)
     full, _ = decoder.prefill(plan.ids)
     names = tuple(b"%d" % number for number in range(len(plan.segments) - 1))
@@ -358,6 +360,8 @@ def compare_prefix(
     segments : token ids of the prefix, the prompt's instruction first; `found` names as many checkpoints.
     allowed : the largest difference of logits that rounding explains.
     """
+    from kvtool.core.fusion.prefix_cache import fuse_prefix  # of transformers
+
     prefix, *chunks = segments
     first, script = copy_task([ids for ids in segments if ids])
     plan = build_plan(Candidate(prefix), [Candidate(ids) for ids in chunks], (first,))

@@ -31,6 +31,7 @@ class Blend(Selector):
     """
 
     name: ClassVar[str] = "blend"
+    ignores_question: ClassVar[bool] = True
     knob: ClassVar[str] = "ratio"
     reason: ClassVar[str] = "deviation"
     ratio: float = 0.15

@@ -23,6 +23,7 @@ class Epic(Selector):
     """
 
     name: ClassVar[str] = "epic"
+    ignores_question: ClassVar[bool] = True
     knob: ClassVar[str] = "link_tokens"
     reason: ClassVar[str] = "link token"
     link_tokens: int = 16

@@ -18,6 +18,7 @@ class Prefix(Selector):
 
     name: ClassVar[str] = "prefix"
     lossless: ClassVar[bool] = True
+    ignores_question: ClassVar[bool] = True
     reason: ClassVar[str] = "after the exact prefix"
 
     def cost(self, prompt: PromptRows) -> Cost:

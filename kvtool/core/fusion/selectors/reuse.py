@@ -14,6 +14,7 @@ class Reuse(Selector):
     """Recompute nothing but the question."""
 
     name: ClassVar[str] = "reuse"
+    ignores_question: ClassVar[bool] = True
 
     def cost(self, prompt: PromptRows) -> Cost:
         return Cost()

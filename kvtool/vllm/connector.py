@@ -1,0 +1,180 @@
+"""KV connector of vLLM: prompts that hold stored passages get their keys and values from a kvtool store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.logger import init_logger
+
+from kvtool.core.errors import UsageError
+from kvtool.vllm.requests import FIELD, Passages, PassageSpotter
+from kvtool.vllm.worker import Comparison, Feeder, Load
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_logger = init_logger("vllm.kvtool")
+_FEWEST_COMPARED, _MOST_COMPARED = 48, 512  # tokens of a request that the gate compares
+
+
+@dataclass
+class Step(KVConnectorMetadata):
+    """The work of one step of vLLM: `loads` before its forward, `comparison` after it."""
+
+    loads: list[Load] = field(default_factory=list)
+    comparison: Comparison | None = None
+
+
+class KvtoolConnector(KVConnectorBase_V1):
+    """A KV connector over a kvtool store: stored passages are spotted in prompts, fused, and written to vLLM's blocks.
+
+    All but a prompt's last token is claimed, so vLLM computes one row. What cannot be loaded is reported to vLLM, which
+    then computes the prompt itself. Until the first prompt of 48 tokens was compared, nothing is claimed.
+
+    Raises
+    ------
+    UsageError : an option is wrong, or vLLM runs in a way that is not supported: over several ranks, for example.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
+        _check_config(vllm_config)
+        # A prompt whose records cannot be read would end as an error otherwise.
+        self._kv_transfer_config.kv_load_failure_policy = "recompute"
+        config = self._kv_transfer_config.kv_connector_extra_config
+        self._block_size: int = vllm_config.cache_config.block_size
+        self._found: dict[str, Passages] = {}
+        self._due: list[Load] = []
+        self._failed: set[int] = set()
+        self._compares = False
+        self._spotter = PassageSpotter(config, _warn)
+        context = vllm_config.model_config.max_model_len
+        self._feeder = Feeder(config, context, self._block_size, _warn) if role == KVConnectorRole.WORKER else None
+
+    # ---- in the scheduler ----
+
+    def on_new_request(self, request: Request) -> None:
+        """Spot passages, and salt the names of the request's blocks if it has any."""
+        if not _is_plain(request):
+            return
+        wish = (request.kv_transfer_params or {}).get(FIELD)
+        found = self._spotter.find(request.prompt_token_ids or (), wish)
+        if found is not None:
+            self._found[request.request_id] = found
+            request.cache_salt = f"{found.salt} {request.cache_salt or ''}"
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+        """Claim all tokens of a prompt with passages but the last one; they are loaded within the step."""
+        if request.request_id not in self._found or not self._compares:
+            return 0, False
+        return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Request, blocks: Any, num_external_tokens: int) -> None:
+        """Note what to load in the next step."""
+        if num_external_tokens > 0:
+            found, stop = self._found[request.request_id], request.num_prompt_tokens - 1
+            ids, own = tuple(request.prompt_token_ids or ()), tuple(blocks.get_block_ids()[0])
+            self._due.append(Load(ids, found.spans, found.options, stop - num_external_tokens, stop, own))
+
+    def build_connector_meta(self, scheduler_output: Any) -> Step:
+        """Return the loads of a step, and what is to be compared in the first one that has enough."""
+        step, self._due = Step(self._due), []
+        for new in () if self._compares else scheduler_output.scheduled_new_reqs:
+            count = min(scheduler_output.num_scheduled_tokens[new.req_id], _MOST_COMPARED)
+            ids = tuple(new.prompt_token_ids or ())[:count]
+            if new.num_computed_tokens == 0 and len(ids) >= _FEWEST_COMPARED and new.lora_request is None:
+                step.comparison, self._compares = Comparison(ids, tuple(new.block_ids[0])), True
+                break
+        return step
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request."""
+        self._found.pop(request.request_id, None)
+        return False, None
+
+    # ---- in the worker ----
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the work of a step; in the first one, note the model that is about to be called."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._feeder is not None and self._feeder.model is None:
+            hook = torch.nn.modules.module.register_module_forward_pre_hook(self._see_model)
+            self._seen = hook
+
+    def _see_model(self, module: torch.nn.Module, args: Any) -> None:
+        """Note the first module that is called, vLLM's model; connectors are not handed it."""
+        assert self._feeder is not None
+        self._seen.remove()
+        self._feeder.model = module
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fill the blocks of this step's requests; those that cannot be filled are reported."""
+        for load in self._step.loads:
+            try:
+                self._feed(load)
+            except Exception as error:  # whatever it is, vLLM can compute these blocks itself
+                _warn(f"a prompt of {len(load.ids)} tokens is computed by vLLM: {error}", "")
+                self._failed.update(load.touched(self._block_size))
+
+    def _feed(self, load: Load) -> None:
+        assert self._feeder is not None
+        self._feeder.load(load)
+
+    def wait_for_save(self) -> None:
+        """Compare what vLLM has computed in this step, if the gate is to be run."""
+        if self._step.comparison is not None and self._feeder is not None:
+            try:
+                self._feeder.compare(self._step.comparison)
+            except Exception as error:  # nothing is loaded then
+                _warn(f"nothing is loaded from the store: {error}", "")
+
+    @property
+    def _step(self) -> Step:
+        step = self._get_connector_metadata()
+        assert isinstance(step, Step)
+        return step
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that were to be filled since the last call and are not."""
+        failed, self._failed = self._failed, set()
+        return failed
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: all layers are filled before the forward."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Do nothing: `kvtool ingest` makes the records."""
+
+
+def _is_plain(request: Request) -> bool:
+    """Return True if a request's prompt is token ids alone, and nothing needs their logits."""
+    others: Sequence[object] = (request.mm_features, request.lora_request, request.prompt_embeds)
+    return not any(other is not None and other != [] for other in others) and not request.skip_reading_prefix_cache
+
+
+def _check_config(config: VllmConfig) -> None:
+    """Refuse what the connector cannot serve. Raises UsageError."""
+    parallel, dtype = config.parallel_config, config.cache_config.cache_dtype
+    for name, size in {"pipeline": parallel.pipeline_parallel_size, "tensor": parallel.tensor_parallel_size}.items():
+        if size > 1:
+            raise UsageError(f"the kvtool connector does not support {name} parallelism", "serve the model on one rank")
+    if dtype not in ("auto", "float16", "bfloat16", "float32"):
+        raise UsageError(f"the kvtool connector does not fill a cache of {dtype}", "leave --kv-cache-dtype out")
+
+
+@cache
+def _warn(text: str, hint: str) -> None:
+    """Log what a user should know, each text once."""
+    _logger.warning("kvtool: %s", f"{text}; {hint}" if hint else text)

@@ -1,0 +1,153 @@
+"""Feeding of vLLM's paged cache in a worker: a prompt's fused keys and values are computed and written to its blocks.
+
+Nothing is fed before the gate has passed: kvtool's rows over vLLM's modules are compared with what vLLM itself wrote of
+a request's prompt, and the laws of kvtool/docs/design.md are checked for this model and store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvtool.core.cache.store import Store
+from kvtool.core.common.types import Warn
+from kvtool.core.errors import GateError, ModelError
+from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.model.prompt_cache import PromptCache
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import plan_spotted
+from kvtool.core.retrieval.spotting import Span
+from kvtool.core.session.gate import TOLERANCE
+from kvtool.core.session.identity import store_identity
+from kvtool.core.session.session import Session
+from kvtool.vllm.model import VllmDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Fill a request's places `first` … `stop`.
+
+    Attributes
+    ----------
+    ids : of the whole prompt. `spans`, `options`: see `Passages`.
+    blocks : of the request, in order.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[Span, ...]
+    options: QueryOptions
+    first: int
+    stop: int
+    blocks: tuple[int, ...]
+
+    def touched(self, block_size: int) -> Sequence[int]:
+        """Return the blocks that are filled, or begun."""
+        return self.blocks[self.first // block_size : -(-self.stop // block_size)]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Compare the keys and values of these first tokens of a request, which vLLM computes in this step."""
+
+    ids: tuple[int, ...]
+    blocks: tuple[int, ...]
+
+
+class Feeder:
+    """Fills blocks of vLLM's paged cache from a store.
+
+    Parameters
+    ----------
+    config : `kv_connector_extra_config`.
+    context : the longest prompt, in tokens. `block_size`: tokens of a block.
+
+    Attributes
+    ----------
+    model : vLLM's; None until its first step.
+    """
+
+    def __init__(self, config: Mapping[str, Any], context: int, block_size: int, warn: Warn) -> None:
+        self._path, self._context, self._block_size = Path(config["store"]), context, block_size
+        self._warn = warn
+        self._difference = float("inf")  # between what vLLM and what kvtool computes
+        self.model: Any = None
+
+    @cached_property
+    def session(self) -> Session:
+        """Open the store with vLLM's model.
+
+        Raises
+        ------
+        KvtoolError : the store is missing, or the model is of a kind that is not known here.
+        """
+        if self.model is None:
+            raise ModelError("vLLM's model was not seen yet", "this is a bug in kvtool")
+        store = Store.open(self._path)
+        dtype = next(self.model.parameters()).dtype
+        identity = store_identity(store)
+        decoder = VllmDecoder(self.model, dtype, getattr(torch, identity.dtype), self._context)
+        return Session(store, decoder=decoder, warn=self._warn)
+
+    def compare(self, given: Comparison) -> None:
+        """Measure how far kvtool's prefill is from what vLLM has just written of the same tokens."""
+        decoder: Any = self.session.decoder
+        _, cache = decoder.prefill(given.ids)
+        count = -(-len(given.ids) // self._block_size)
+        places = torch.arange(len(given.ids))
+        worst = 0.0
+        for module, keys, values in _rows(decoder, cache, slice(0, len(given.ids))):
+            theirs = module.kv_cache[torch.tensor(given.blocks[:count])]
+            ours, written = theirs.clone(), torch.zeros_like(theirs)
+            _write(module, ours, keys, values, places)
+            _write(module, written, torch.ones_like(keys), torch.ones_like(values), places)
+            some = written != 0  # in whatever layout the backend keeps
+            reference, other = theirs[some].double(), ours[some].double()
+            worst = max(worst, float((reference - other).square().mean().sqrt() / reference.square().mean().sqrt()))
+        self._difference = worst
+
+    def load(self, wanted: Load) -> None:
+        """Fuse a prompt and write its rows to the request's blocks.
+
+        Raises
+        ------
+        GateError : the gate has not passed. KvtoolError : the store, or what is stored, cannot be used.
+        """
+        session = self.session
+        allowed = TOLERANCE[session.decoder.dtype]
+        if not self._difference <= allowed:
+            what = f"kvtool's prefill over vLLM's modules differs from vLLM's by {self._difference:.3g} > {allowed:.3g}"
+            raise GateError(what, "vLLM computes these prompts itself; report the model")
+        with session.lock, session.store.view():
+            session.refresh()
+            plan = plan_spotted(session, wanted.ids, wanted.spans, wanted.options)
+            try:
+                session.check_gate([segment.source.chunk_id for segment in plan.cached])
+            except RuntimeError as error:  # of torch, about sizes
+                raise ModelError(f"the store's records do not fit the model: {error}", "use its own store") from error
+            selector = selector_for(wanted.options, wanted.options.mode())
+            fused = fuse(session.decoder, plan, selector, session.source, patience=wanted.options.load_timeout)
+        for buffer, hidden in zip(fused.cache.buffers, fused.read_set.skipped, strict=True):
+            for segment in hidden:  # no row sees them, but a backend may load them with those next to them
+                buffer.keys[:, :, segment.start : segment.stop] = 0
+                buffer.values[:, :, segment.start : segment.stop] = 0
+        places = torch.arange(wanted.first, wanted.stop)
+        slots = torch.tensor(wanted.blocks)[places // self._block_size] * self._block_size + places % self._block_size
+        for module, keys, values in _rows(session.decoder, fused.cache, slice(wanted.first, wanted.stop)):
+            _write(module, module.kv_cache, keys, values, slots)
+
+
+def _rows(decoder: Any, cache: PromptCache, some: slice) -> Any:
+    """Yield for each layer vLLM's module, and keys and values `[rows, kv_heads, head_dim]`."""
+    for module, buffer in zip(decoder.kv_modules(), cache.buffers, strict=True):
+        yield module, *(side[0, :, some].transpose(0, 1).contiguous() for side in (buffer.keys, buffer.values))
+
+
+def _write(module: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write rows to slots of a paged cache, in the backend's own layout."""
+    module.impl.do_kv_cache_update(module, keys, values, cache, slots)

@@ -1,0 +1,107 @@
+"""Stored passages in a request's token ids, how it wants them fused, and the salt of its blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import UsageError
+from kvtool.core.query.options import QueryOptions
+from kvtool.vllm.requests import PassageSpotter
+from kvtool.vllm.worker import Load
+from tests.vllm.prompts import OWN, QUESTION, prompt_of
+
+Said = list[tuple[str, str]]
+
+
+def spotter_of(store: Path, said: Said | None = None, **settings: Any) -> PassageSpotter:
+    return PassageSpotter({"store": str(store), **settings}, lambda *what: None if said is None else said.append(what))
+
+
+def salt(store: Path, ids: list[int], wish: object = None, **settings: Any) -> str:
+    found = spotter_of(store, **settings).find(ids, wish)
+    assert found is not None
+    return found.salt
+
+
+def test_passages_are_found_where_they_are_pasted(store: Path) -> None:
+    ids, places = prompt_of(store)
+    found = spotter_of(store).find(ids)
+    assert found is not None
+    assert [(span.start, span.stop) for span in found.spans] == places
+    assert found.options.mode() == "union"
+
+
+def test_a_prompt_without_passages_is_left_alone(store: Path) -> None:
+    said: Said = []
+    assert spotter_of(store, said).find([*OWN * 40, *QUESTION]) is None
+    assert spotter_of(store, said).find([]) is None
+    assert said == []
+
+
+def test_a_request_says_how_it_is_fused(store: Path) -> None:
+    ids, _ = prompt_of(store)
+    spotter = spotter_of(store, fusion="epic", link_tokens=4)
+
+    def options(wish: object) -> QueryOptions:
+        found = spotter.find(ids, wish)
+        assert found is not None
+        return found.options
+
+    assert (options(None).mode(), options(None).link_tokens) == ("epic", 4)
+    assert options("reuse").mode() == "reuse"
+    assert options({"fusion": "blend", "ratio": 0.5}).ratio == 0.5
+    assert spotter.find(ids, False) is None
+    assert spotter.find(ids, "full") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "what"),
+    [
+        ({"fusion": "auto"}, "no fusion mode 'auto'"),
+        ({"fusion": "mixed"}, "mixed"),
+        ({"top_k": 3}, "no option 'top_k'"),
+        ({"ratio": 7}, "ratio"),
+    ],
+)
+def test_a_wrong_setting_is_refused_at_the_start_and_reported_of_a_request(
+    store: Path, settings: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(UsageError, match=what):
+        spotter_of(store, **settings)
+    said: Said = []
+    ids, _ = prompt_of(store)
+    assert spotter_of(store, said).find(ids, settings) is None
+    assert len(said) == 1
+    assert what in said[0][0]
+
+
+def test_a_store_that_is_not_there_is_reported(tmp_path: Path) -> None:
+    said: Said = []
+    with pytest.raises(UsageError, match="names no store"):
+        PassageSpotter({}, lambda *_: None)
+    assert spotter_of(tmp_path / "none", said).find(list(range(99))) is None
+    assert "no store" in said[0][0]
+
+
+def test_blocks_of_other_modes_options_questions_and_revisions_have_other_names(store: Path) -> None:
+    ids, _ = prompt_of(store)
+    other = [*ids[: -len(QUESTION)], *reversed(QUESTION)]
+    assert salt(store, ids) == salt(store, ids)
+    assert salt(store, ids) != salt(store, other)  # which rows union recomputes depends on the question
+    for mode in ("reuse", "epic", "blend"):
+        assert salt(store, ids, mode) == salt(store, other, mode)
+    ways = [None, "reuse", "epic", "blend", "infoflow", {"ratio": 0.3}, {"shift": False}, {"level": "lossless"}]
+    assert len({salt(store, ids, way) for way in ways}) == len(ways)
+    before = salt(store, ids, "reuse")
+    with Store.open(store) as opened, opened.writer() as writer:
+        writer.remove_documents([opened.sources()[-1]])
+    assert salt(store, ids, "reuse") != before
+
+
+def test_a_load_names_the_blocks_that_it_writes() -> None:
+    load = Load((), (), QueryOptions(), first=32, stop=70, blocks=(9, 8, 7, 6, 5, 4))
+    assert load.touched(16) == (7, 6, 5)

@@ -1,0 +1,176 @@
+"""vLLM fed by the connector answers as kvtool's own engine does, and by itself where nothing can be fed.
+
+vLLM takes another version of `transformers` than kvtool, so it runs in an environment of its own, whose interpreter
+KVTOOL_TEST_VLLM names (kvtool/docs/vllm.md says how to make one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from kvtool.core.cache.store import Store
+from kvtool.core.fusion.engine import fuse
+from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.model.generate import Sampling, generate
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import plan_spotted, spotted
+from kvtool.core.session.session import Session
+from tests.cli.working import CHUNKS, kvtool, payloads, write_corpus
+from tests.families import SHAPE, filled, tiny_tokenizer
+from tests.vllm.prompts import OWN, QUESTION, prompt_of
+
+VLLM = os.environ.get("KVTOOL_TEST_VLLM", "")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not VLLM, reason="no environment with vLLM: KVTOOL_TEST_VLLM=/…/bin/python names one"),
+]
+
+WIDE = SHAPE | {"hidden_size": 128, "head_dim": 32}  # the heads of the other tiny models are too small for vLLM
+_WINDOWS = ["sliding_attention", "full_attention"] * 2
+FAMILIES: dict[str, Callable[[], Any]] = {
+    "llama": lambda: LlamaConfig(**WIDE),
+    "mistral": lambda: MistralConfig(**WIDE, sliding_window=None),
+    "qwen2": lambda: Qwen2Config(**WIDE),
+    "qwen3": lambda: Qwen3Config(**WIDE),
+    "gemma3": lambda: Gemma3TextConfig(
+        **WIDE, layer_types=_WINDOWS, sliding_window=64, query_pre_attn_scalar=32, hidden_activation="gelu_pytorch_tanh"
+    ),
+}
+MODES = ["reuse", "epic", "blend", "infoflow", "union"]
+LONGEST = 8
+WITHOUT = [*OWN * 12, *QUESTION]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`log_probs`: of the first token. `cached`: tokens that vLLM did not compute."""
+
+    ids: list[int]
+    log_probs: torch.Tensor
+    cached: int = 0
+
+
+class Served:
+    """A tiny model with a store of its chunks; `folder` has both."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        self.folder, self.store, self.model = folder, folder / "store", folder / "model"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            filled(AutoModelForCausalLM.from_config(FAMILIES[family]())).save_pretrained(self.model)
+        tiny_tokenizer().save_pretrained(self.model)
+        write_corpus(folder / "corpus")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("KVTOOL_HOME", str(folder / "home"))
+            kvtool("ingest", folder / "corpus", "--store", self.store, "--model", self.model, *CHUNKS).fine()
+
+    def by_vllm(self, rounds: Sequence[Sequence[dict[str, Any]]], **job: Any) -> list[list[Answer]]:
+        """Answers of vLLM, round by round; the gate takes the first round."""
+        wanted = {"model": str(self.model), "connector": {"store": str(self.store)}, "rounds": rounds} | job
+        there, back = self.folder / "job.json", self.folder / "answers.json"
+        there.write_text(json.dumps(wanted))
+        code = [VLLM, Path(__file__).with_name("served.py"), there, back]
+        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+        done = subprocess.run(code, env=env, capture_output=True, text=True, timeout=1800)
+        assert done.returncode == 0, done.stderr[-4000:]
+        rows = json.loads(back.read_text())
+        return [[Answer(one["ids"], torch.tensor(one["log_probs"]), one["cached"]) for one in row] for row in rows]
+
+    def by_kvtool(self, ids: Sequence[int], wishes: Sequence[Any]) -> list[Answer]:
+        """Answers of kvtool's own engine from the same prompt, for each mode."""
+        with Store.open(self.store) as store:
+            session = Session.open(store, ModelOptions(offline=True, dtype="float32"))
+            return [self._answer(session, tuple(ids), wish) for wish in wishes]
+
+    def _answer(self, session: Session, ids: tuple[int, ...], wish: Any) -> Answer:
+        options = QueryOptions.of({"fusion": wish} if isinstance(wish, str) else wish)
+        with session.store.view():
+            plan = plan_spotted(session, ids, spotted(session.finder, ids[:-1]), options)
+            selector = selector_for(options, options.mode())
+            fused = fuse(session.decoder, plan, selector, session.source, LONGEST)
+        log_probs = torch.log_softmax(fused.logits.double(), -1)
+        written = generate(session.decoder, fused.cache, int(fused.logits.argmax()), Sampling(LONGEST))
+        return Answer(list(written.script)[:LONGEST], log_probs)
+
+
+def alike(one: Answer, other: Answer) -> None:
+    """Log probabilities within 1e-3, and the same tokens as far as a tiny model's answer goes on."""
+    torch.testing.assert_close(one.log_probs.double(), other.log_probs.double(), atol=1e-3, rtol=0)
+    assert other.ids[: len(one.ids)] == one.ids[: len(other.ids)]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def test_vllm_answers_as_kvtool_does_in_every_mode(served: Served) -> None:
+    ids, _ = prompt_of(served.store)
+    wishes = [*MODES, {"fusion": "union", "ratio": 1.0}]
+    exactly, unspotted = {"ids": ids, "kvtool": False}, {"ids": WITHOUT}
+    rounds = [[{"ids": prompt_of(served.store, 1)[0]}], [exactly], *([{"ids": ids, "kvtool": wish}] for wish in wishes)]
+    rounds += [
+        [exactly],
+        [unspotted],
+        [{"ids": ids, "kvtool": "epic"}, {"ids": ids[:-2], "kvtool": "reuse"}, unspotted],
+    ]
+    (gate,), (full,), *fed, (again,), (without,), together = served.by_vllm(rounds)
+    assert (gate.cached, full.cached, without.cached) == (0, 0, 0)
+    assert [one[0].cached for one in fed] == [len(ids) - 1] * len(wishes)
+    for own, (got,) in zip(served.by_kvtool(ids, wishes), fed, strict=True):
+        alike(own, got)
+    alike(full, fed[-1][0])  # recomputing everything is full prefill
+    alike(full, again)  # blocks of other modes were not found
+    alike(fed[1][0], together[0])
+    alike(served.by_kvtool(ids[:-2], ["reuse"])[0], together[1])
+    alike(without, together[2])
+    ((alone,),) = served.by_vllm([[unspotted]], connector=None)
+    alike(alone, without)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served("qwen3", tmp_path_factory.mktemp("faults"))
+
+
+def test_prompts_longer_than_a_step_and_preempted_ones_are_answered_alike(qwen: Served) -> None:
+    one, other = (prompt_of(qwen.store, first)[0] for first in (0, 2))
+    asked = [{"ids": ids, "kvtool": "reuse", "max_tokens": 60} for ids in (one, other)]
+    blocks = (len(one) + len(other)) // 32 + 4  # both prompts, but not both answers
+    options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 256, "num_gpu_blocks_override": blocks}
+    _, (first,), (second,), both = qwen.by_vllm([[asked[0]], [asked[0]], [asked[1]], asked], options=options)
+    assert [answer.ids for answer in both] == [first.ids, second.ids]
+
+
+def test_what_cannot_be_read_is_computed_by_vllm_or_in_place(qwen: Served) -> None:
+    """Damaged records, and then a store that is another model's."""
+    ids, _ = prompt_of(qwen.store)
+    data = next((qwen.store / "data").glob("gen-*/data.mdb"))
+    content, places = data.read_bytes(), []
+    for (_, layer), payload in payloads(qwen.store).items():
+        if layer == 0:
+            places.append((content.index(payload), content.index(payload) + len(payload)))
+    damaged = {"ids": ids, "kvtool": "reuse", "spoil": [str(data), places]}
+    asked = [[{"ids": ids}], [{"ids": ids, "kvtool": False}], [damaged]]
+    _, (full,), (got,) = qwen.by_vllm(asked)
+    alike(full, got)
+
+
+def test_a_store_of_another_model_or_none_changes_no_answer(qwen: Served, tmp_path: Path) -> None:
+    other = Served("llama", tmp_path / "other")
+    ids, _ = prompt_of(other.store)
+    asked: list[list[dict[str, Any]]] = [[{"ids": ids}], [{"ids": ids, "kvtool": False}], [{"ids": ids}]]
+    for store in (other.store, tmp_path / "none"):
+        _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)})
+        alike(full, got)

@@ -1,0 +1,134 @@
+"""Blocks of vLLM's paged cache are filled from a store, once the gate has passed; else vLLM computes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvtool.core.cache.store import Store
+from kvtool.core.errors import GateError, ModelError
+from kvtool.core.fusion.engine import Fused, fuse
+from kvtool.core.fusion.selectors import selector_for
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.prompt import plan_spotted
+from kvtool.core.session.session import Session
+from kvtool.vllm.requests import PassageSpotter
+from kvtool.vllm.worker import Comparison, Feeder, Load
+from tests.cli.working import payloads
+from tests.families import tiny_model
+from tests.vllm.imitation import BLOCK, Imitation
+from tests.vllm.prompts import OWN, prompt_of
+
+BLOCKS = tuple(range(40, 4, -1))  # of the request, as vLLM may hand them out
+OTHERS = tuple(range(41, 60))
+WAYS = ["reuse", "epic", "blend", "infoflow", "union", {"ratio": 1.0}, {"ratio": 0.3, "shift": False}]
+
+
+def silent(text: str, hint: str) -> None:
+    """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def served(tiny: Path) -> Imitation:
+    return Imitation(AutoModelForCausalLM.from_pretrained(tiny))
+
+
+@pytest.fixture
+def feeder(store: Path, served: Imitation) -> Feeder:
+    return feeder_of(store, served)
+
+
+@pytest.fixture
+def session(store: Path) -> Iterator[Session]:
+    with Store.open(store) as opened:
+        yield Session.open(opened, ModelOptions(offline=True))
+
+
+def feeder_of(store: Path, model: Any, passes: bool = True) -> Feeder:
+    """A feeder that has compared a request which the model has served."""
+    feeder = Feeder({"store": str(store)}, 2048, BLOCK, silent)
+    feeder.model = model
+    for layer in model.model.layers:
+        layer.self_attn.attn.kv_cache.fill_(torch.nan)
+    if passes:
+        ids = OWN * 9
+        model.serve(ids, OTHERS)
+        feeder.compare(Comparison(ids, OTHERS))
+    return feeder
+
+
+def load_of(store: Path, wish: object, first: int = 0) -> Load:
+    ids, _ = prompt_of(store)
+    found = PassageSpotter({"store": str(store)}, silent).find(ids, wish)
+    assert found is not None
+    return Load(tuple(ids), found.spans, found.options, first, len(ids) - 1, BLOCKS)
+
+
+def fused_by_kvtool(session: Session, load: Load) -> Fused:
+    with session.store.view():
+        plan = plan_spotted(session, load.ids, load.spans, load.options)
+        return fuse(session.decoder, plan, selector_for(load.options, load.options.mode()), session.source)
+
+
+@pytest.mark.parametrize("wish", WAYS, ids=str)
+def test_blocks_hold_what_kvtools_own_engine_computes(
+    store: Path, feeder: Feeder, served: Imitation, session: Session, wish: object
+) -> None:
+    load = load_of(store, wish)
+    feeder.load(load)
+    fused = fused_by_kvtool(session, load)
+    for layer, buffer in zip(served.model.layers, fused.cache.buffers, strict=True):
+        keys, values = layer.self_attn.attn.rows(BLOCKS, load.stop)  # type: ignore[union-attr]
+        torch.testing.assert_close(keys, buffer.keys[0, :, : load.stop], atol=1e-3, rtol=0)
+        torch.testing.assert_close(values, buffer.values[0, :, : load.stop], atol=1e-3, rtol=0)
+
+
+def test_only_the_claimed_places_are_written(store: Path, feeder: Feeder, served: Imitation) -> None:
+    load = load_of(store, "reuse", first=32)
+    feeder.load(load)
+    attention: Any = served.model.layers[0].self_attn
+    keys, _ = attention.attn.rows(BLOCKS, load.stop + 1)
+    assert keys.isnan().all(0).all(1).nonzero()[:, 0].tolist() == [*range(32), load.stop]
+
+
+def test_nothing_is_loaded_before_the_gate_has_passed(store: Path, served: Imitation) -> None:
+    with pytest.raises(GateError, match=r"differs from vLLM's by inf"):
+        feeder_of(store, served, passes=False).load(load_of(store, "reuse"))
+
+
+def test_a_model_that_computes_otherwise_than_its_modules_say_is_refused(store: Path, served: Imitation) -> None:
+    feeder = feeder_of(store, served, passes=False)
+    served.serve(OWN * 9, OTHERS)
+    feeder.compare(Comparison(OWN * 8 + OWN[::-1], OTHERS))  # as if vLLM had computed something else
+    with pytest.raises(GateError, match="differs from vLLM's by"):
+        feeder.load(load_of(store, "reuse"))
+
+
+def test_another_model_than_the_stores_is_refused(store: Path) -> None:
+    other = Imitation(tiny_model("llama", seed=1))
+    with pytest.raises(GateError, match="records made in"):
+        feeder_of(store, other).load(load_of(store, "reuse"))
+
+
+def test_a_model_of_another_shape_is_refused(store: Path) -> None:
+    with pytest.raises(ModelError, match="do not fit the model"):
+        feeder_of(store, Imitation(tiny_model("qwen3"))).load(load_of(store, "reuse"))
+
+
+def test_a_damaged_record_is_computed_instead(store: Path, feeder: Feeder, served: Imitation, session: Session) -> None:
+    load = load_of(store, "reuse")
+    data, record = next(store.rglob("data.mdb")), payloads(store)[load.spans[1].chunk_id.hex(), 2]
+    whole = data.read_bytes()
+    assert whole.count(record) == 1
+    data.write_bytes(whole.replace(record, bytes(255 - byte for byte in record)))
+    feeder.load(load)
+    fused = fused_by_kvtool(session, load)
+    assert [one.status for one in fused.plan.passages] == ["hit", "miss", "hit"]
+    attention: Any = served.model.layers[-1].self_attn
+    keys, _ = attention.attn.rows(BLOCKS, load.stop)
+    torch.testing.assert_close(keys, fused.cache.buffers[-1].keys[0, :, : load.stop], atol=1e-3, rtol=0)
