@@ -126,10 +126,8 @@ class Feeder:
         with session.lock, session.store.view():
             session.refresh()
             plan = plan_spotted(session, wanted.ids, wanted.spans, wanted.options)
-            try:
-                session.check_gate([segment.source.chunk_id for segment in plan.cached])
-            except RuntimeError as error:  # of torch, about sizes
-                raise ModelError(f"the store's records do not fit the model: {error}", "use its own store") from error
+            if not session.check_gate([segment.source.chunk_id for segment in plan.cached]):
+                raise ModelError("the store's records do not fit the model", "use a store of this model")
             selector = selector_for(wanted.options, wanted.options.mode())
             fused = fuse(session.decoder, plan, selector, session.source, patience=wanted.options.load_timeout)
         for buffer, hidden in zip(fused.cache.buffers, fused.read_set.skipped, strict=True):

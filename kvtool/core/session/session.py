@@ -223,13 +223,17 @@ class Session:
             return 0
         return sum(info.alone for info in self.store.stretches().values())
 
-    def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> None:
+    def check_gate(self, chunk_ids: Sequence[bytes] = ()) -> bool:
         """Run the conformance checks at a model's first use of the store, and refuse the model if it failed.
 
         Parameters
         ----------
         chunk_ids : chunks that are about to be used; some that another arithmetic has made are compared with this one's
             own records.
+
+        Returns
+        -------
+        False: what another arithmetic has made of these chunks could not be compared, so none of it can be read.
 
         Raises
         ------
@@ -238,15 +242,16 @@ class Session:
         if self._conformance is None:
             self._conformance = stored_result(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
         if self._conformance is None:
-            return
-        known = {None, self.arithmetic, *self._conformance.compared}
-        if not self.identity.keeps_states and not known.issuperset(self.store.arithmetics(chunk_ids)):
+            return False
+        own, makers = {None, self.arithmetic}, self.store.arithmetics(chunk_ids)
+        if not self.identity.keeps_states and not own.union(self._conformance.compared).issuperset(makers):
             from kvtool.core.session.gate import cross_dtype_records
 
             self._conformance = cross_dtype_records(
                 self.store, self.decoder, self.identity, self._conformance, chunk_ids
             )
         self._conformance.enforce()
+        return own.union(self._conformance.compared).issuperset(makers)
 
     def check_prefix(self, segments: Sequence[Ids], found: StoredPrefix) -> None:
         """Compare a prompt's stored prefix of another arithmetic with this one's own, at its first use.
