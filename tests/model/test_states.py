@@ -40,7 +40,7 @@ def test_others_keep_none(name: str) -> None:
     [
         (t.Mamba2Config(), "in every layer"),
         (t.GraniteMoeHybridConfig(), "in every layer"),  # as nobody trains it: no layer attends
-        (t.Qwen3NextConfig(layer_types=["linear_attention", "sliding_attention"] * 24), "beside sliding_attention"),
+        (t.Qwen3NextConfig(layer_types=["linear_attention", "sliding_attention"] * 24), "besides sliding_attention"),
     ],
     ids=lambda value: getattr(value, "model_type", ""),
 )
