@@ -12,7 +12,6 @@ number of bytes, at the finest level that fits.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import ceil
@@ -34,7 +33,7 @@ BITS = 2.75  # a number: level 2, on the models that were measured
 _LEAST = 0.8  # of a level's usual size: with fewer bits it is not tried
 _MAGIC = b"kvl\x01"
 # xxh3-64 of the rest up to the zeros; magic, level, layers, position of the first token, bytes after this header. Then
-# u32[layers] bytes of each record, the records (kvtool/docs/codec.md), and zeros.
+# that token f32[2, layers, channels], u32[layers] bytes of each record, the records (kvtool/docs/codec.md), and zeros.
 _HEADER = struct.Struct("<Q4sHHII")
 _POSITIONS = 1 << 18  # that a chunk may begin at
 
@@ -122,18 +121,18 @@ class LevelSerde:
 
         Raises
         ------
-        KvtoolError : none fits, a number is not finite, or the KV is another model's. LMCache logs it, and computes the
-            chunk again.
+        KvtoolError : none fits, a number is not finite, or the KV is another model's. LMCache then stores nothing.
         """
         sides, out = src.tensor.float().cpu(), dst.tensor.flatten()
         layers = self._layers_of(sides.shape)
+        first = sides[:, :, :1].numpy().tobytes()  # all tokens attend to a prompt's first one: its error costs most
         start = self._rope.first_position(sides[0], self._profile.means[:, 0])
         back = self._rope.turns(torch.arange(start, start + sides.shape[2])).reciprocal()
         plain = self._rope.multiplied(sides[0], back)
         kvs = [(keys[None], values[None]) for keys, values in zip(plain, sides[1], strict=True)]
         for level in self._levels:
             records = [b"".join(parts) for parts in CODECS[level].encode_layers(kvs, self._profile)]
-            body = struct.pack(f"<{layers}I", *map(len, records)) + b"".join(records)
+            body = first + struct.pack(f"<{layers}I", *map(len, records)) + b"".join(records)
             if _HEADER.size + len(body) <= len(out):
                 rest = _HEADER.pack(0, _MAGIC, int(level), layers, start, len(body))[8:] + body
                 # Zeros to the end: the buffer may hold what others computed.
@@ -149,15 +148,16 @@ class LevelSerde:
         body = data[_HEADER.size : _HEADER.size + size]
         if magic != _MAGIC or xxhash.xxh3_64_intdigest(data[8 : _HEADER.size + size]) != digest:
             raise DamagedError("a chunk of LMCache that is damaged, or that kvtool did not encode")
-        if layers != self._layers_of(out.shape) or size < 4 * layers or str(level) not in NESTED:
+        exact, (_, _, tokens, channels) = 8 * layers * out.shape[3], out.shape  # bytes of the first token
+        if layers != self._layers_of(out.shape) or size < exact + 4 * layers or str(level) not in NESTED:
             raise DamagedError("a chunk of LMCache of another shape")
-        ends = accumulate(struct.unpack_from(f"<{layers}I", body), initial=4 * layers)
-        _, _, tokens, channels = out.shape
+        ends = accumulate(struct.unpack_from(f"<{layers}I", body, exact), initial=exact + 4 * layers)
         items = [Encoded(body[at:end], (1, tokens, channels), "float32") for at, end in pairwise(ends)]
         kvs = CODECS[str(level)].decode_layers(items, self._own)
         there = self._rope.turns(torch.arange(start, start + tokens))
         keys = self._rope.multiplied(torch.stack([keys[0] for keys, _ in kvs]), there)
         out.copy_(torch.stack([keys, torch.stack([values[0] for _, values in kvs])]))
+        out[:, :, :1] = torch.frombuffer(bytearray(body[:exact]), dtype=torch.float32).view(2, layers, 1, channels)
 
     def _layers_of(self, shape: torch.Size) -> int:
         profile = self._profile
@@ -181,7 +181,7 @@ def register(name: str = "kvtool") -> None:
     """
     from lmcache.v1.distributed.serde import AsyncSerdeProcessor, get_registered_serde_types, register_serde_factory
 
-    def make(options: Mapping[str, Any]) -> object:
+    def make(options: dict[str, Any]) -> object:
         with Store.open(Path(options["store"])) as store:
             profile = ProfileCache(store).current()
         if profile is None:

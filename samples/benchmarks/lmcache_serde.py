@@ -82,9 +82,9 @@ def main() -> None:
 
 
 def serdes(profile: Profile) -> list[Serde]:
-    made = [levels(profile, level) for level in NESTED] + [levels(profile, level, plain=True) for level in NESTED]
-    made.append(Serde("fp8", lambda kv: (kv.to(torch.float8_e4m3fn), kv.numel()), lambda kv: kv.to(torch.bfloat16)))
-    return made + ([cachegen(profile)] if find_spec("lmcache") else [])
+    fp8 = Serde("fp8", lambda kv: (kv.to(torch.float8_e4m3fn), kv.numel()), lambda kv: kv.to(torch.bfloat16))
+    own = [cachegen(profile)] if find_spec("lmcache") else []
+    return [fp8, *(levels(profile, level) for level in NESTED), *own, levels(profile, "1", plain=True)]
 
 
 def levels(profile: Profile, level: str, plain: bool = False) -> Serde:
