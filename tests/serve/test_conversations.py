@@ -29,7 +29,7 @@ from kvtool.serve.options import ServeOptions
 from tests.cli.working import write_corpus
 from tests.families import HYBRIDS, save_tiny
 from tests.serve import asking
-from tests.serve.conftest import PATIENCE, Served, serving
+from tests.serve.conftest import PATIENCE, Served, serving, wait_until
 
 QUESTIONS = (
     "Who built the third mill?",
@@ -237,6 +237,7 @@ def test_who_leaves_in_the_middle_finds_it_as_it_was(ready: Path, client: Client
     stream = asking.stream(client.engine, Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
     next(stream)
     stream.close()
+    wait_until(lambda: client.engine.scheduler.running == 0)  # it lets go of the conversation
     after = client.ask(QUESTIONS[2], turns)
     with Client(ready, keep=0) as other:
         assert other.ask(QUESTIONS[2], turns).text == after.text
