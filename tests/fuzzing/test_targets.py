@@ -9,6 +9,7 @@ import pytest
 from tests.fuzzing import registry
 
 _SLOW = {"gguf_model": 4, "config": 30, "safetensors": 30, "generation_config": 10, "tier": 20, "tools": 20}
+_SLOW |= {"tokenizer_config": 30}  # a process for each template
 _TARGETS = registry.targets()
 
 
