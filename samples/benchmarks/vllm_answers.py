@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvtool.core.cache.store import Store
 from kvtool.core.fusion.engine import fuse
@@ -31,6 +30,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import plan_spotted, spotted
 from kvtool.core.session.session import Session
 
+ROOT = Path(__file__).resolve().parents[2]
 WAYS: list[dict[str, Any]] = [{"fusion": mode} for mode in ("full", "reuse", "epic", "blend", "infoflow", "union")]
 WAYS += [{"fusion": "union", "ratio": 1.0}, {"fusion": "union", "ratio": 0.3, "shift": False}]
 _LONGEST = 8  # tokens of an answer
