@@ -75,7 +75,7 @@ class Feeder:
     def __init__(self, config: Mapping[str, Any], context: int, block_size: int, warn: Warn) -> None:
         self._path, self._context, self._block_size = Path(config["store"]), context, block_size
         self._warn = warn
-        self._difference = float("inf")  # between what vLLM and what kvtool computes
+        self._difference: float | None = None  # between what vLLM and what kvtool computes; None: not measured
         self.model: Any = None
 
     @cached_property
@@ -120,6 +120,8 @@ class Feeder:
         """
         session = self.session
         allowed = TOLERANCE[session.decoder.dtype]
+        if self._difference is None:
+            raise GateError("kvtool's prefill was not compared with vLLM's", "an earlier line of the log says why")
         if not self._difference <= allowed:
             what = f"kvtool's prefill over vLLM's modules differs from vLLM's by {self._difference:.3g} > {allowed:.3g}"
             raise GateError(what, "vLLM computes these prompts itself; report the model")

@@ -96,7 +96,7 @@ class Served:
     def _answer(self, session: Session, ids: tuple[int, ...], wish: Any) -> Answer:
         options = QueryOptions.of({"fusion": wish} if isinstance(wish, str) else wish)
         with session.store.view():
-            plan = plan_spotted(session, ids, spotted(session.finder, ids[:-1]), options)
+            plan = plan_spotted(session, ids, spotted(session.finder.spot(ids[:-1])), options)
             selector = selector_for(options, options.mode())
             fused = fuse(session.decoder, plan, selector, session.source, LONGEST)
         log_probs = torch.log_softmax(fused.logits.double(), -1)
