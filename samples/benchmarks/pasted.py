@@ -70,9 +70,10 @@ def main() -> None:
         place = Path(folder, "empty") if given.learn else given.store
         more = ("--learn", "--model", model) if given.learn else ()
         with serving(place, 16, 1, Path(folder, "home"), *more) as server:
-            told = (
-                learning(measure, server, asked, found) if given.learn else ways(measure, server, given, asked, found)
-            )
+            if given.learn:
+                told = learning(measure, server, asked, found)
+            else:
+                told = ways(measure, server, given.repeat, asked, found)
     print("| way | prompt tokens | of them reused | first token, s | processor time, s |")
     print("| --- | --- | --- | --- | --- |")
     for way, of_way in told.items():
