@@ -51,14 +51,15 @@ class Scene:
         return path
 
 
-def make_scene(tmp_path: Path, tiny: Path, *settings: object) -> Scene:
+def make_scene(folder: Path, tiny: Path) -> Scene:
     """Both have the same true document, computed by themselves."""
-    own, mine, theirs = tmp_path / "docs" / "clock.md", tmp_path / "mine", tmp_path / "theirs"
+    own, mine = folder / "docs" / "clock.md", folder / "mine"
     own.parent.mkdir()
     own.write_text(TRUE + "\n")
-    kvtool("ingest", own.parent, "--store", mine, "--model", tiny, *settings).fine()
-    shutil.copytree(mine, theirs)
-    return Scene(own, mine, theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KVTOOL_HOME", str(folder / "home"))
+        kvtool("ingest", own.parent, "--store", mine, "--model", tiny, *PREFIX).fine()
+    return Scene(own, mine, Path(shutil.copytree(mine, folder / "theirs")))
 
 
 def of_file(store: Store, path: Path) -> tuple[FileEntry, DocumentEntry]:

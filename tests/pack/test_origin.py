@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -28,9 +29,17 @@ from tests.pack.hostile import FALSE, TRUE, Scene, ids_of, make_scene, of_file, 
 WAYS = ("import", "merge", "pull")
 
 
+@pytest.fixture(scope="module")
+def made(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Scene:
+    """Leave it as it is."""
+    return make_scene(tmp_path_factory.mktemp("scene"), tiny)
+
+
 @pytest.fixture
-def scene(tmp_path: Path, tiny: Path) -> Scene:
-    return make_scene(tmp_path, tiny, *PREFIX)
+def scene(made: Scene, tmp_path: Path) -> Scene:
+    """One of one's own, of the same documents."""
+    mine, theirs = (Path(shutil.copytree(store, tmp_path / store.name)) for store in (made.mine, made.theirs))
+    return Scene(made.own, mine, theirs)
 
 
 def bring(scene: Scene, way: str, *more: object, store: Path | None = None) -> dict[str, object]:
