@@ -1,1 +1,1 @@
-"""Question → chunks → fused cache → answer: the work behind `kvtool query`."""
+"""Question → chunks → fused cache → answer: what `kvtool query` runs."""

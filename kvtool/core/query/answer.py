@@ -55,12 +55,12 @@ def answer(
 ) -> Reply:
     """Answer one request.
 
-    The answer is of one revision of the store, taken now: what is found, what stands there and what is read. One
-    question is answered at a time, whichever thread asks.
+    Everything that is found and read is of one revision of the store, the present one. One question is answered at a
+    time, whichever thread asks.
 
     Parameters
     ----------
-    on_text : told pieces of the answer as they come.
+    on_text : called with each piece of the answer as it is generated.
     again : the same question was answered just now in another mode, and counts once in what the store has served.
 
     Raises
@@ -85,7 +85,7 @@ class PreparedAnswer:
     Attributes
     ----------
     known : the first tokens; the prompt's cache holds all of them but the last.
-    sampling : how those were chosen, and the others are to be.
+    sampling : how those were chosen, and the others will be.
     marks : of the records that were read, by segment of the prompt's plan.
     """
 
@@ -104,7 +104,7 @@ class PreparedAnswer:
     marks: Sequence[Marks] = ()
 
     def reply(self, said: Generated) -> Reply:
-        """Return the reply: the answer, with all that led to it."""
+        """Return the reply: the answer, with everything that led to it."""
         return _reply(self, said)
 
     def keep(self, again: bool = False) -> None:
@@ -147,7 +147,7 @@ def begin_answer(
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
-        session.store.end_view()  # all is read: whoever writes need not wait for the answer, nor do we when we write
+        session.store.end_view()  # all is read: no writer, this answer included, has to wait for it
         return PreparedAnswer(
             session, asked, options, choice, selector, streamed, outcome, chunks, again, fuse_ms, known, sampling, marks
         )
@@ -347,8 +347,8 @@ def _segments(session: Session, plan: Plan) -> dict[str, Any]:
 
 
 def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
-    """Prefill holes behind the store's lead-in and store them. Say what was computed in place and why, and what has it
-    stored: this question, or an ingest.
+    """Prefill holes after the store's lead-in and store them. Say what was computed in place and why, and what
+    will store it: this question, or an ingest.
 
     A query is no writer: when the store is locked, full or read-only the holes stay, with a warning. A chunk of a
     `neighbour` store is left to the next ingest, which knows the chunk before it; one that is stored all the same
@@ -369,7 +369,7 @@ def _fill_holes(session: Session, holes: Sequence[Segment]) -> None:
 
 
 def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
-    """Store what was computed; False with a warning where that cannot be."""
+    """Store what was computed; return False, with a warning, where that is not possible."""
     store, decoder, identity = session.store, session.decoder, session.identity
     try:
         with store.writer() as writer:
@@ -391,7 +391,7 @@ def _store(session: Session, wanted: Sequence[ChunkSpec]) -> bool:
 
 
 def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
-    """Drop of a chunk what cannot be read, and nothing else; whether a level that loses nothing is left."""
+    """Drop only what cannot be read of a chunk; return whether a level that loses nothing is left."""
     store, layers = session.store, session.layers
     wanted = chunk.info(layers)
     try:
@@ -403,7 +403,7 @@ def _clean(session: Session, writer: Writer, chunk: ChunkSpec) -> bool:
         return False
     here = store.sizes_here(chunk.chunk_id)
     sound = [level for level in here if _is_readable(session, chunk, level)]
-    for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any more
+    for level in {*here, RAW} - {*sound}:  # raw: records that no row counts any longer
         writer.drop_level([chunk.chunk_id], level)
     return info is not None and bool(exact(sound))
 

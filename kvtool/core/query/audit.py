@@ -1,4 +1,4 @@
-"""The online audit (`--audit`): a share of the answers is held against full prefill, after they have been given.
+"""The online audit (`--audit`): a share of the answers is compared with full prefill, after they have been given.
 
 The measure is that of `inspect quality` and `--compare`: KL from full prefill's distributions to the fused prompt's,
 teacher-forced over full prefill's own greedy answer.
@@ -55,7 +55,7 @@ class Auditor:
         return True
 
     def audit(self, reply: Reply, options: QueryOptions) -> Audit | None:
-        """Audit an answer and keep what is found; None where that failed, which is warned of: the answer stands."""
+        """Audit an answer and keep the result; None, with a warning, where that failed: the answer is valid without."""
         session = self._session
         try:
             with out_of_memory_hint(reply.tokens["prompt"]):  # a second prompt cache may be one too many

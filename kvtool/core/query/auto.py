@@ -103,7 +103,7 @@ def _at_levels(session: Session, asked: PromptLayout, options: QueryOptions) -> 
 
 
 # Expectations that differ by less are the same: two runs of one prompt differ by more. So quality decides between them,
-# and a recompute that adds no more than this share of the loading time counts as hidden.
+# and a recompute that adds at most this share of the loading time counts as hidden.
 NOISE = 0.05
 
 
@@ -154,7 +154,7 @@ def decide(
     Parameters
     ----------
     choices : the prompt as laid out at each level that may be read, the finest first; not empty.
-    selector : a mode that recomputes a share, at the least one that is allowed.
+    selector : a mode that recomputes a share, at the least allowed share.
     lossless : modes that lose nothing.
     before_s : seconds that the TTFT already counts (retrieval).
     """
@@ -202,8 +202,8 @@ def _lossless(prompts: Mapping[str, PromptRows], modes: Sequence[Selector]) -> l
 
 
 def hidden_ratio(prompt: PromptRows, selector: Selector) -> float:
-    """Return the largest ratio, from the selector's own to 1, that is expected to add no more than `NOISE` of the
-    loading."""
+    """Return the largest ratio, from the selector's own to 1, that is expected to add at most `NOISE` of the
+    loading time."""
     floor = selector.amount
 
     def seconds(ratio: float) -> float:

@@ -1,7 +1,7 @@
-"""A conversation: each question sees the turns before it, and goes on from the prompt cache that they left.
+"""A conversation: each question sees the turns before it, and extends the prompt cache that they left.
 
-What stands in the cache is neither read nor computed again. Behind it come, as the model's chat template has them: the
-end of the answer's turn, the passages that are new, the question. So a turn computes its own text and what its mode
+What the cache holds is neither read nor computed again. After it come, as the model's chat template has them: the end
+of the answer's turn, the passages that are new, the question. So a turn computes its own text and what its mode
 computes of the new passages, as `--defer` does in a later round (fusion/engine.py).
 """
 
@@ -47,12 +47,12 @@ class Trial:
 
     Parameters
     ----------
-    tokens : that stand already. `chunks`: those among them, with the tokens of each.
+    tokens : of the prompt so far. `chunks`: those in it, with the tokens of each.
 
     Attributes
     ----------
     skipped : turns that were added before the last one at which the conversation has to start over.
-    full : why it has to start over there; None: it goes on.
+    full : why it has to start over there; None: it need not.
     """
 
     session: Session
@@ -64,7 +64,7 @@ class Trial:
     _added: int = 0
 
     def add(self, request: Request, answer: str = "") -> None:
-        """Add a turn. Raises as `lay_out` does of a first turn that is too long by itself."""
+        """Add a turn. Raises as `lay_out` does for a first turn that is too long by itself."""
         try:
             asked = self._laid_out(request)
         except ContextFullError as error:
@@ -90,7 +90,7 @@ def chunks_of(asked: PromptLayout) -> dict[bytes, int]:
 
 
 def check_room(session: Session, tokens: int) -> None:
-    """Refuse to go on behind so many tokens where they fill the model's context. Raises ContextFullError."""
+    """Refuse a further turn after so many tokens where they fill the model's context. Raises ContextFullError."""
     if session.is_loaded and tokens >= session.decoder.context:
         raise ContextFullError(
             f"the conversation has {tokens} tokens, the model takes {session.decoder.context}",
@@ -123,7 +123,7 @@ class TurnLayout:
 
     Attributes
     ----------
-    known : chunks that stood before the turn; None: it was the first.
+    known : chunks that the prompt held before the turn; None: it was the first.
     origins : of its segments, the question last.
     is_as_laid : all of them were read as they were laid out, and none was computed in its place.
     revision : of the store, at which all of it was looked up.
@@ -152,12 +152,12 @@ class TurnLayout:
         behind = None if self.known is None else CachedPrefix(Candidate(()), cache, self.known)
         try:
             asked = lay_out(session, self.request, options, behind=behind, must_find=False)
-        except KvtoolError:  # what it names is gone
+        except KvtoolError:  # a chunk or document that it names is gone
             return False
         return _origins(asked.plan, plan_marks(session, asked.plan)) == self.origins
 
     def has_all_records(self, session: Session, options: QueryOptions) -> bool:
-        """Return whether the store still has all that the turn was made of, whatever its question would find now."""
+        """Return whether the store still has all records that the turn used, whatever its question would find now."""
         if self.revision == session.store.revision():
             return True
         parts, (*first, question) = parts_for(session, options), self.origins
@@ -186,7 +186,7 @@ class Turn:
 
     Attributes
     ----------
-    places : where the passages stand that it was answered from, the best first.
+    places : of the passages that it was answered from, the best first.
     tokens : as in its reply.
     """
 
@@ -274,7 +274,7 @@ Lend = Callable[[], AbstractContextManager["Session"]]
 
 
 class Conversation:
-    """Questions to one store that see each other. It holds its prompt cache until it is let go of or starts over.
+    """Questions to one store that see each other. It holds its prompt cache until it is dropped or starts over.
 
     One question is answered at a time. Several conversations may share a session: each has a cache of its own.
 
@@ -282,8 +282,8 @@ class Conversation:
     ----------
     lend : gives the session for one question.
     options : of all questions that bring none of their own.
-    by_text : answers stand as their text is tokenised, not as they were generated: so they do where nothing but the
-        text is left of them.
+    by_text : answers are kept as the tokens of their text, not as the generated ones: so they are where only the text
+        of an answer is left.
     """
 
     def __init__(self, lend: Lend, options: QueryOptions | None = None, by_text: bool = False) -> None:
@@ -298,7 +298,7 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Return the turns that stand, the first one first."""
+        """Return the turns that the next question sees, the first one first."""
         return self._now.turns
 
     @property
@@ -327,7 +327,7 @@ class Conversation:
         self._now = _Now()
 
     def start_over(self) -> None:
-        """Let go of what stands. The next question sees no turn, but is still searched by what was talked about."""
+        """Drop the turns and their cache. The next question sees no turn, but earlier ones still guide its search."""
         self._now = _Now(earlier=self.said)
 
     def ask(
@@ -337,20 +337,21 @@ class Conversation:
         on_text: OnText | None = None,
         going: Callable[[], bool] = lambda: True,
     ) -> Reply:
-        """Answer a question behind the turns before it.
+        """Answer a question that follows the turns so far.
 
         A question that fails, or is interrupted, leaves the conversation as it was.
 
         Parameters
         ----------
         options : for this question; by default the conversation's.
-        on_text : told pieces of the answer as they come.
-        going : asked before each token of the answer but the first; False ends it there; what was said stands.
+        on_text : called with each piece of the answer as it is generated.
+        going : asked before each token of the answer but the first; False ends it there, and the tokens so far are
+            the answer.
 
         Raises
         ------
-        ContextFullError : the model's context is full; `start_over` makes room.
-        UsageError : another instruction (`system`) than the one that stands.
+        ContextFullError : the model's context is full; `start_over` empties it.
+        UsageError : another instruction (`system`) than that of the turns so far.
         KvtoolError : as `answer` has it.
         """
         with self._lend() as session, session.lock, session.store.view():
@@ -398,7 +399,7 @@ class Conversation:
         return reply
 
     def give(self, session: Session, question: Request, answer: str) -> PreparedAnswer:
-        """Add a turn whose answer is known: as if it had been said. It need not have found anything."""
+        """Add a turn whose answer is known, as if it had been generated. It need not have found anything."""
         begun = self.begin(session, question, must_find=False)
         counts = begun.outcome.fused.tokens.to_json()
         places = tuple(dict.fromkeys(chunk.place for chunk in begun.chunks))
@@ -417,11 +418,11 @@ class Conversation:
             return all(laid.finds_the_same(session, self.options, state.prefix.cache) for laid in self._now.laid)
 
     def skip(self, turns: Sequence[tuple[str, str]]) -> None:
-        """Let go of what stands, and note further turns that will not stand either: they say what is talked about."""
+        """Start over, and note further turns that the next question will not see either: they only guide its search."""
         self._now = _Now(earlier=(*self.said, *(Turn(question, answer, (), {}) for question, answer in turns)))
 
     def trial(self, session: Session, options: QueryOptions) -> Trial:
-        """Return a trial of what would follow the turns that stand."""
+        """Return a trial that begins after the turns so far."""
         state = self._now.state
         return Trial(session, options, self.tokens, {} if state is None else state.prefix.chunks)
 
@@ -455,8 +456,7 @@ class Conversation:
         return state.prefix
 
     def _go_through_anew(self, session: Session) -> None:
-        """Replace what stands by the same turns over the store as it is now; where that fails, the conversation starts
-        over."""
+        """Compute the turns again from the store as it is now; where that fails, the conversation starts over."""
         before = self._now
         session.warn("the store has another instruction or other records now: all turns are computed again", "")
         self._now = _Now(earlier=before.earlier)
@@ -480,8 +480,8 @@ class _Now:
 
     Attributes
     ----------
-    turns : those that stand. `earlier`: they stand no more, and still say what is talked about.
-    laid : how those that stand were laid out.
+    turns : those in the cache. `earlier`: those that were dropped from it, and still guide the search.
+    laid : layouts of `turns`.
     """
 
     turns: tuple[Turn, ...] = ()
@@ -492,8 +492,8 @@ class _Now:
 
 # A vague follow-up is searched with the questions before it, as samples/results/chat.md measured. Answers
 # are left out: those of small models mislead the search.
-RARE = 0.05  # share of the chunks that a rare word stands in at most
-ENOUGH = 4  # rare words of a question that is searched alone
+RARE = 0.05  # maximum share of the chunks that a rare word occurs in
+ENOUGH = 4  # rare words of a question that is searched without those before it
 NAMES = 3  # rare words of a question that says what is talked about
 BACK = 16  # questions back at most: looking through all of them at each turn is quadratic
 
@@ -509,7 +509,7 @@ def search_text(question: str, before: Sequence[str], finder: Finder) -> str:
     """Return the text that a question is searched by.
 
     One that has fewer than `ENOUGH` rare words is searched together with those before it, back to the last that says
-    what is talked about. It counts twice, so that a new subject is found beside the old one.
+    what is talked about. It counts twice, so that a new subject is found next to the old one.
 
     Parameters
     ----------

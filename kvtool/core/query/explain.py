@@ -20,8 +20,8 @@ HOLE, DROPPED = "hole", "dropped"
 
 @dataclass(frozen=True, slots=True)
 class TokenSpan:
-    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where their rows are not there,
-    since they were not stored; `start`, `stop`: tokens in the chunk."""
+    """Neighbouring tokens with one fate. `reason`: "" where they were reused, "dropped" where no rows were stored;
+    `start`, `stop`: tokens in the chunk."""
 
     start: int
     stop: int
@@ -31,13 +31,13 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpans:
-    """A chunk's tokens in order, as spans that leave nothing out."""
+    """A chunk's tokens in order, as spans without gaps."""
 
     spans: tuple[TokenSpan, ...]
 
     @property
     def recomputed(self) -> dict[str, int]:
-        """Tokens by reason."""
+        """Return the number of tokens by reason."""
         counts = Counter[str]()
         for span in self.spans:
             counts[span.reason] += span.stop - span.start
@@ -45,7 +45,7 @@ class ChunkSpans:
 
     @property
     def dropped(self) -> int:
-        """Tokens that are not there."""
+        """Return the number of tokens whose rows were not stored."""
         return sum(span.stop - span.start for span in self.spans if span.reason == DROPPED)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def _fates(fused: Fused, segment: Segment) -> list[str]:
 
 
 def _spans(segment: Segment, fates: Sequence[str], tokenizer: Any) -> Iterator[TokenSpan]:
-    """Give spans of whole characters: a token that ends inside of one goes with the next."""
+    """Yield spans of whole characters: a token that ends inside one belongs to the span of the next."""
     start, text, fate = 0, "", ""
     for begin, stop, piece in whole_characters(tokenizer, segment.source.ids):
         own = next((fates[place] for place in range(begin, stop) if fates[place]), "")

@@ -1,4 +1,4 @@
-"""Deferred loading (`--defer`): the best chunks first, more of them after these while the answer is unsure."""
+"""Deferred loading (`--defer`): the best chunks first, and more while the answer is unsure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outcome:
     Attributes
     ----------
     begun : the answer's beginning, which the cache holds already; None after a last round.
-    chained : of a model that keeps states: what is to be stored of the prompt.
+    chained : of a model that keeps states: what of the prompt will be stored.
     """
 
     fused: Fused

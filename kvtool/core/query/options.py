@@ -191,15 +191,15 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
 
     def check_of(self, identity: StoreIdentity, modes: Sequence[str] = ()) -> None:
-        """Refuse what cannot be had of a store's model, before it is loaded.
+        """Refuse what a store's model cannot do, before it is loaded.
 
         Parameters
         ----------
-        modes : that are asked for beside its own.
+        modes : that are asked for in addition to `mode`.
 
         Raises
         ------
-        UsageError : the model keeps states, and a mode would reuse chunks wherever they stand.
+        UsageError : the model keeps states, and a mode would reuse chunks at any position.
         """
         identity.check_modes((self.mode(identity.keeps_states), *modes), self.defer)
 
@@ -242,7 +242,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             yield start, stop
 
     def check(self) -> None:
-        """Refuse what is chosen for a whole prompt where it is loaded in rounds."""
+        """Refuse options that need the whole prompt where it is loaded in rounds."""
         if self.defer and self.fusion == AUTO:
             raise UsageError(
                 "--defer and --fusion auto exclude each other", "name a mode: auto decides for a whole prompt"
@@ -264,15 +264,15 @@ class ChunkChoice(Options, settings=False, group=CHUNKS):
     documents: tuple[str, ...] = option((), "Use all chunks of these documents, without search.", metavar="PATH")
 
     def check(self) -> None:
-        """Refuse both at once."""
+        """Refuse chunks and documents at once."""
         if self.chunks and self.documents:
             raise UsageError("--chunks and --documents exclude each other", "give one of them")
 
 
 def in_order(hits: Sequence[Hit], order: str) -> list[Hit]:
-    """Put hits, given best first, in the order in which they are to stand in the prompt.
+    """Put hits, given best first, in the order of the prompt.
 
-    `relevance` leaves them, `best-last` turns them round, `document` follows the documents, the one with the best hit
+    `relevance` leaves them, `best-last` reverses them, `document` follows the documents, the one with the best hit
     first.
     """
     if order == "best-last":

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-_NOTHING = ids_digest([])  # the lead-in of what stands first
+_NOTHING = ids_digest([])  # the lead-in of what comes first
 Marks = tuple[bytes | None, ...]
 """Marks of a chunk's records at a level, one a layer: other records have other marks."""
 _MOST_CHARACTERS = 64  # for each token that a passage may have; longer ones are not tokenised
@@ -49,7 +49,7 @@ class PromptLayout:
     revision : of the store, at which all of it was looked up.
     behind : the prompt cache that holds the plan's first segment; None: nothing is cached yet.
     again : retrieved chunks that are in it already.
-    cut : chunks that were found and left out because they help no more (`--min-score`).
+    cut : chunks that were found and left out because they would not help (`--min-score`).
     learned : ids of the chunks that are learned passages.
     """
 
@@ -90,18 +90,19 @@ def lay_out(
     behind: CachedPrefix | None = None,
     must_find: bool = True,
 ) -> PromptLayout:
-    """Find the chunks and lay the prompt out, from the store as it is now; no KV is read yet.
+    """Find the chunks and plan the prompt, from the store as it is now; no KV is read yet.
 
     Parameters
     ----------
     exactly : take no lossy level where there is an exact one, whatever was measured.
-    answered : an answer will follow, for which there must be room.
+    answered : an answer will follow, which must fit, too.
     behind : what the prompt cache holds already: its chunks are not repeated, and there may be no others.
     must_find : without `behind`, something has to be found.
 
     Raises
     ------
-    UsageError : the prompt is longer than a loaded model's context; ContextFullError where it is so by what stands.
+    UsageError : the prompt is longer than a loaded model's context; ContextFullError where the
+        cached prefix makes it so.
     KvtoolError : nothing was found; DamagedError : nothing is left of what was found.
     """
     started = time.perf_counter()
@@ -132,11 +133,11 @@ def lay_out(
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """The length of a prompt, held against what a loaded model takes; one that is not loaded takes any.
+    """The length of a prompt, checked against a loaded model's context; a model that is not loaded takes any.
 
     Attributes
     ----------
-    more : tokens of an answer that there has to be room for. `asked`: tokens of the question.
+    more : tokens of an answer that has to fit, too. `asked`: tokens of the question.
     """
 
     session: Session
@@ -171,8 +172,8 @@ def _check_characters(session: Session, length: int) -> None:
 def _found(
     session: Session, request: Request, options: QueryOptions, behind: CachedPrefix | None, must_find: bool
 ) -> tuple[list[Hit], list[Hit], int]:
-    """Find the chunks for a request: those that are new, those that stand already, and how many were cut. Where
-    something stands, a question that finds nothing is asked of that."""
+    """Find the chunks for a request: those that are new, those in the cached prefix, and how many were cut.
+    After a cached prefix, a question that finds nothing is answered from that."""
     try:
         hits, cut = options.find(session.finder, request, session.recent_chunks)
     except NothingFoundError:
@@ -185,7 +186,7 @@ def _found(
 
 
 def lay_out_at(session: Session, asked: PromptLayout, options: QueryOptions, level: str) -> PromptLayout:
-    """Lay the same prompt out with its chunks read at another level."""
+    """Return the same prompt with its chunks read at another level."""
     prefix, *_, question = asked.plan.segments
     chunks = [found for hit in asked.hits if (found := _candidate(session, hit, level, options.max_loss)) is not None]
     return replace(asked, plan=build_plan(prefix.source, with_stored_rows(session.store, chunks), question.ids))
@@ -220,9 +221,9 @@ def _prefix(session: Session, ids: Ids) -> Candidate:
 
 
 def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candidate | None:
-    """Lay a chunk out as it is wanted. Its ids are those of its text, which the answer cites: a stored chunk of other
-    ids is damaged, or somebody else's, and nothing of it is used. None: its document holds it no more, and neither does
-    the store, so nothing is left of it."""
+    """Return a chunk as a segment of the prompt. Its ids are those of its text, which the answer cites: a stored chunk
+    of other ids is damaged, or somebody else's, and nothing of it is used. None: neither its document nor the store
+    holds it any longer."""
     place = hit.passage
     info, text = _info(session, place.chunk_id), session.finder.own_text(place)
     if text is None:
@@ -339,13 +340,13 @@ def _why_not(level: str, stored: bool, max_loss: float) -> str:
 
 
 def lay_out_request(session: Session, request: Request, options: QueryOptions) -> PromptLayout:
-    """Lay out a request by the passages that its messages hold; without any, chunks are found. Raises as `lay_out`."""
+    """Plan a request's prompt around the passages in its messages; without any, find chunks. Raises as `lay_out`."""
     spotted = lay_out_messages(session, request, options)
     return spotted or lay_out(session, replace(request, messages=()), options)
 
 
 def lay_out_messages(session: Session, request: Request, options: QueryOptions) -> PromptLayout | None:
-    """Lay out the messages of a request with what is stored of them.
+    """Plan the prompt of a request's messages, with what is stored of them.
 
     Returns
     -------

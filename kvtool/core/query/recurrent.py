@@ -1,5 +1,5 @@
-"""A question to a model that keeps states: the prompt's beginning found among stored stretches, and what was computed
-of it stored for the next question."""
+"""A question to a model that keeps states: the prompt's beginning is looked up among stored stretches, and what was
+computed of it is stored for the next question."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def find(session: Session, plan: Plan) -> StoredPrefix:
 
 
 def _stored(store: Store, stretch: bytes) -> StretchInfo | None:
-    """Return the stored description of a stretch; None if there is none, or it is damaged."""
+    """Return the stored description of a stretch; None if it is missing or damaged."""
     with suppress(DamagedError):
         return store.stretch(stretch)
     return None
@@ -67,7 +67,7 @@ def keep_prefix(session: Session, chained: PrefixFused, limit: int, again: bool 
 
     Parameters
     ----------
-    limit : bytes that all stretches of the store may take; what was not used for longest goes for the new ones.
+    limit : bytes that all stretches of the store may take; the least recently used yield to new ones.
     again : the question was answered just now in another mode, and counts once in what the store has served.
     """
     store, plan = session.store, chained.fused.plan

@@ -103,11 +103,11 @@ class ReplyChunk:
 
     @property
     def place(self) -> str:
-        """`file:line`, `file.pdf p. 12`, or the file alone."""
+        """`file:line`, `file.pdf p. 12`, or only the file."""
         return self.behind(self.source)
 
     def behind(self, name: str) -> str:
-        """Return the place behind a name of its file."""
+        """Return the place, with this name of its file before it."""
         return Place(self.line, self.label).behind(name)
 
     def to_json(self) -> dict[str, Any]:
@@ -162,12 +162,12 @@ class Reply:
     revision : of the store: equal ones give equal answers (kvtool/docs/consistency.md).
     tokens : `prompt = standing + reused + recomputed + fresh`, and `generated`; `standing` are kept from earlier turns.
     timing_ms : `ttft` runs from the question's text to the first token's id.
-    bytes_spared : what the records would have taken beside `bytes_read` that no computed row could see.
+    bytes_spared : bytes of records that were not read (not in `bytes_read`), since no computed row could see them.
     explained, backends : one entry a chunk, and one for each kind of layer, where it was asked for.
     slo, stream : with an objective: whether it was met, and what was fetched for it (query/streaming.py).
-    again : of a conversation: chunks that were found, and stood there from an earlier turn; `turn`: its number, from 1,
-        and what it was searched by (query/conversation.py).
-    cut : chunks that were found and left out because they help no more.
+    again : of a conversation: chunks that were found, and in the prompt since an earlier turn; `turn`: its number, from
+        1, and what it was searched by (query/conversation.py).
+    cut : chunks that were found and left out because they would not help.
     rounds, left : of a deferred query: what each round loaded, and how many chunks were not.
     generated, fused : the answer's token ids and the fused cache with the first token's logits; not in the JSON.
     selector : the mode with the parameters it was asked with; not in the JSON.
@@ -218,7 +218,7 @@ class Reply:
 
     @property
     def reasons(self) -> dict[str, int]:
-        """Why tokens before the question were computed that nothing was reused of: how many, by reason."""
+        """Return how many tokens before the question were computed because nothing could be reused, by reason."""
         counts: dict[str, int] = {}
         for segment in self.fused.plan.segments[:-1]:
             if segment.status == "miss" and segment.ids and segment.reason != OWN_TEXT:
@@ -292,7 +292,7 @@ def read_batch(path: Path) -> list[Request]:
     from kvtool.core.errors import UsageError
 
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of lines
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line separators
     except (OSError, UnicodeDecodeError) as error:
         why = str(getattr(error, "strerror", None) or error)
         raise UsageError(
@@ -344,7 +344,7 @@ _COUNTS = ("prompt", "reused", "recomputed", "fresh")
 
 
 def numbers(reply: Reply) -> Row:
-    """Pick what is summed up of one reply; what it has not is left out."""
+    """Return the numbers of one reply that are summed up; missing ones are left out."""
     row = reply.to_json()
     return {
         **{name: row[name] for name in MEASURES if name in row},

@@ -34,12 +34,12 @@ _late: dict[str, threading.Thread] = {}  # path → a look at it that did not en
 def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]:
     """Say of each chunk whether its file has changed since ingest, or has gone.
 
-    A cited file is compared by its bytes, since tools keep size and time (`cp -p`, `touch -r`); of a large one they are
-    believed. Where even the folder is not there, as in a store that came from another machine, nothing is said; nor
-    where the store was closed while the answer was written, since another one stands in its place.
+    A cited file is compared by its bytes, since tools keep size and time (`cp -p`, `touch -r`); for a large one these
+    are trusted. Where even the folder is not there, as in a store that came from another machine, nothing is said; nor
+    where the store was closed while the answer was written, since another one may have its path.
 
-    A store of somebody else may name any path of this machine. So only regular files are read, no more of each than was
-    noted, and from threads of their own: a mount whose server is down never answers.
+    A store of somebody else may name any path of this machine. So only regular files are read, each up to the size that
+    was noted, and from threads of their own: a mount whose server is down never answers.
     """
     states = changes(store, [chunk.source for chunk in chunks])
     return [replace(chunk, since_ingest=states[chunk.source]) for chunk in chunks]

@@ -1,9 +1,9 @@
-"""A prompt's chunks fetched from a shared tier under a time objective, while those before are decoded, and others are
-computed.
+"""Fetching of a prompt's chunks from a shared store under a time objective, while those before are decoded, and others
+are computed.
 
 CacheGen (arXiv 2310.07240, section 5) and Cake (arXiv 2410.03065, section 4). `streaming/compute_fetch_overlap.py`
 decides what is fetched next, how fine, and what is computed from its text instead; samples/benchmarks/stream.py
-simulates the same policy. Here it meets a network.
+simulates the same policy. Here it runs over a network.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 
-# What computing is counted as, of what was measured. That was at best and alone; the pass after streaming is not alone
-# (what is left of decoding, what just came being let go of), and took 1.1 to 1.6 times as long on two cores.
+# What computing is counted as, of what was measured. That was at best, on an idle machine; the pass after streaming is
+# slowed (by the rest of decoding, and freeing what just came), and took 1.1 to 1.6 times as long on two cores.
 _SLOWER = 1.5
 _TEXT = "not fetched in time"
 
@@ -121,7 +121,7 @@ def _stream(
 
 
 def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
-    """Seconds of computing a segment by itself; infinite where it cannot be."""
+    """Return the seconds of computing a segment by itself; infinite where that is not possible."""
     segment = plan.segments[number]
     if not stands_alone(segment, session.identity):
         return math.inf
@@ -130,7 +130,7 @@ def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
 
 
 def compute_alone(session: Session, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
-    """Return a segment's KV behind the store's lead-in, as ingest would store it: on the CPU the same bits.
+    """Return a segment's KV after the store's lead-in, as ingest would store it: on the CPU the same bits.
 
     Returns
     -------
@@ -162,7 +162,7 @@ def _rows(log: Sequence[dict[str, Any]], segments: Sequence[Segment]) -> list[di
 _NUMBERS = ("estimated_mbps", "measured_mbps", "fetch_ms", "meanwhile_ms")
 
 
-# ---- what there is to choose from ----
+# ---- the choices ----
 
 
 def _ladders(
@@ -264,7 +264,7 @@ def _at_levels(store: Store, plan: Plan, levels: Mapping[int, str | None]) -> Pl
     return build_plan(prefix, chunks, plan.segments[-1].ids)
 
 
-_TICK = 0.01  # seconds after which it is looked again what the processor does, and should do
+_TICK = 0.01  # seconds between looks at what the processor does, and should do
 
 
 @dataclass(slots=True)
@@ -276,7 +276,7 @@ class _Flight:
 
 
 class Driver:
-    """Keeps to the order that `Policy` asks of its driver, over a tier's stream of values."""
+    """Keeps to the order that `Policy` asks of its driver, over a shared store's stream of values."""
 
     def __init__(
         self, link: RemoteBackend, segments: Sequence[Segment], policy: Policy, ahead: BackgroundDecoder, since: float
@@ -289,7 +289,7 @@ class Driver:
         self._heard = 0.0  # when something came last, or was asked for with nothing outstanding
 
     def run(self) -> None:
-        """Fetch and compute until the policy wants no more, or the tier is gone."""
+        """Fetch and compute until the policy asks for nothing, or the shared store is lost."""
         try:
             self._arrivals = self._link.arrivals()
             while self._ask():
@@ -306,7 +306,7 @@ class Driver:
         return time.perf_counter() - self._since
 
     def _ask(self) -> bool:
-        """Begin what the policy wants; False: nothing is under way."""
+        """Begin what the policy asks for; False: nothing is under way."""
         self._see_to_computing()
         while len(self._out) < DEPTH and (fetch := self._policy.next(self._now())) is not None:
             segment = self._segments[fetch.chunk]
@@ -386,7 +386,7 @@ class Driver:
             self._send(other)
 
     def _lose(self, error: RemoteError) -> None:
-        """Give the tier up: what is outstanding failed, and nothing more is asked."""
+        """Give the shared store up: outstanding requests failed, and no further ones are sent."""
         self._link.give_up(error)
         while self._out:
             self._end(self._out[0], self._now(), arrived=False)
@@ -396,7 +396,7 @@ class Driver:
 
 COMPUTED = RAW  # the level of what was computed from its text: it loses nothing
 
-# What ingest would store of a segment; None: it cannot be computed alone, or the second argument said to stop.
+# What ingest would store of a segment; None: it depends on other chunks, or the second argument said to stop.
 Prefill = Callable[[Segment, Callable[[], bool]], "ChunkKV | None"]
 
 
@@ -420,10 +420,10 @@ class _Decoded:
 class BackgroundDecoder:
     """Decodes and computes into the memory that the loader then reads, while something is on its way.
 
-    Decoding is work that is saved, and never waited for: a chunk that is refined meanwhile is begun anew, and what is
-    not decoded at the end the loader decodes layer by layer beside the computing, several chunks together. The chunk
+    Decoding here saves work, and is never waited for: a chunk that is refined meanwhile is begun anew, and the loader
+    decodes what is left at the end layer by layer during the computing, several chunks together. The chunk
     that came last is decoded first: the others may be refined sooner. A chunk is computed from its text where there is
-    nothing to decode, and gives way between its layers to what has come.
+    nothing to decode, and yields between its layers to what has come.
     """
 
     def __init__(self, source: ChunkCache, layers: int, prefill: Prefill) -> None:
@@ -461,19 +461,19 @@ class BackgroundDecoder:
 
     @property
     def computing(self) -> int | None:
-        """Return the chunk that is computed, or of which `ended` has not told yet how that ended."""
+        """Return the chunk that is being computed, or whose result `ended` has not returned yet."""
         with self._changed:
             return None if self._text is None else self._text[0]
 
     def compute(self, number: int, segment: Segment) -> None:
-        """Compute a chunk alone, as the only one."""
+        """Compute a chunk without other chunks; only one is computed at a time."""
         with self._changed:
             assert self._text is None
             self._text, self._cut_off = (number, segment), False
             self._begin()
 
     def stop(self) -> None:
-        """Compute no more than the layer that is computed now; `ended` tells when that is over."""
+        """Stop computing after the present layer; `ended` then returns the result."""
         with self._changed:
             self._cut_off = True
 
@@ -505,7 +505,7 @@ class BackgroundDecoder:
             self._thread.join()
 
     def bytes_read(self, levels: Mapping[int, str | None]) -> int:
-        """Bytes of the records that were decoded at the level at which their chunk stands in the end."""
+        """Bytes of the records that were decoded at the level that their chunk has in the end."""
         return sum(
             begun.stats.bytes_read
             for number, begun in self._ahead.items()
@@ -538,7 +538,7 @@ class BackgroundDecoder:
             kv = self._prefill(segment, self._gives_way)
             whole = kv is not None and self._hold(number, segment, kv)
         except Exception:
-            whole = False  # whoever computes it in its place meets it again: an end of this thread would be waited for
+            whole = False  # the pass after streaming meets it again; ending this thread would leave others waiting
         seconds = time.perf_counter() - started - (self._decoding - decoding)
         with self._changed:
             if whole:
@@ -548,7 +548,7 @@ class BackgroundDecoder:
             self._changed.notify_all()
 
     def _gives_way(self) -> bool:
-        """Decode what has come meanwhile; whether to go on computing."""
+        """Decode what has come meanwhile; return whether to continue computing."""
         while not self._stopped:
             with self._changed:
                 if self._cut_off:

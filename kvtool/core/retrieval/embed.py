@@ -50,11 +50,11 @@ class Embeds(Protocol):
         ...
 
     def encode(self, texts: Sequence[str]) -> Array:
-        """Unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
+        """Return unit vectors, float32 `[texts, dimensions]`. Raises ModelError."""
         ...
 
     def count(self, texts: Sequence[str]) -> int:
-        """Return the number of tokens in texts, none added; 0 if it is unknown. Raises ModelError."""
+        """Return the number of tokens in texts, without special ones; 0 if it is unknown. Raises ModelError."""
         ...
 
 
@@ -130,7 +130,7 @@ class Embedder:
 
     @property
     def digest(self) -> str:
-        """Digest of the model's configuration, vocabulary and weights: it tells its vectors from another model's."""
+        """Return the digest of configuration, vocabulary and weights, which distinguishes models' vectors."""
         digest = hashlib.sha256()
         for path in sorted({path for kind in _WANTED for path in self._folder.rglob(kind)}):
             digest.update(f"{path.relative_to(self._folder).as_posix()}:{file_digest(path)}\n".encode())
@@ -151,7 +151,7 @@ class Embedder:
         return np.concatenate(rows) if rows else np.empty((0, 0), np.float32)
 
     def count(self, texts: Sequence[str]) -> int:
-        """Count the tokens that the model reads of texts, none added. Raises as `encode` does."""
+        """Count the tokens that the model reads of texts, without special ones. Raises as `encode` does."""
         _, count = self._load()
         return count(texts)
 
@@ -177,7 +177,7 @@ def _folder_of(ref: str, offline: bool) -> Path:
 
     Raises
     ------
-    ModelError : there is none, or its weights are no safetensors: other formats can run code when they are opened.
+    ModelError : it is not found, or its weights are not safetensors: other formats can run code when they are opened.
     """
     path = Path(ref).expanduser()
     if path.exists() or looks_local(ref):
@@ -259,7 +259,7 @@ class Vectors:
 
     @classmethod
     def open(cls, path: Path, warn: Warn = warn_nobody) -> Vectors:
-        """Read the vectors that are kept, or none; `warn` is told of damaged ones."""
+        """Read the stored vectors, if any; `warn` is called for damaged ones."""
         try:
             with suppress(FileNotFoundError, KeyError):
                 tables = open_tables(path)
@@ -270,7 +270,7 @@ class Vectors:
         return cls(np.empty(0, np.uint64), np.empty((0, 0), np.float16))
 
     def places(self, wanted: Array) -> Array:
-        """Return the rows of these keys' vectors; -1 where there is none."""
+        """Return the rows of these keys' vectors; -1 for a missing vector."""
         at = np.searchsorted(self.keys, wanted)
         known = at < len(self.keys)
         known[known] = self.keys[at[known]] == wanted[known]
@@ -299,7 +299,7 @@ class Vectors:
         return True
 
     def likeness(self, places: Array, question: Array) -> Array:
-        """Cosines with a question's unit vector (float32 `[dimensions]`), float64 `[places]`."""
+        """Return the cosines with a question's unit vector (float32 `[dimensions]`), float64 `[places]`."""
         import torch
 
         asked = torch.from_numpy(np.ascontiguousarray(question))
@@ -329,7 +329,7 @@ class Meaning:
 
     @classmethod
     def of(cls, store: Store, index: Index, embedder: Embeds, texts: Texts, warn: Warn = warn_nobody) -> Meaning:
-        """Open the vectors of all living chunks; missing ones are made and kept. Raises ModelError."""
+        """Open the vectors of all living chunks; missing ones are computed and stored. Raises ModelError."""
         path = store.side_file(f"index/vectors-{VECTORS_FORMAT}-{embedder.digest}{TABLES}")
         vectors, living = Vectors.open(path, warn), _living_rows(index)
 
@@ -358,7 +358,7 @@ def _living_rows(index: Index) -> Array:
     return np.flatnonzero(np.concatenate([np.empty(0, bool), *masks]))
 
 
-# ---- which model a store's vectors are of ----
+# ---- the model of a store's vectors ----
 
 
 def remember(store: Store, ref: str) -> None:
@@ -368,7 +368,7 @@ def remember(store: Store, ref: str) -> None:
 
 
 def remembered(store: Store, warn: Warn = warn_nobody) -> str | None:
-    """Return the embedding model of the last ingest that named one; where that is damaged, `warn` is told."""
+    """Return the embedding model of the last ingest that named one; where that is damaged, `warn` is called."""
     for name, opened in ((_REMEMBERED, open_tables), (_UNSEALED, open_unsealed)):
         try:
             return opened(store.side_file(name)).texts["model"]

@@ -125,7 +125,7 @@ class Places:
 
 
 def _label_starts(place: str) -> Iterator[int]:
-    """Yield where in a place, behind a space, a label such as `p. 12` or `Costs row 9` may begin."""
+    """Yield where in a place, after a space, a label such as `p. 12` or `Costs row 9` may begin."""
     last_row = max((row.start() for row in _ROW.finditer(place)), default=-1)
     for space in re.finditer(" ", place):
         if space.end() <= last_row or _LABEL.match(place, space.end()):
@@ -147,7 +147,7 @@ def _matching(name: str, sources: Sequence[str]) -> list[str]:
 
     Raises
     ------
-    UsageError : there is none, or several paths end so.
+    UsageError : no path ends so, or several do.
     """
     same = _of_file(os.path.abspath(name), sources) or _of_file(name, sources)
     if same:
@@ -168,7 +168,7 @@ def _of_file(path: str, sources: Iterable[str]) -> list[str]:
 
 
 _DOCUMENTS = 16  # held unpacked
-_TIES = 8  # found beyond those wanted, where a preferred one may stand instead of one as good
+_TIES = 8  # found beyond those wanted: a preferred one may replace one of the same score
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,8 +195,8 @@ class Retrieval:
 class Finder:
     """Finds chunks for questions.
 
-    The index and the vectors are read, or brought up to date, when a question needs them and the store's documents are
-    others than at the question before.
+    The index and the vectors are read, or brought up to date, when a question needs them and the store's documents
+    have changed since the question before.
 
     Attributes
     ----------
@@ -220,7 +220,7 @@ class Finder:
         return self._index
 
     def follow(self) -> None:
-        """Forget what was read of documents, if the store's are others now."""
+        """Drop what was read of documents if the store's documents have changed."""
         if self._index is not None and self._index.revision != self._store.documents_revision():
             self._index = None
             self._meanings.clear()
@@ -236,7 +236,7 @@ class Finder:
         Raises
         ------
         NothingFoundError : nothing matches. KvtoolError : there are no documents.
-        ModelError : the embedding model that was asked for cannot be had.
+        ModelError : the embedding model that was asked for is not available.
         UsageError : meaning was asked for without a model.
         """
         with self._store.view():
@@ -250,7 +250,7 @@ class Finder:
             return Found(kept, len(hits) - len(kept))
 
     def spot(self, ids: Sequence[int]) -> list[Span]:
-        """Find the chunks of the store that stand in a prompt's token ids, with the rows of each."""
+        """Find the chunks of the store that occur in a prompt's token ids, with the rows of each."""
         with self._store.view():
             self.follow()
             # a damaged chunk may have been repaired by a commit that changes no document
@@ -315,8 +315,8 @@ class Finder:
         return found_by(document)[passage.index]
 
     def keywords(self, passage: Passage, question: str, most: int = 10) -> list[str]:
-        """Return the words of a question that stand in a chunk, as they are spelled there; what tells it from the
-        others best (TF-IDF) first."""
+        """Return the words of a question that occur in a chunk, as they are spelled there; the most distinctive ones
+        (TF-IDF) first."""
         text = self.text(passage)
         language = language_of(text)
         asked = {*itertools.chain(*asked_terms(question, (language,)))}
@@ -390,7 +390,7 @@ def _token_ids(store: Store, chunk_id: bytes) -> Sequence[int]:
 
 
 def _matcher(globs: Sequence[str]) -> Callable[[str], bool]:
-    """Return what says whether a glob matches the whole path of a document, or its end from some folder on.
+    """Return a function that says whether a glob matches the whole path of a document, or its end from some folder on.
 
     A document of a JSON-lines file is matched by its file's path, too.
     """

@@ -1,4 +1,4 @@
-"""The index of a store's documents: segments that never change, kept beside the records and brought up to date."""
+"""The index of a store's documents: immutable segments, stored next to the records and brought up to date."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ORPHAN_SECONDS = 600.0  # a segment that no state names may be another process'
 class Index:
     """All segments together: the documents of one revision of the store, whatever the order in which they came.
 
-    Every number that a ranking uses is of living documents alone: what was removed leaves no trace in a score.
+    Every number that a ranking uses is of living documents only: what was removed leaves no trace in a score.
     """
 
     def __init__(self, segments: list[IndexSegment], marks: tuple[Array, Array], revision: int) -> None:
@@ -49,7 +49,7 @@ class Index:
 
     @cached_property
     def _files(self) -> dict[bytes, bytes]:
-        """Marks of the store's files by key, as they were at the index's revision."""
+        """Return the marks of the store's files by key, as they were at the index's revision."""
         return {key.tobytes(): mark.tobytes() for key, mark in zip(*self._marks, strict=True)}
 
     @classmethod
@@ -79,7 +79,7 @@ class Index:
         return sum(map(len, self.segments))
 
     def passage(self, row: int) -> Passage:
-        """Return the chunk in a row, with the place where it stands."""
+        """Return the chunk in a row, with its place."""
         number, row_there = self._place(row)
         return self.segments[number].passage(row_there)
 
@@ -108,8 +108,8 @@ class Index:
         return sum(int(segment.alive.sum()) for segment in self.segments)
 
     def holders(self, chunk_ids: Collection[bytes]) -> dict[bytes, set[str]]:
-        """Sources of the living documents that refer to each of these chunks; without those to which none does. The
-        ids of all chunks are looked through, but no document is read."""
+        """Return the sources of the living documents that refer to each of these chunks, for chunks that have any.
+        Looks through the ids of all chunks, but reads no document."""
         found: dict[bytes, set[str]] = {}
         wanted = beginnings(digests([*chunk_ids], _KEY))
         for segment in self.segments:
@@ -140,7 +140,7 @@ class Index:
     # ---- bringing it up to date ----
 
     def update(self, store: Store) -> None:
-        """Take in what changed since the index's revision, reading only that. Raises DamagedError."""
+        """Index what changed since the index's revision, and read only that. Raises DamagedError."""
         with store.view():
             self.revision = store.documents_revision()
             now = store.file_marks()
@@ -154,7 +154,7 @@ class Index:
         self._merge()
 
     def _changed(self, store: Store, key: bytes) -> Iterator[MarkedDocument]:
-        """Yield the new and changed documents of a file; what the index has in their place, or no more, is buried."""
+        """Yield the new and changed documents of a file, and bury the index's former and removed ones."""
         entry = store.file_at(key)
         known = self._documents_of(key)
         for source in entry.documents if entry is not None else ():
@@ -218,7 +218,7 @@ class Index:
 
     @classmethod
     def open(cls, folder: Path) -> Index | None:
-        """Read the index that is kept in a folder; None where there is none. Raises DamagedError."""
+        """Read the index that is stored in a folder; None if the folder has none. Raises DamagedError."""
         for _ in range(_TRIES):
             with suppress(FileNotFoundError):  # another process has just kept another one
                 return cls._open(folder)
@@ -248,7 +248,7 @@ def beginnings(ids: Array) -> Array:
 
 
 def _batches(documents: Iterable[MarkedDocument]) -> Iterator[list[MarkedDocument]]:
-    """Documents as they come, so many at once that their texts take little memory beside the model's."""
+    """Yield documents as they come, so many at once that their texts take little memory next to the model's."""
     batch: list[MarkedDocument] = []
     size = 0
     for document in documents:
@@ -271,7 +271,7 @@ def _clean(folder: Path, kept: set[str]) -> None:
 def index_of(store: Store, warn: Warn = warn_nobody) -> Index:
     """Open the store's index at its present revision, brought up to date and kept where it is older.
 
-    A damaged index is made anew from the documents, and `warn` is told.
+    A damaged index is built again from the documents, and `warn` is called.
 
     Raises
     ------
@@ -294,7 +294,7 @@ def _kept(folder: Path, warn: Warn) -> Index:
         return Index.open(folder) or Index.empty()
     except DamagedError as error:
         warn(f"the retrieval index is damaged and was made anew: {error.message}", "")
-        with suppress(OSError):  # read-only: then it is made anew every time
+        with suppress(OSError):  # read-only: then it is built every time
             shutil.rmtree(folder)
             make_folder(folder)
         return Index.empty()

@@ -1,4 +1,4 @@
-"""Chunks where they stand in their documents."""
+"""Chunks at their places in documents."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Passage:
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A passage and how well it matches; higher is better, 1 is the best match of words alone."""
+    """A passage and how well it matches; higher is better, 1 is the best match by words only."""
 
     passage: Passage
     score: float
 
 
 class Found(NamedTuple):
-    """Hits, best first, and how many further ones were cut because they help no more."""
+    """Hits, best first, and how many further ones were cut because they would not help."""
 
     hits: list[Hit]
     cut: int = 0
@@ -60,7 +60,7 @@ def stands_in(document: DocumentEntry, passage: Passage) -> bool:
 
 
 def found_by(document: DocumentEntry) -> list[str]:
-    """Return the text by which each passage is found: its own, behind its document's title.
+    """Return the text by which each passage is found: its own, after its document's title.
 
     A passage that says "the institute" is then found by the institute's name.
     """

@@ -25,8 +25,8 @@ Forms = tuple[str, ...]  # one word's terms in several languages
 
 
 def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
-    """Score every chunk: float64 `[rows]`, 0 where none of the words stands. A word counts as often as it is given, and
-    as one, whatever of its forms a chunk has."""
+    """Score every chunk: float64 `[rows]`, 0 where none of the words occurs. A word counts as often as it is given, and
+    the forms of a word count as one."""
     chunk_scores = np.zeros(index.rows)
     count, total = _living(index)
     if not count or not total:
@@ -43,8 +43,8 @@ def bm25_scores(index: Index, words: Sequence[Forms]) -> Array:
 
 
 def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Array]:
-    """Return the living rows that have a form of a word, and how much of the most that it can count the best form
-    does."""
+    """Return the living rows that have a form of a word, and the best form's share of the most that the word can
+    count."""
     lists = []
     for form in forms:
         rows, counts = _living_postings(segment, form)
@@ -60,7 +60,7 @@ def _best(segment: IndexSegment, forms: Forms, norm: Array) -> tuple[Array, Arra
 
 
 def idf(with_term: int, count: int) -> float:
-    """Inverse document frequency: how much a term tells that stands in `with_term` of `count` chunks."""
+    """Return the inverse document frequency of a term that occurs in `with_term` of `count` chunks."""
     return math.log(1 + (count - with_term + 0.5) / (with_term + 0.5))
 
 
@@ -71,7 +71,7 @@ def idf_weights(index: Index, words: Iterable[Forms]) -> dict[Forms, float]:
 
 
 def keywords(index: Index, words: Sequence[str], most: int = 5) -> list[str]:
-    """Return the terms that tell a text from the others: highest count × idf first, ties by the term."""
+    """Return the terms that distinguish a text from the others: highest count × idf first, ties by the term."""
     times = Counter(words)
     worth = {term: times[term] * weight for (term,), weight in idf_weights(index, ((term,) for term in times)).items()}
     return sorted(worth, key=lambda term: (-worth[term], term))[:most]
@@ -132,7 +132,7 @@ def named_in(index: Index, words: Iterable[str]) -> dict[Place, float]:
 
 
 _WORDS = 0.3  # weight of the words where there is a likeness by meaning, too
-_NAMED = 0.2  # what a document's best chunk gains when the question names it, beside 1 for the best match
+_NAMED = 0.2  # what a document's best chunk gains when the question names it; the best match has 1
 _HOP = 0.4  # what it gains, times the score of the chunk that names it
 _ADDED = 0.05  # share of a question's words, by weight, for which a chunk is kept that scores far less than the best
 _FIRST = 5  # chunks of the first hop that are read for names
@@ -148,8 +148,8 @@ class Search:
     ----------
     texts : gives a chunk's own text and its document's title.
     allowed : bool `[rows]`, the chunks that may be found; None: all.
-    passages : gives a chunk's own text alone; None: chunks of one id are equal. A document of somebody else may name an
-        own document's chunk under another text, which does not stand in for the own passage.
+    passages : gives only a chunk's own text; None: chunks of one id are equal. A document of somebody else may name an
+        own document's chunk under another text, which does not replace the own passage.
     """
 
     index: Index
@@ -164,7 +164,7 @@ class Search:
 
         Parameters
         ----------
-        meaning : likeness of every chunk by its vector, 0 … 1 (float64 `[rows]`); None: by words alone.
+        meaning : likeness of every chunk by its vector, 0 … 1 (float64 `[rows]`); None: by words only.
         hop : follow names.
         words : whether words count; without them there has to be a likeness.
         """
@@ -243,9 +243,9 @@ class Search:
         return shares
 
     def _ranked(self, score: Array, count: int) -> list[int]:
-        """Rows with a positive score, highest first: enough for `count` different chunks, if there are so many."""
+        """Return rows with a positive score, highest first: enough for `count` different chunks, if so many exist."""
         rows = np.flatnonzero(score > 0)
-        wanted = 4 * count + 16  # equal chunks stand in several documents
+        wanted = 4 * count + 16  # equal chunks occur in several documents
         while True:
             some = rows
             if len(rows) > wanted:

@@ -1,4 +1,4 @@
-"""A part of the index that never changes: some documents, their chunks, and where their terms stand."""
+"""An immutable part of the index: some documents, their chunks, and the postings of their terms."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Postings:
 
     @classmethod
     def merged(cls, parts: Sequence[tuple[Postings, Array]]) -> Postings:
-        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: the row goes)."""
+        """Join several postings, each given with the new numbers of its rows (int64 `[rows]`; -1: removed)."""
         keys, rows, counts = [], [], []
         for postings, renumbered in parts:
             moved = renumbered[postings.rows]
@@ -190,7 +190,7 @@ class IndexSegment:
             count += len(span)
 
         def gathered(name: str, numbers: Sequence[Array]) -> Array:
-            """Rows of all parts in their new order."""
+            """Return the rows of all parts in their new order."""
             pairs = [(part.tables[name][new >= 0], new[new >= 0]) for part, new in zip(parts, numbers, strict=True)]
             rows, places = (np.concatenate(side) for side in zip(*pairs, strict=True))
             return rows[np.argsort(places)]
@@ -240,7 +240,7 @@ class IndexSegment:
         return int(np.searchsorted(self._first, row, side="right")) - 1
 
     def passage(self, row: int) -> Passage:
-        """Return the chunk in a row, with the place where it stands."""
+        """Return the chunk in a row, with its place."""
         document = self.document_of(row)
         start, end = self.tables["spans"][row].tolist()
         return Passage(
@@ -270,7 +270,7 @@ class IndexSegment:
 
     @property
     def living_lengths(self) -> Array:
-        """`lengths` of the living chunks alone."""
+        """Return `lengths` of only the living chunks."""
         return self.lengths if self.living is None else self.lengths[self.living]
 
     def bury(self, documents: Array) -> None:
@@ -287,8 +287,8 @@ def _sources(sources: Iterable[str]) -> dict[str, Array]:
 
 
 def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -> Iterator[list[str]]:
-    """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more room than its
-    index.
+    """Yield the words of each chunk, one chunk at a time: those of a large corpus would take far more memory
+    than its index.
 
     A compound's parts make a chunk longer, the whole of it does not.
     """
@@ -300,5 +300,5 @@ def _words(documents: Iterable[tuple[DocumentEntry, str]], lengths: list[int]) -
 
 
 def digests(values: Sequence[bytes], size: int) -> Array:
-    """Digests below each other, uint8 `[values, size]`."""
+    """Return digests, one a row: uint8 `[values, size]`."""
     return np.frombuffer(b"".join(values), np.uint8).reshape(-1, size)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from kvtool.core.cache.identity import ID_BYTES
 
 WIDTH = 12  # tokens of an anchor
-SEAM = 8  # tokens at either end of a chunk that often differ by what is next to them
+SEAM = 8  # tokens at either end of a chunk that often change with the text next to it
 FEWEST = 24  # tokens; a shorter run is computed as quickly as it is read
 _ANCHORS = 3
 _COPIES = 16  # anchors compared at one place of a prompt; further chunks of the same text add nothing
@@ -140,7 +140,7 @@ class Spotter:
 
 
 def _anchors(tokens: int, most: int) -> list[int]:
-    """Return where the anchors of a chunk begin: behind the first seam, before the last one, and between them."""
+    """Return where the anchors of a chunk begin: after the first seam, before the last one, and between them."""
     last = tokens - WIDTH - SEAM
     if last < SEAM:
         return [(tokens - WIDTH) // 2] if tokens >= FEWEST else []

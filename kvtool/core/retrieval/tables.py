@@ -37,7 +37,7 @@ class Tables:
 
 
 def write_tables(path: Path, arrays: Mapping[str, Array], texts: Mapping[str, str]) -> None:
-    """Write a file that appears whole or not at all: safetensors, and a digest behind it. Raises OSError."""
+    """Write a file that appears whole or not at all: safetensors, followed by a digest. Raises OSError."""
     data = save({name: np.ascontiguousarray(array) for name, array in arrays.items()}, dict(texts))
     temporary = path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}")
     try:
@@ -56,7 +56,7 @@ def open_tables(path: Path) -> Tables:
     Raises
     ------
     OSError : it cannot be opened.
-    DamagedError : it is cut off, does not match its digest, or is none of ours.
+    DamagedError : it is cut off, does not match its digest, or was not written by kvtool.
     """
     view = check_table(path, *_mapped(path))
     return _tables(path, view)

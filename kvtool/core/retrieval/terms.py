@@ -1,7 +1,7 @@
 """Text → search terms, for any script: stems (Snowball) without accents, compounds split and whole.
 
-A document's words are stemmed in its own language. A question is too short to tell one: each of its words is looked up
-under the stems of all languages that the index holds, so that a word matches itself wherever it stands.
+A document's words are stemmed in its own language. A question is too short to show its language: each of its words
+is looked up under the stems of all languages that the index holds, so that a word matches itself in any of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _STOPWORDS = (
     "not of on or she that the their them they this to was we were what when where which who whom whose why will with "
     "you"
 ).split()
-# Words that tell the language of a text in Latin script, whose stemmer is then used: English where there are none.
+# Words that show the language of a text in Latin script, whose stemmer is then used: English if it has none of them.
 _COMMON = {
     ENGLISH: _STOPWORDS,
     "german": "der die das und ist nicht ein eine mit von zu den dem im auf".split(),
@@ -50,7 +50,7 @@ _COMMON = {
 }
 LANGUAGES = tuple(_COMMON)
 _SPEAKERS = {word: [one for one in LANGUAGES if word in _COMMON[one]] for words in _COMMON.values() for word in words}
-_TELLING = 8000  # characters of a text that tell its language
+_TELLING = 8000  # characters of a text that decide its language
 _LEAST = 1 / 25  # share of the words that have to be common ones; Turkish has fewest
 # Words of these scripts are stemmed alike in all languages; None: there is no stemmer.
 _SCRIPTS = (
@@ -77,7 +77,7 @@ _MARKS = "".join(
 _LETTERS = rf"[\w{_MARKS}]+"
 _WORD = re.compile(rf"({_LETTERS}(?:[-\u2010]{_LETTERS})*)(?:['’][sS]\b)?")
 _BETWEEN_PARTS = re.compile(r"[-_\u2010]+|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]{2})")
-_UNSEEN = re.compile("[\u00ad\u200c\u200d]")  # a soft hyphen, and what joins letters or holds them apart
+_UNSEEN = re.compile("[\u00ad\u200c\u200d]")  # a soft hyphen, and what joins or separates letters
 _LONGEST_KEPT = 64  # letters of a word whose terms are kept: longer ones would fill the memory
 T = TypeVar("T")
 
@@ -163,7 +163,7 @@ def _pairs(run: str) -> list[str]:
 
 
 def _plain(word: str, language: str) -> list[str]:
-    folded = word.translate(_FOLDED)  # of an accent alone nothing is left, in any language
+    folded = word.translate(_FOLDED)  # of a lone accent nothing is left, in any language
     if not folded or ENGLISH in _SPEAKERS.get(word, ()):
         return []
     script = None if word.isascii() else _SCRIPT.search(word)
@@ -187,7 +187,7 @@ class _Folded(dict[int, str]):
         return self[code]
 
 
-_FOLDED = _Folded(dict.fromkeys(range(0x300, 0x370), ""))  # those that stay apart, such as stress in Cyrillic
+_FOLDED = _Folded(dict.fromkeys(range(0x300, 0x370), ""))  # those that do not compose, such as stress in Cyrillic
 _FOLDED |= {ord(letter): plain for letter, plain in zip("øđłıðþæœё", "o d l i d th ae oe е".split(), strict=True)}
 _lock = Lock()
 
