@@ -27,7 +27,7 @@ from kvtool.core.cache import layout
 _MAX_LOG_BYTES = 64 * 2**20  # then readers stop noting until a writer folds it
 _LONG_LOG_BYTES = 2**20
 _MAX_BUFFER = 4096
-HALF_LIFE = 3 * 86_400.0  # seconds; 30 to 3,000 questions fetch less than by recency alone (samples/results/front.md)
+HALF_LIFE = 3 * 86_400.0  # seconds; 30 to 3,000 questions fetch less than by recency only (samples/results/front.md)
 _USE = re.compile(rb"([0-9a-f]{40}) ([0-9]{1,12})")
 _COUNTS = re.compile(rb"([0-9]{1,12}) ([0-9]{1,12}) ([0-9]{1,12})")
 
@@ -36,7 +36,7 @@ _COUNTS = re.compile(rb"([0-9]{1,12}) ([0-9]{1,12}) ([0-9]{1,12})")
 
 
 def append(path: Path, bodies: Iterable[str]) -> None:
-    """Append lines in one write, unless the log is long enough. Never an error: a note is worth less than an answer."""
+    """Append lines in one write, unless the log is long enough. Raise nothing: a note is worth less than an answer."""
     data = b"".join(_line(body.encode()) for body in bodies)
     with contextlib.suppress(OSError):
         handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o600)

@@ -35,8 +35,7 @@ class RecordReader(Protocol):
         """Read one layer of many chunks; for each its header and payload, None, or its error.
 
         Payloads are private, writable, 64-byte aligned; `before` is called with each chunk's number before its record
-        is
-        read; `allocate` allocates memory for large records; `ahead` lists the layers that will be read of each.
+        is read; `allocate` allocates memory for large records; `ahead` lists the layers that will be read of each.
         """
         ...
 
@@ -72,7 +71,7 @@ class BlobRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlobResponse:
-    """Response to a request: the value, None if there is none of its name; `at` is its arrival (`perf_counter`)."""
+    """Response to a request: the value, None if no value has its name; `at` is its arrival (`perf_counter`)."""
 
     name: str
     value: bytes | None
@@ -128,15 +127,15 @@ class RemoteBackend(Protocol):
         ahead: Ahead,
     ) -> None:
         """Fetch what a read of the local store did not find, and put it into its place in `reads`. What `ahead` names
-        of later layers is asked for with it."""
+        of later layers is requested with it."""
         ...
 
     def keep_fetched(self) -> None:
-        """Write what was fetched into the local store, as far as there is room."""
+        """Write what was fetched into the local store, as far as it fits."""
         ...
 
     def close(self) -> None:
-        """Let go of the place."""
+        """Close the connection."""
         ...
 
     # ---- fetching ahead of the reads (core/query/streaming) ----
@@ -150,7 +149,7 @@ class RemoteBackend(Protocol):
         ...
 
     def arrivals(self) -> Stream:
-        """A stream of values; raises RemoteError where the place is gone."""
+        """Return a stream of values; raises RemoteError where the remote store cannot be reached."""
         ...
 
     def keep(self, place: tuple[bytes, str], layer: int, value: bytes | None) -> bool:
@@ -158,5 +157,5 @@ class RemoteBackend(Protocol):
         ...
 
     def give_up(self, error: KvtoolError) -> None:
-        """Ask the place no more."""
+        """Send no further requests."""
         ...

@@ -160,10 +160,10 @@ class ChunkReader(StoreConnection):
         return sizes, offer.base
 
     def made_with(self, chunk_id: bytes, level: str) -> str | None:
-        """Digest, in hex, of the profile that a level's records name; None: there are none, or it is unknown.
+        """Return the digest, in hex, of the profile that a level's records name; None: no records, or it is unknown.
 
-        Read off the first record's beginning, which is not checked: a read of the KV checks it. Of what is not here
-        a link's word is taken; nothing is fetched."""
+        It is read from the first record's beginning, which is not checked: a read of the KV checks it. For records
+        that are not here, it is what a link states; nothing is fetched."""
         if not level_of(level).profiled:
             return None
         data = None
@@ -176,7 +176,7 @@ class ChunkReader(StoreConnection):
         return offer.maker if offer is not None else None
 
     def record_mark(self, chunk_id: bytes, level: str, layer: int = 0) -> bytes | None:
-        """Return a mark that identifies a chunk's record of a level and layer; None: there is none.
+        """Return a mark that identifies a chunk's record of a level and layer; None: no such record.
 
         Its digest, and whether it is foreign: a foreign one can be made to have the digest of another.
         """

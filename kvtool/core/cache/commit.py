@@ -30,8 +30,8 @@ _ROW_SLACK = 256  # key, node and its share of the tree
 _SLACK = 256 * 1024  # tree pages that a transaction rewrites
 _INDEX_SHARE = 6  # bytes of the retrieval index for a byte of a document as it is stored, both copies of a merge
 _OF_CHUNKS = (tables.CHUNKS, tables.LEVELS, tables.RECORDS)
-_LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # which need no room worth weighing
-_UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer hangs on
+_LIGHT = (tables.META, tables.USED, tables.WARM, tables.ADDED, tables.ORIGINS)  # whose size does not matter
+_UNSEEN_TABLES = (tables.USED, tables.WARM, tables.ADDED, tables.STRETCHES)  # which no answer depends on
 _UNSEEN_KEYS = (tables.BUDGET_KEY, tables.PINS_KEY, tables.COLLECTED_KEY, tables.UNFINISHED_KEY)
 Apply = Callable[[Transaction], None]
 _UNNAMED = re.compile(r"\.(tmp|.+)-\d+-[0-9a-f]{8}")  # see layout.atomic_write, retrieval/tables.py
@@ -69,13 +69,13 @@ class Commits:
 
         Parameters
         ----------
-        weighed : False: it makes room, which must work on a full disk and over the budget.
+        weighed : False: the commit frees space, which must work on a full disk and over the budget.
         thins : whether documents have less of their chunks than was known of them before; None: where something of a
             chunk is deleted.
 
         Raises
         ------
-        NoSpaceError : there is no room; the store is as it was before.
+        NoSpaceError : the rows do not fit; the store is as it was before.
         """
         heavy = [row for row in rows if weighed and row[0] not in _LIGHT]
         need = sum(_pages(len(value)) for _, _, value in heavy)
@@ -108,7 +108,7 @@ class Commits:
 
     def _revision_rows(self, touched: set[RowKey], thinned: bool) -> list[Row]:
         """The counters after a commit that touches these tables and keys, and perhaps drops something of chunks; none
-        where no answer hangs on it."""
+        where no answer depends on it."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
             return []
         new, documents, dropped = self._next_revision()
@@ -127,7 +127,7 @@ class Commits:
         except DamagedError:  # any number that no index has been keyed by
             return time.time_ns(), time.time_ns(), time.time_ns()
 
-    # ---- room ----------------------------------------------------------------------------------------------------
+    # ---- space ---------------------------------------------------------------------------------------------------
 
     def require_room(self) -> None:
         """Refuse at once what is sure not to fit: the store is at its budget already, its free pages not counted.

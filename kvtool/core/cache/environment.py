@@ -91,7 +91,7 @@ class Environment:
                 os.truncate(self.generation / "data.mdb", needed)
 
     def close(self) -> None:
-        """Close once all transactions have ended; a forked child leaves its parent's environment alone."""
+        """Close once all transactions have ended; a forked child does not touch its parent's environment."""
         if self._pid != os.getpid():
             return
         self._lock.run_alone(self._shut)
@@ -103,7 +103,7 @@ class Environment:
             self._env.close()
 
     def reopen(self) -> None:
-        """Forget an environment that LMDB has given up on (after a failed meta page write)."""
+        """Replace an environment that LMDB has given up on (after a failed meta page write)."""
 
         def again() -> None:
             self._file.close()
@@ -208,7 +208,7 @@ class Environment:
     def limited(self, most: int) -> Iterator[None]:
         """Let no write make the data file longer than this many bytes: LMDB itself takes no page beyond its map.
 
-        How many of the free pages a commit finds is known to LMDB alone, and only while it writes: a value of several
+        Only LMDB knows how many of the free pages a commit can use, and only while it writes: a value of several
         pages needs neighbours, and pages that were freed last are not free yet. A write that does not fit raises
         FileFullError.
         """
@@ -418,7 +418,7 @@ class StoreConnection:
             raise StoreFormatError(f"the data in {self.path} has format {inside['format']}", "update kvtool")
 
     def _release(self) -> None:
-        """Let go of the files; twice is fine."""
+        """Close the files; twice is fine."""
         with self._mutex:
             environment, self._environment = self._environment, None
         if environment is not None:

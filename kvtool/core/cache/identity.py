@@ -89,7 +89,7 @@ def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
 
 
 def chunk_named(text: str, known: Collection[bytes]) -> bytes:
-    """The one known id that begins with these digits; raises UsageError where there is none, or several."""
+    """Return the one known id that begins with these digits; raises UsageError where none does, or several do."""
     named = chunks_named(text, known)
     if len(named) != 1:
         what = f"could be any of {len(named)}: give more digits" if named else "is not in the store"

@@ -1,7 +1,7 @@
 """Integrity of a store: verification of every digest and every reference, and repair.
 
 :func:`verify` runs in a child process: LMDB itself can die of a damaged index, and take its process with it. What
-:func:`repair` drops is made anew by the next ingest or query.
+:func:`repair` drops is computed again by the next ingest or query.
 """
 
 from __future__ import annotations
@@ -223,8 +223,8 @@ def repair(store: Store, writer: Writer, damages: Iterable[Damage]) -> int:
 
 
 def _drop_files(root: Path, damages: list[Damage]) -> int:
-    """Remove damaged side files, which are made anew when they are needed, and damaged lines of journals.
-    Returns how many files that were."""
+    """Remove damaged side files, which are made again when they are needed, and damaged lines of journals.
+    Returns the number of files."""
     wrong = {os.fsdecode(bytes.fromhex(damage.key)) for damage in damages if damage.table == BESIDE}
     for place, _ in damaged_files(root):
         if place in wrong:
@@ -249,15 +249,15 @@ def _plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[RowKey]
         if table == tables.STRETCHES:  # what is left of it is of no use
             deletions |= {*stretch_keys(snapshot, key[:ID_BYTES])}
         if damage.level:
-            with contextlib.suppress(ValueError):  # a damaged level name: the row itself goes already
+            with contextlib.suppress(ValueError):  # a damaged level name: the row itself is already in `deletions`
                 deletions |= {*level_keys(snapshot, bytes.fromhex(damage.chunk), damage.level)}
-        elif damage.chunk and table not in TIMES:  # of these only the order of eviction hangs on
+        elif damage.chunk and table not in TIMES:  # these only decide the order of eviction
             deletions |= {(t, k) for t in CHUNK_TABLES for k in snapshot.keys(t, bytes.fromhex(damage.chunk))}
     return _widen(snapshot, deletions) if deletions else (deletions, [])
 
 
 def _widen(snapshot: Snapshot, deletions: set[RowKey]) -> tuple[set[RowKey], list[FileEntry]]:
-    """Documents that lose a chunk's description go, and so do those of no file; files of anything lost are marked."""
+    """Add documents that lose a chunk's description, and those of no file; mark files of anything that is lost."""
     gone = {key for table, key in deletions if table == tables.CHUNKS}
     touched = {key[:ID_BYTES] for table, key in deletions if table in CHUNK_TABLES}
     stale = {key for table, key in deletions if table == tables.DOCUMENTS}

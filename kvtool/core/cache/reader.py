@@ -20,7 +20,7 @@ from kvtool.core.cache.stretches import StretchReader, count_alone
 from kvtool.core.cache.transaction import Snapshot, checked_payload, damage_of
 from kvtool.core.errors import DamagedError, NoSpaceError
 
-_NOTES_SECONDS = 5.0  # what a long session that is killed forgets at most
+_NOTES_SECONDS = 5.0  # maximum age of the notes that a killed session loses
 
 
 class StoreReader(ChunkReader, StretchReader):
@@ -155,7 +155,7 @@ class StoreReader(ChunkReader, StretchReader):
         times: dict[bytes, int] = {}
         with self.snapshot() as snapshot:
             for key, data in snapshot.items(table):
-                with contextlib.suppress(DamagedError):  # only the order of eviction hangs on it
+                with contextlib.suppress(DamagedError):  # it only decides the order of eviction
                     times[key] = tables.unseal_number(key, data)
         return times
 
@@ -220,7 +220,7 @@ class StoreReader(ChunkReader, StretchReader):
             return snapshot.payload(tables.DOCUMENTS, tables.name_key(source), Kind.DOCUMENT, "a document")
 
     def document_mark(self, source: str) -> bytes | None:
-        """A mark of a document's entry, as of files; None: there is none."""
+        """Return a mark of a document's entry, as of files; None: no such document."""
         with self.snapshot() as snapshot:
             data = snapshot.get(tables.DOCUMENTS, tables.name_key(source))
         return None if data is None else tables.mark_of(data)
@@ -288,7 +288,7 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- counters ------------------------------------------------------------------------------------------------
 
     def revision(self) -> int:
-        """Grows with every commit of anything that an answer may hang on: equal revisions give equal answers."""
+        """Grows with every commit that an answer may depend on: equal revisions give equal answers."""
         self.follow()
         with self.snapshot() as snapshot:
             return _revision_of(snapshot)
@@ -329,7 +329,7 @@ class StoreReader(ChunkReader, StretchReader):
         ``uuid, format, revision, files, documents, chunks, tokens, records, bytes`` (of all records),
         ``levels {level: {chunks, records, tokens, bytes}}``, ``profiles {count, bytes}``,
         ``stretches {count, bytes, alone}`` (of answered prompts, of a model that keeps states; `alone`: how many of
-        them are of chunks that were computed alone),
+        them are of chunks that were computed without others),
         ``file_bytes, live_bytes, free_bytes`` (of the data file), ``folder_bytes``, ``budget`` (or None),
         ``pins {sources, chunks}``, ``disk_free``.
         """

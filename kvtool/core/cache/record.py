@@ -101,12 +101,12 @@ class KVHeader:
 
     @property
     def raw_bytes(self) -> int:
-        """Bytes of K and V together before encoding; the whole payload of a ``raw`` record."""
+        """Return the bytes of K and V together before encoding; the whole payload of a ``raw`` record."""
         return self.kv_heads * self.tokens * (self.head_dim_k + self.head_dim_v) * _ITEM_BYTES[self.dtype]
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of K alone: where V starts in the payload of a ``raw`` record."""
+        """Return the bytes of K: where V starts in the payload of a ``raw`` record."""
         return self.kv_heads * self.tokens * self.head_dim_k * _ITEM_BYTES[self.dtype]
 
 

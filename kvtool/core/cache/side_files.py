@@ -173,7 +173,7 @@ def append_side(store: SideFolder, name: str, value: dict[str, Any], most: int =
 
     Returns
     -------
-    False: it cannot be kept, on a read-only store, without room, or while another process holds the journal.
+    False: it cannot be kept: the store is read-only, the disk full, or another process holds the journal.
     """
     if store.read_only:
         return False

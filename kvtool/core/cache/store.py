@@ -40,7 +40,7 @@ class Store(StoreReader):
 
         Raises
         ------
-        StoreNotFoundError : there is none.
+        StoreNotFoundError : `path` holds no store.
         StoreFormatError : newer format, foreign data, a file.
         DamagedError : truncated, or a part of it is missing.
         """
@@ -49,7 +49,7 @@ class Store(StoreReader):
 
     @classmethod
     def create_or_open(cls, path: Path) -> Self:
-        """Open the store at `path`; make it first where there is none yet.
+        """Open the store at `path`; make it first if it does not exist.
 
         Raises
         ------
@@ -61,7 +61,7 @@ class Store(StoreReader):
         return cls.open(root)
 
     def close(self) -> None:
-        """Write the access notes and let go of the files; closing twice is fine."""
+        """Write the access notes and close the files; closing twice is fine."""
         if self.link is not None:
             self.link.close()
         self.flush()

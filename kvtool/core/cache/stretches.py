@@ -26,7 +26,7 @@ from kvtool.core.errors import DamagedError
 Side = Literal["rows", "state"]
 Place = tuple[Side, int]  # a part's side and layer
 _SIDES: tuple[Side, ...] = ("rows", "state")
-_MOST_LAYER = 2**16 - 1  # what a part's key has room for
+_MOST_LAYER = 2**16 - 1  # the largest number that fits into a part's key
 _MOST_COUNT = 2**62
 
 
@@ -42,7 +42,7 @@ class StretchInfo:
     chunks : of documents, from the prompt's beginning to its end: what it was made of.
     own : the prompt begins with the store's own instruction.
     size : bytes of the numbers in its parts.
-    alone : it is no prompt's, but of a single chunk, as an earlier kvtool computed some: it is not used any more.
+    alone : it is not of a prompt, but of a single chunk, as an earlier kvtool computed some: it is not used any more.
     arithmetic : what computed it; None: an earlier kvtool, which did not note it.
     """
 
@@ -188,7 +188,7 @@ def _names(snapshot: Snapshot) -> list[bytes]:
     return [key for key in snapshot.keys(tables.STRETCHES) if len(key) == ID_BYTES]
 
 
-# ---- rows, as a writer puts them and lets them go ----------------------------------------------------------------
+# ---- rows, as a writer puts and removes them ----------------------------------------------------------------
 
 
 def part_row(stretch: bytes, place: Place, payload: bytes) -> Row:
@@ -203,8 +203,8 @@ def info_row(stretch: bytes, info: StretchInfo) -> Row:
 
 
 def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -> list[bytes]:
-    """The order in which stretches go: those of single chunks, which nothing uses, before those of prompts; of these
-    those that were not used for longest first; of a prompt the last first, since it needs those before it.
+    """Return the order in which stretches are evicted: those of single chunks, which nothing uses, before those of
+    prompts; of these the least recently used first; of a prompt the last first, since it needs those before it.
 
     Parameters
     ----------
@@ -219,7 +219,7 @@ def in_turn(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]) -
 
 
 def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int], size: int) -> list[bytes]:
-    """Name the stretches that go to give so many bytes back; see `in_turn`."""
+    """Return the stretches to evict to free so many bytes; see `in_turn`."""
     going = []
     for stretch in in_turn(stretches, used):
         if size <= 0:

@@ -52,12 +52,12 @@ class TransactionGuard:
 
 
 class ReadWriteLock:
-    """A lock that is held by many guards, or by one thread alone.
+    """A lock that is shared by many guards, or held exclusively by one thread.
 
-    A thread that waits to be alone keeps new threads out, else readers in a loop would starve it; a thread that is
-    inside may enter again, else it would wait for itself. The lock knows its guards weakly, and a thread that wants to
-    be alone ends its own: an interrupt between the lines may have left one open, and nobody waits for that one for
-    ever. Waiting is rare and looks now and then: a plain lock, unlike a condition, cannot be left held by an interrupt.
+    A thread that waits for exclusive use keeps new threads out, else readers in a loop would starve it; a thread that
+    is inside may enter again, else it would wait for itself. The lock refers to its guards weakly, and a thread that
+    asks for exclusive use ends its own: an interrupt between the lines may have left one open, which would otherwise be
+    waited for for ever. Waiting is rare, and polls: an interrupt cannot leave a plain lock held, unlike a condition.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class ReadWriteLock:
         self._waiting: set[object] = set()
 
     def enter(self, guard: TransactionGuard) -> None:
-        """Wait until no thread is alone or wants to be, then let the guard in."""
+        """Wait until no thread has or awaits exclusive use, then let the guard in."""
         guard.lock, guard.thread = self, threading.get_ident()
         while True:
             with self._lock:
@@ -77,11 +77,11 @@ class ReadWriteLock:
             time.sleep(_LOOK_SECONDS)
 
     def left(self, guard: TransactionGuard) -> None:
-        """Forget a guard that has ended."""
+        """Remove a guard that has ended."""
         self._guards.pop(id(guard), None)
 
     def run_alone(self, work: Callable[[], None]) -> None:
-        """Do something while no guard is inside and none enters."""
+        """Run `work` while no guard is inside and none enters."""
         ticket = object()
         try:
             self._waiting.add(ticket)

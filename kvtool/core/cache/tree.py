@@ -2,7 +2,7 @@
 
 LMDB has no checksum over its pages: of one flipped bit in the header of a page or a node it dies (SIGSEGV, SIGBUS), and
 takes the process with it. So keys are looked up here, in pages that are read like any other part of a file; a value is
-one ``preadv``, also faster on a cold disk than the map (kvtool/docs/store-format.md). LMDB itself pins the pages, by a
+one ``preadv``, faster than the map on a cold page cache (kvtool/docs/store-format.md). LMDB itself pins the pages, by a
 transaction, and writes; before it does, the pages on its way are looked at here, too (:meth:`Tree.touch`).
 
 The pages are those of LMDB 0.9 (data format 1) on a 64-bit machine, as in :mod:`kvtool.core.cache.pages`.
@@ -45,7 +45,7 @@ class DataFile:
         self._tree: Tree | None = None
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the file."""
         os.close(self._handle)
 
     def is_file(self, status: os.stat_result) -> bool:
@@ -130,7 +130,7 @@ class Tree:
     # ---- looking up ----
 
     def get(self, key: bytes, most: int | None = None, allocate: Allocator = aligned) -> memoryview | None:
-        """A private, writable copy of a value, or of its first `most` bytes; None: there is none.
+        """Return a private, writable copy of a value, or of its first `most` bytes; None: no such key.
 
         Parameters
         ----------
@@ -143,7 +143,7 @@ class Tree:
         return self._value(*found, size if most is None else min(most, size), allocate)
 
     def find(self, key: bytes) -> Found | None:
-        """Look up the place of a value; None: there is none."""
+        """Look up the place of a value; None: no such key."""
         return _found(self._leaf_of(key), key)
 
     def value(self, found: Found, allocate: Allocator, waits: Callable[[], None]) -> memoryview:
@@ -151,7 +151,7 @@ class Tree:
         return self._value(*found, _size_of(found), allocate, waits)
 
     def last(self, key: bytes, most: int) -> bytes | None:
-        """The last `most` bytes of a value; None: there is none."""
+        """Return the last `most` bytes of a value; None: no such key."""
         found = self.find(key)
         if found is None:
             return None
@@ -269,7 +269,7 @@ class Tree:
                     bounds = _bounds(node, at, low, high) if number else (b"", None)
                     waiting.append((node.children[at], depth + 1, *bounds))
 
-    # ---- looking after it ----
+    # ---- checks ----
 
     def check_free_list(self) -> None:
         """Look at what LMDB takes pages from when it writes."""
@@ -277,7 +277,7 @@ class Tree:
             pass
 
     def free_pages(self, full: bool = True) -> Iterator[int]:
-        """Pages that nothing uses. `full`: False: each list's length alone is looked at, and none comes."""
+        """Yield the pages that nothing uses. `full`: False: only check each list's length, and yield nothing."""
         last = 0
         for _, _, leaf in self.pages(0):
             for at, (_, size, _) in enumerate(leaf.values if isinstance(leaf, Leaf) else ()):
@@ -343,7 +343,7 @@ def _child_at(node: Branch, key: bytes) -> int:
 
 
 def _bounds(node: Branch, at: int, low: bytes, high: bytes | None) -> tuple[bytes, bytes | None]:
-    """The keys between which all keys below a child lie."""
+    """Return the bounds of all keys below a child."""
     return node.keys[at] if at else low, node.keys[at + 1] if at + 1 < len(node.keys) else high
 
 
@@ -380,7 +380,7 @@ def _holds_all(path: Path, meta: Meta, size: int) -> bool:
         tree = Tree(file, meta)
         try:
             return all(_fits(tree, node, size) for number in (_FREE, _DATA) for _, _, node in tree.pages(number))
-        except DamagedError:  # a page of the tree lies outside, or cannot be read
+        except DamagedError:  # a page of the tree is outside the file, or cannot be read
             return False
 
 

@@ -72,8 +72,8 @@ class Writer:
         self._fresh: set[bytes] = set()  # put since the last commit_file: collect must not take them for garbage
         self._ended = False
         self._tidied = False  # whether what killed writers left of stretches is dropped
-        self._begun = False  # whether documents, or chunks apart from them, were changed
-        self._loosened: set[bytes] | None = None  # chunks that documents let go of; None: there may be others
+        self._begun = False  # whether documents, or chunks without them, were changed
+        self._loosened: set[bytes] | None = None  # chunks that documents no longer refer to; None: there may be others
         self._unfinished: dict[str, tuple[bytes, ...]] | None = None  # as in the store; read when it is first needed
         self._unsaved = False  # whether these were changed since
         self._own: set[str] = set()  # those of this writer
@@ -115,7 +115,7 @@ class Writer:
     def set_manifest(self, manifest: dict[str, Any]) -> None:
         """Replace the store's manifest, in one transaction.
 
-        The prompt's former beginning, which no document lets go of, is what nobody refers to then.
+        The prompt's former beginning, which no document refers to, is then unreferenced.
         """
         self._commit([meta_row(tables.MANIFEST_KEY, manifest), meta_row(tables.COLLECTED_KEY, {})])
         self._begun, self._loosened = True, None
@@ -196,7 +196,7 @@ class Writer:
             self._fresh.update(infos)
 
     def begin_file(self, path: str, chunk_ids: Iterable[bytes]) -> None:
-        """Note that chunks of a file are put before all of them are there: `collect` leaves these alone until the file
+        """Note that chunks of a file are put before all of them are there: `collect` does not drop them until the file
         is committed, begun with other chunks, or removed. Durable with the next flush."""
         self._check_open()
         self._own.add(path)
@@ -237,13 +237,13 @@ class Writer:
         """Store a file with its documents, in one transaction with what is left of their chunks; durable on return.
 
         Chunks that wait for other files go on waiting: what does not fit any more is one document's, not a batch's.
-        Documents that the file had before and has no more are removed; their chunks stay until :meth:`collect`.
+        Documents that the file had before and no longer has are removed; their chunks stay until :meth:`collect`.
 
         Raises
         ------
         ValueError : a document names a chunk that was never put, or that was made elsewhere although the file was not;
             the entry names other documents; or one of them is another file's.
-        NoSpaceError : the file was not stored, and all chunks still buffered are forgotten.
+        NoSpaceError : the file was not stored, and all chunks still buffered are dropped.
         """
         self.commit_files([(entry, documents)])
 
@@ -341,14 +341,15 @@ class Writer:
         return len(deletions)
 
     def collect(self, keep: Iterable[bytes] = (), referred: Referred | None = None) -> int:
-        """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns how many
-        chunks went.
+        """Drop the chunks that no document and no unfinished file refers to, and fold the access log. Returns the
+        number of dropped chunks.
 
         Parameters
         ----------
         keep : chunks that are needed although no document has them (the prompt's own beginning).
-        referred : returns those of some chunks that documents refer to. Where it is known which chunks this writer's
-            documents let go of, and nothing was left before, these alone are looked at. None: all documents are read.
+        referred : returns those of some chunks that documents refer to. Where it is known to which chunks this
+            writer's documents no longer refer, and none were left before, only these are looked at. None: all documents
+            are read.
 
         Raises
         ------
@@ -387,7 +388,7 @@ class Writer:
         return stale
 
     def _begin(self) -> None:
-        """Find out, before the first change, whether chunks may be left that nobody refers to."""
+        """Find out, before the first change, whether unreferenced chunks may be left."""
         if not self._begun:
             self._begun, self._loosened = True, set() if self._store.is_collected() else None
 
@@ -427,7 +428,7 @@ class Writer:
         return [meta_row(tables.UNFINISHED_KEY, packed)] if self._unsaved else []
 
     def _drop_unfinished(self) -> bool:
-        """Drop the chunks of unfinished files that this run does not count on; False: there are none."""
+        """Drop the chunks of unfinished files that this run does not count on; False: no such chunks."""
         others = self._unfinished_files().keys() - self._own
         if self.needed is None or not others:
             return False
@@ -449,7 +450,7 @@ class Writer:
         return compact(self._store)
 
     def end(self) -> None:
-        """Forget what is buffered; the writer is of no more use."""
+        """Drop what is buffered; the writer cannot be used afterwards."""
         self._forget_pending()
         self._ended = True
 

@@ -17,7 +17,7 @@ LayerKV: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # one layer's keys and
 Shape: TypeAlias = "tuple[int, int, int] | tuple[int, int, int, int]"
 SideShape: TypeAlias = "tuple[int, int, int]"
 Device: TypeAlias = "torch.device | None"  # None: main memory
-Profiles = Callable[[bytes], Profile]  # by digest; raises DamagedError where there is none
+Profiles = Callable[[bytes], Profile]  # by digest; raises DamagedError where no such profile is stored
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -41,7 +41,7 @@ GROUP = 10
 STEPS = (1 / 4, 1 / 2, 1.0, 2.0)  # of a level, times the spread
 _THIRDS = (0.5, 1.0, 1.5)  # the paper's bins for the first, middle and last third of the layers
 _ANCHOR_STEPS = 127
-_LEAST_SPREAD = 2**-10  # of the RMS: a side that hardly varies must not take hundreds of steps
+_LEAST_SPREAD = 2**-10  # of the RMS: a side that varies little must not take hundreds of steps
 
 F32 = npt.NDArray[np.float32]
 

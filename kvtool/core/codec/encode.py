@@ -1,6 +1,6 @@
 """Transform encoding of a chunk's layers at several levels at once, in a few calls of machine code (decode.py inverts).
 
-A record depends on its own layer alone, never on the layers that are encoded with it.
+A record depends only on its own layer, never on the layers that are encoded with it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def encode_levels(
     """Encode all layers of one chunk at several levels.
 
     A nested level refines the next coarser one where that is among `levels` or `bases`, so that both together take
-    hardly more than the finer alone.
+    little more than the finer one.
 
     Parameters
     ----------
@@ -55,7 +55,7 @@ def encode_levels(
 
     Raises
     ------
-    KvtoolError : a level needs a profile, and there is none; or a number is not finite.
+    KvtoolError : a level needs a profile, and none is given; or a number is not finite.
     """
     made: dict[str, list[Sequence[Payload]]] = {}
     if together := nested(levels):

@@ -34,7 +34,7 @@ _WIDEST = 512  # channels of a group, where heads differ from layer to layer
 WHOLE_LAYER = 256  # channels of a side up to which all heads are transformed together; each head separately beyond
 _FULL = 0.8  # share of the full sensitivity matrix; the rest is its diagonal: a sample's correlations are noisy
 _FLOOR = 1e-4  # of the mean sensitivity of a layer's side: nothing is free
-_MOST_COUNTERS = 2**22  # at once: a column whose numbers are far apart has one for each of 65,536
+_MOST_COUNTERS = 2**22  # at once: a column with a wide range of numbers has one for each of 65,536
 _LEAST_USED = 5e-4  # a column with fewer numbers other than 0 is not coded; they are escapes then
 
 TABLES = 48
@@ -256,7 +256,7 @@ def _table(rows: F64) -> U16:
 def fine_tables(counts: Counts) -> tuple[U16, npt.NDArray[np.int64]]:
     """Make a refinement's tables, three a class, of counts `[columns, context, -1|0|1]`; and each column's first."""
     some = counts + 0.5
-    share = some[:, 0, 1] / some[:, 0].sum(1)  # of zeros that stay zeros: tells narrow columns from wide ones
+    share = some[:, 0, 1] / some[:, 0].sum(1)  # of zeros that stay zeros: distinguishes narrow columns from wide ones
     order = np.argsort(share, kind="stable")
     classes = np.empty(len(counts), np.int64)
     classes[order] = np.arange(len(counts)) * FINE_CLASSES // len(counts)

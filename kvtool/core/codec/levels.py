@@ -61,7 +61,7 @@ class Level:
         return self.name if self.lossless else RAW
 
 
-DEFAULT_LOSSY = "2"  # what `compress` makes unless it is told
+DEFAULT_LOSSY = "2"  # what `compress` makes by default
 
 SHARES = (75, 50, 25)  # percent of the rows that `compress --keep` may leave
 _BITS = (3.6, 2.2, 1.1, 0.5)  # of NESTED, measured (samples/results/codec.md)
@@ -195,7 +195,7 @@ def enough_loss(loss: float) -> str:
 
 
 def coarser(level: str) -> str | None:
-    """Return the next coarser level, which a record of this one may refine; None: there is none."""
+    """Return the next coarser level, which a record of this one may refine; None: this is the coarsest."""
     at = NESTED.index(level) + 1 if level in NESTED else len(NESTED)
     return NESTED[at] if at < len(NESTED) else None
 
@@ -219,7 +219,7 @@ def stated_check(payload: Payload) -> int:
 
 
 def check_of(parts: Iterable[Payload]) -> int:
-    """Hash a record's payload, given as parts, to 32 bits, not all 0, which tell it from others of its level."""
+    """Hash a record's payload, given as parts, to 32 bits, not all 0, which distinguish it within its level."""
     state = xxhash.xxh3_64()
     for part in parts:
         state.update(part)

@@ -32,7 +32,7 @@ class PluginCodec(SelfContained):
     """A plugin's codec, each of whose records is decoded at once.
 
     A lossless level has to give the same bits back, a lossy one the same shape; else encoding raises PluginError. Any
-    error while a record is decoded counts as a damaged record, which is computed anew.
+    error while a record is decoded counts as a damaged record, which is computed again.
     """
 
     def __init__(self, level: Level, plugin: Plugin) -> None:

@@ -91,7 +91,7 @@ class CodedColumns:
     Attributes
     ----------
     alone : columns of a record that refines no other.
-    fine : columns of a record that refines the next coarser level; None: there is none.
+    fine : columns of a record that refines the next coarser level; None: no level is coarser.
     widths : number of columns of each group, its first ones: K's groups, then V's.
     others : first columns of the blocks that are not coded, int32.
     """

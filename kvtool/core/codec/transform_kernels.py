@@ -277,7 +277,7 @@ class Weights:
 
     @classmethod
     def of(cls, matrices: Sequence[torch.Tensor], means: torch.Tensor, tile: Tile) -> Weights:
-        """Lay out matrices `[depth, size]` and means `[2 * groups, size]`."""
+        """Return the memory layout of matrices `[depth, size]` and means `[2 * groups, size]`."""
         laid = tuple(panels(matrix.float().numpy(), tile) if len(matrix) else None for matrix in matrices)
         middle = np.ascontiguousarray(means.float().numpy())
         size = middle.strides[0]
@@ -286,7 +286,7 @@ class Weights:
 
     @classmethod
     def forward(cls, profile: Profile, layer: int, tile: Tile) -> Weights:
-        """Lay out a profile's forward transform. Raises DamagedError where there is none."""
+        """Return the layout of a profile's forward transform. Raises DamagedError where it has none."""
 
         def make() -> Weights:
             means = profile.means[layer].reshape(-1, profile.layout.size)
@@ -296,7 +296,7 @@ class Weights:
 
     @classmethod
     def backward(cls, profile: Profile, layer: int, level: str, dtype: torch.dtype, tile: Tile) -> Weights:
-        """Lay out a profile's backward transform of the columns that a level codes, rounded to `dtype`."""
+        """Return the layout of a profile's backward transform of the columns that a level codes, rounded to `dtype`."""
 
         def make() -> Weights:
             bases, means = (part.flatten(0, 1) for part in profile.backward(layer, level, dtype))

@@ -267,7 +267,7 @@ def decode(*jobs: Decoding) -> None:
     Raises
     ------
     DamagedError : no encoder made a stream; `out` may hold anything.
-    ValueError : arrays have the wrong shape or type, places lie outside `out`, or kinds differ.
+    ValueError : arrays have the wrong shape or type, places are outside `out`, or kinds differ.
     UsageError : see `chosen`.
     """
     kinds = {job.kind for job in jobs}

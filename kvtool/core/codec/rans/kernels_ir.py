@@ -6,7 +6,7 @@ A decoder checks only its own reading. At every step it reads at most 64 words f
 so the 128 bytes after them must be readable. It counts the words that a stream asks for, which the caller compares with
 theirs; and it compares the states that are left with those that an encoder begins with.
 
-An encoder goes from the last step to the first and from lane 63 to 0, and gives its words in the order it makes them.
+An encoder runs from the last step to the first and from lane 63 to 0, and gives its words in the order it makes them.
 So inside, lane `i` is the stream's lane `63 - i`, and `bases`, `words` and `states` are the caller's backwards.
 """
 
@@ -52,11 +52,11 @@ DECODE = Job(
 )
 ENCODE = Job(
     symbols="i8*",  # [rows, columns]: its end
-    contexts="i8*",  # [rows, columns]: its end; any address where there are none
+    contexts="i8*",  # [rows, columns]: its end; any address without contexts
     bases="i32*",  # [columns]: first entry of the column's table, last column first
     entries="i32*",  # [tables * 256]: frequency | cumulative << 12 | MISSING
     states="i32*",  # [64]
-    words="i16*",  # room for rows * columns + 16
+    words="i16*",  # capacity: rows * columns + 16
     rows="i64",  # at least 1
     groups="i64",  # columns / 64, at least 1
     written="i64*",  # words
@@ -75,7 +75,7 @@ SYMBOLS = Job(
     many="i16*",  # [columns]: how many it has from there on
     symbols="i8*",  # [rows, columns]
     escapes="i64*",  # how many symbols are escapes
-    marked="i16*",  # the numbers that these stand for, row by row; room for one a symbol
+    marked="i16*",  # the numbers that these stand for, row by row; capacity: one a symbol
 )
 FINER = Job(
     **_SOURCE,
@@ -315,9 +315,9 @@ def _put(words: Value, entry: Value, state: Value) -> tuple[Value, Value]:
 def next_state(state: Value, frequency: Value, cumulative: Value) -> Value:
     """Compute (state // frequency << 11) + state % frequency + cumulative, for 32 <= state / frequency < 2^21.
 
-    The quotient is below 2^21, so rounding the state and then the ratio to float32 moves it by hardly more than
+    The quotient is below 2^21, so rounding the state and then the ratio to float32 moves it by little more than
     2^21 * (2^-24 + 2^-24) = 1/4. Half is taken off: cutting the fraction gives the quotient or one less, and the
-    remainder tells which.
+    remainder shows which.
     """
     quotient = (state.to("float") / frequency.to("float") - 0.5).to("i32")
     rest = state - quotient * frequency
@@ -352,7 +352,7 @@ def symbols_module(isa: Isa) -> str:
         begin, column = row.at(_column(job, blocks.index)), blocks.index << 5
         numbers = begin.load(0, BLOCK)
         low, many = (pointer.load(column, BLOCK) for pointer in (job.low, job.many))
-        escape = (numbers - low) >= many  # both ends at once: without a sign, whatever lies below the least is huge
+        escape = (numbers - low) >= many  # both ends at once: unsigned, a number below the least is huge
         symbols.store(escape.select(numbers.to("i8").like(ESCAPE - 256), numbers.to("i8") + (ZERO - 256)))
         escapes = each_bit(bits_of(escape), escapes, lambda lane, number: job.marked.store(begin.load(lane), number))
 

@@ -194,7 +194,7 @@ class Columns:
 
     @cached_property
     def for_encoder(self) -> EncoderAddresses:
-        """Lay out the vectors that an encoder reads; entries are those of the last column first."""
+        """Return the vectors that an encoder reads; entries are those of the last column first."""
         first_entries = self.ids[::-1].astype(np.uint32) * np.uint32(ALPHABET)
         arrays = (self.places, *self.limits, first_entries)
         places, low, many, first = [address(array) for array in arrays]

@@ -1,7 +1,7 @@
 """rANS decoder for GPUs, in Triton: a batch of streams a launch, one warp a stream (the bytes: reference.py).
 
 A stream is sequential and short of work for a GPU, which many streams (layers, sides, chunks) at once fill. Its 64
-lanes are two halves of 32, one lane of each a thread, so that two ballots count the lanes that want a word. One step's
+lanes are two halves of 32, one lane of each a thread, so that two ballots count the lanes that need a word. One step's
 columns are two groups of 32 for the same reason.
 
 Nothing imports triton before the first batch: kvtool works without it. With `TRITON_INTERPRET=1` in the environment of
@@ -56,7 +56,7 @@ def decode_batch_cuda(jobs: Sequence[CudaDecoding], device: torch.device) -> Non
 
     Raises
     ------
-    DamagedError : a stream does not end as `reference.check_end` demands. What `out` then holds is of no use.
+    DamagedError : a stream does not end as `reference.check_end` demands. `out` then holds nothing usable.
     ValueError : a job's arrays do not fit each other, or only some jobs' columns refine.
     KvtoolError : triton is missing.
     """
@@ -231,7 +231,7 @@ def _ahead(
 
 
 def _ranks(low: tl.tensor, high: tl.tensor, BALLOT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Count the lanes before each lane of the halves that want a word, and all that do."""
+    """Count the lanes before each lane of the halves that need a word, and all that do."""
     if BALLOT:
         # Two halves of 32 lanes in a warp of 32 threads: thread i has lane i of both.
         rank_low, rank_high, taken = tl.inline_asm_elementwise(
@@ -259,7 +259,7 @@ def _ranks(low: tl.tensor, high: tl.tensor, BALLOT: tl.constexpr) -> tuple[tl.te
 
 
 def _refilled(state: tl.tensor, words: tl.tensor, at: tl.tensor, count: tl.tensor, LEAST: tl.constexpr) -> tl.tensor:
-    """Refill the states that want a word; after the stream's own words come zeros."""
+    """Refill the states that need a word; after the stream's own words come zeros."""
     empty = state < LEAST
     word = tl.load(words + at, mask=empty & (at < count), other=0).to(tl.uint32)
     return tl.where(empty, (state << 16) | word, state)
