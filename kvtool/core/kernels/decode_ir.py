@@ -30,9 +30,9 @@ BLOCK = 128  # keys that one thread attends to at a time, for all heads that sha
 UNIT = 16  # rows that are not dealt out to different threads: their results share a cache line
 HEADROOM = 16  # floats before the sums of one block: its largest score, and the sum of its weights
 
-# What an operation is told, in the order of its words. Strides are bytes from one thread's memory to the next one's.
+# The parameters of an operation, in the order of its words. Strides are bytes from one thread's memory to the next.
 FIELDS = {
-    # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on, and each of so many inputs, `pitch` numbers apart
+    # y[r] = Σ w[r, c] · x[c], for `rows` rows from `first` on, and each of `inputs` inputs, at a pitch in numbers
     "product": Job(
         **dict.fromkeys(("data", "scales", "group_mins"), "ptr"),
         **{"x": "float32*", "x_stride": "i64", "y": "float32*", "first": "i64", "rows": "i64", "columns": "i64"},
@@ -77,7 +77,7 @@ class Operation:
     Attributes
     ----------
     code : name of the compiled function. `kind`: whose fields it takes, one of FIELDS.
-    barrier : whether the threads wait for each other behind it.
+    barrier : whether the threads wait for each other after it.
     values : by field; pointers as addresses.
     """
 
@@ -258,7 +258,7 @@ def gate(isa: Isa, activation: str) -> FunctionBuilder:
 
 
 _LOW = -1e30  # below every score
-_ROW = BLOCK + 16  # room for the scores of one query head
+_ROW = BLOCK + 16  # memory for the scores of one query head
 _TOGETHER = 4  # query heads at a time: their sums stay in registers
 _COLUMNS = 2  # vectors of values at a time
 

@@ -44,8 +44,8 @@ def place(
     ----------
     queries, keys, values : `[rows, heads · head_dim]`, rows of adjacent numbers.
     table : cos and sin of the rows, of which the second half is like the first; None: nothing is rotated.
-    at : int64 `[rows]`: where the rows stand in the buffers. Each less than their capacity, which is the caller's to
-        know: the kernel does not look.
+    at : int64 `[rows]`: indices of the rows in the buffers. Each is less than their capacity, which the caller has to
+        ensure: the kernel does not check.
     key_buffer, value_buffer : `[1, kv_heads, capacity, head_dim]`, heads of adjacent numbers.
     """
     kv_heads, head_dim = key_buffer.shape[1], key_buffer.shape[3]

@@ -22,7 +22,7 @@ _JOB = Job(
     **{"from": "ptr", "from_head": "i64", "from_row": "i64", "to": "ptr", "to_head": "i64", "to_row": "i64"},
     **{"cos": "float*", "sin": "float*", "table_row": "i64", "heads": "i64", "rows": "i64"},
     half="i64",  # of the numbers that are rotated
-    rest="i64",  # numbers behind them, which are not
+    rest="i64",  # numbers after them, which are not
 )
 
 
@@ -152,7 +152,7 @@ def rotate_halves_torch(heads: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
 
 
 def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
-    """Make all moves in one call, by the calling thread alone and without Python's lock.
+    """Make all moves in one call, only in the calling thread and without Python's lock.
 
     In float32, each product and sum rounded as torch rounds them one by one, and the result once: the same bits as
     x · cos + rotate_half(x) · sin. A move may be in place.

@@ -1,7 +1,7 @@
 """Placing of a layer's keys and values in a prompt's buffers on a GPU, the keys rotated, in one launch.
 
-Where the numbers lie is told by a table of addresses, so that a layer of many segments takes no more launches than one.
-What stands in the table is checked here, on the host, before the kernel follows it.
+A table of addresses says where the numbers are, so that a layer of many segments takes a single launch. The entries of
+the table are checked here, on the host, before the kernel follows them.
 
 Nothing imports triton before the first launch. With `TRITON_INTERPRET=1` the same kernel runs on the CPU (bfloat16 is
 truncated there).
@@ -31,7 +31,7 @@ _MOST_BLOCKS = 65535  # of a grid's second dimension
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A segment's keys or values as they lie on the device, `[kv_heads, tokens, head_dim]` with adjacent numbers.
+    """A segment's keys or values as stored on the device, `[kv_heads, tokens, head_dim]` with adjacent numbers.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A segment: where its numbers are, and the prompt positions where they go."""
+    """A segment: where its numbers are, and the prompt positions that they get."""
 
     keys: Side
     values: Side

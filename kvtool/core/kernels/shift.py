@@ -162,7 +162,7 @@ class ShiftKernel:
         job, where = self._jobs.words[layer], self._addresses[layer]
         job[JOB.places["next"]], job[JOB.places["factors"]] = 0, factors.data_ptr()
         code, pool = self._plain if self._rotations[layer] is None else self._turned, current()
-        # OpenMP's team would be waited for: beside other programs that takes longer than the rows do.
+        # Waiting for OpenMP's team would take longer than the rows do, where other programs run.
         if pool is not None and self._helped:
             pool.run(code, where, torch.get_num_threads())
         else:
@@ -213,7 +213,7 @@ def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> tuple[Callable
 
 # Strides in numbers. A unit is one head of one run.
 JOB = Job(
-    next="i64",  # the first unit that nobody has taken yet
+    next="i64",  # the first unit that no thread has taken yet
     units="i64",
     heads="i64",
     runs="i64*",  # first row, rows, first probe, probes
@@ -235,7 +235,7 @@ def offsets_module(isa: Isa, stored: str, lanes: int, head_dim: int, half: int) 
     Parameters
     ----------
     stored : the format of the rows.
-    half : of the numbers that are rotated; those behind them are not.
+    half : of the numbers that are rotated; those after them are not.
     """
     return module(_keep(isa, stored, head_dim), _Add(isa, stored, lanes, head_dim, half).function())
 

@@ -26,13 +26,13 @@ def jit(kernel: Callable[..., None], *parts: Callable[..., Any], unspecialized: 
 
     Parameters
     ----------
-    kernel : a function of a module whose `tl` is for type checkers alone: the language is put there.
+    kernel : a function of a module whose `tl` is only for type checkers: the language is put there.
     parts : functions of the same module that the kernel calls.
     unspecialized : numbers for whose 1 and multiples of 16 no kernel of its own is made.
 
     Raises
     ------
-    KvtoolError : there is no triton.
+    KvtoolError : triton is missing.
     """
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]

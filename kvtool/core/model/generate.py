@@ -267,7 +267,7 @@ class GreedyPrefix:
 
 
 def greedy_prefix(decoder: Decoder, cache: PromptCache, logits: torch.Tensor, most: int) -> GreedyPrefix:
-    """Compute the first greedy tokens of an answer, at most `most`; `generate` goes on from them.
+    """Compute the first greedy tokens of an answer, at most `most`; `generate` continues from them.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Attention kind of each layer: asked of the built layers themselves, and compared with the configuration.
 
 A kind is how a layer's keys are positioned, how far back a row sees, and how scores are shaped. No family is known by
-name: one row goes through the attention of a layer of each kind until it asks for attention, with all its arguments.
+name: one row runs through the attention module of a layer of each kind, up to the attention call and its arguments.
 """
 
 from __future__ import annotations

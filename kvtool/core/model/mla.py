@@ -1,10 +1,10 @@
 """Multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1): a token's one latent serves all heads.
 
 A token's cache is one latent, of which every head makes its key and its value, and one key that carries the position.
-A model's own forward makes the keys and values of all tokens anew for each of its passes. Here queries are brought to
-the latents instead (the section's closing remark): q · (K c) = (Kᵀ q) · c, and what is attended, a mean of latents,
-goes through V afterwards. So it is attention over a single head whose key is latent and rotary key side by side, and
-whose value is the latent.
+A model's own forward makes the keys and values of all tokens again for each of its passes. Here queries are brought to
+the latents instead (the section's closing remark): q · (K c) = (Kᵀ q) · c, and the result of attention, a mean of
+latents, is multiplied by V afterwards. So it is attention over a single head whose key is latent and rotary key side by
+side, and whose value is the latent.
 
 Where many rows see many keys, heads of their own take fewer operations, and are made for the one pass.
 

@@ -78,7 +78,7 @@ def disable_query_scaling(attentions: Sequence[Any]) -> None:
 
 
 def _is_attention(module: Any) -> bool:
-    """Return True if a module's own forward goes through the attention interface."""
+    """Return True if a module's own forward calls the attention interface."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return code is not None and _INTERFACE in code.co_names
 
@@ -147,7 +147,7 @@ class LayerProbe:
         self.attention: tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionParams] | None = None
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a layer, or its attention, until what is wanted is recorded."""
+        """Call a layer, or its attention, until the wanted arguments are recorded."""
         with suppress(ForwardEnded):
             forward(*args, **kwargs)
 

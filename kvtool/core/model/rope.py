@@ -41,7 +41,7 @@ class Rotary:
     attentions : its attention modules, in layer order.
     kinds : what each of them is; `samples`: what they gave for one row at several positions, by the layers' numbers.
     dtype : the dtype in which the model computes; its cos and sin are rounded to it.
-    device : where keys are; packed weights do not tell.
+    device : where keys are; packed weights do not show it.
 
     Attributes
     ----------
@@ -106,7 +106,7 @@ class Rotary:
 
     def table(self, positions: torch.Tensor) -> RopeTables:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
-        if not len(positions):  # a RoPE that asks how long the prompt is cannot tell of nothing
+        if not len(positions):  # a RoPE that depends on the prompt's length fails on none
             return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
         return RopeTables({name: self._angles(name, like, positions) for name in self.names})
@@ -222,7 +222,7 @@ class Rotary:
         return torch.equal(placed[0], self._by_model(keys, table)) and torch.equal(placed[1], keys)
 
     def _by_model(self, keys: torch.Tensor, angles: CosSin) -> torch.Tensor:
-        """Rotate by the model's own function; of a head that is rotated in part, it may take that part alone (Phi)."""
+        """Rotate by the model's own function; of a head that is rotated in part, it may take only that part (Phi)."""
         wide, width = keys.float(), angles.cos.shape[2] // (2 if self._by_half else 1)
         cos, sin = angles.cos[..., :width], angles.sin[..., :width]
         part = self._part(keys.shape[-1], cos)

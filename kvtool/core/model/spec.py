@@ -113,7 +113,7 @@ class LayerSpec:
     Attributes
     ----------
     kind : of its attention: RoPE, window.
-    before : norms before attention and MLP; `after`: after them, before the sum. None where there is none.
+    before : norms before attention and MLP; `after`: after them, before the sum. None: no such norm.
     head_norms : of queries and keys: over each head (Qwen3), or over all of them together (OLMo 2).
     rotary : how many numbers of a head are rotated; 0: none. `by_halves`: number i with the one half of them further
         on, as is usual.
@@ -195,7 +195,7 @@ class ModelSpec:
 
     @property
     def activation(self) -> str:
-        """Return the one function of all gated MLPs, "silu" where there are none.
+        """Return the one function of all gated MLPs, "silu" if the model has none.
 
         Raises
         ------
@@ -354,14 +354,14 @@ class _Reader:
 
 
 def _unknown(module: Any, known: set[str]) -> str:
-    """Name a part of a module that is not among those known here; "": there is none."""
+    """Name a part of a module that is not among those known here; "": all are known."""
     own = (*module.named_children(), *module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
     strange = sorted({name for name, _ in own} - known)
     return f"{type(module).__name__} has {strange[0]}" if strange else ""
 
 
 def _check_attention(stack: DecoderStack) -> None:
-    """Take layers only whose scores are plain ones, and whose keys and values have one shape."""
+    """Take only layers whose scores are plain ones, and whose keys and values have one shape."""
     if any(kind.softcap is not None or kind.sinks for kind in stack.kinds):
         raise UnsupportedArchitecture("capped scores or sinks")
     if any(kind.tempered for kind in stack.kinds):
@@ -400,7 +400,7 @@ def _parts(module: Any, fused: str, names: tuple[str, ...], sizes: list[int]) ->
 def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
     """Try what a norm does with its weight: whether it adds one, and whether it rounds first; None: it is another norm.
 
-    The trial is of a copy whose weights are no ones, which would not tell.
+    The trial uses a copy whose weights differ from 1: weights of 1 would show nothing.
     """
     weight = module.weight
     probe, factor = (
@@ -422,7 +422,7 @@ def _tried_norm(module: Any, epsilon: float) -> tuple[bool, bool] | None:
 
 
 def _activation(function: Callable[[torch.Tensor], torch.Tensor], device: str) -> str:
-    """Try which function a gate goes through, by what it gives; "": one that no machine code is made for."""
+    """Name a gate's function by its results; "": one that no machine code is made for."""
     probe = torch.linspace(-6, 6, 49, dtype=torch.float32, device=device)
     known: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "silu": F.silu,

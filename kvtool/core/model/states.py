@@ -24,7 +24,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.model.prompt_cache import BufferLayer, PromptCache
 
 CONV, RECURRENT = "conv", "recurrent"  # what a state consists of; either may be missing
-CacheLayerMixin.register(BufferLayer)  # the forward of a hybrid tells its layers of attention by that
+CacheLayerMixin.register(BufferLayer)  # the forward of a hybrid recognises its attention layers by that
 States = dict[tuple[str, int], torch.Tensor]  # by what it is and its number in the layer
 StateForms = dict[tuple[str, int], tuple[torch.dtype, torch.Size]]  # of one layer, as its own forward makes them
 
@@ -101,7 +101,7 @@ class StateCache(Cache, PromptCache):
 
     Parameters
     ----------
-    config : the model's; `transformers` tells by it what each layer keeps.
+    config : the model's; `transformers` derives from it what each layer keeps.
     rows : what `BufferLayer` is made with for a layer, by its number.
     """
 

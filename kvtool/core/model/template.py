@@ -99,7 +99,7 @@ def main(seconds: int, memory: int) -> None:
 
     request = json.load(sys.stdin.buffer)
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # output of libraries goes to stderr, which is not read
+    os.dup2(2, 1)  # output of libraries is written to stderr, which is not read
     for conversation in request["conversations"]:
         _limit(seconds, memory)
         answers.write(json.dumps(_rendered(render_jinja_template, request, conversation)) + "\n")

@@ -78,7 +78,7 @@ def _is_control(token: Any) -> bool:
 
 
 def _unsplit_controls(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the control tokens that the library recognises even when told not to.
+    """Return a pattern of the control tokens that the library recognises even when asked not to.
 
     These were added, but not marked as special (`<think>`).
     """
@@ -217,7 +217,7 @@ _LETTERS_OF_SENTENCES, _LETTERS = 20, 40
 
 
 class Repeats:
-    """Repetition detection: the end of a growing text that stands earlier in it, too.
+    """Repetition detection: the end of a growing text that occurs earlier in it, too.
 
     Two things are a repetition. Sentences of at least 20 letters that follow themselves, except in fenced code, which
     repeats lines for a reason. And anything of which three copies follow each other, the last two of at least 40

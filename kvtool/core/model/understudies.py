@@ -3,7 +3,7 @@
 `import transformers.modeling_utils` also runs torch's compiler, its distributed tensors, SciPy's optimisers and the
 set-up of clouds, and reads the source of every model three times. None of that code is copied here: while others are
 imported, an `Understudy` has the few names of a module that they look up, and it becomes the module when it is asked
-for any other, or when what goes by these names is called.
+for any other, or when what these names refer to is called.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ PLAYED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     ),
     "transformers.processing_utils": lambda: {"Unpack": typing.Unpack},
 }
-# What does without the code of the package that it stands in; for others the package comes first.
+# What does not need the code of the package that it is in; for others the package comes first.
 _ALONE = ("transformers.", "torch._dynamo._trace_wrapped_higher_order_op")
 # What a module has in the place of functions of its own. The first is asked by others at their top what there is; they
 # import less where the answer is no.
@@ -100,7 +100,7 @@ CHANGED: Mapping[str, Mapping[str, Any]] = {
 
 
 class Understudy(ModuleType):
-    """Stands in for a module whose own code has not run."""
+    """A placeholder for a module whose own code has not run."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("__"):
@@ -113,8 +113,8 @@ class Understudy(ModuleType):
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
     def become(self) -> ModuleType:
-        """Run the module's own code, once, behind its package's; returns what stands in the module's place then: it may
-        have put another."""
+        """Run the module's own code, once, after its package's; returns what is then in the module's place: it may have
+        put another there."""
         with _becoming:
             _become_package(self.__name__)
             if (loader := vars(self).pop("_loader", None)) is not None:

@@ -30,7 +30,7 @@ class AttentionBackend(Protocol):
     def declines(self, call: AttentionCall) -> str:
         """Return why the backend does not serve a call, or an empty string. `call.asked` overrules a preference.
 
-        A call of a device and a number format alone, with `asked`, says what `KVTOOL_ATTENTION` may ask for on this
+        A call with only a device and a number format, and `asked`, says what `KVTOOL_ATTENTION` may ask for on this
         machine: a reason given there is an error to the user, any other leads to the next backend.
         """
         ...
@@ -143,7 +143,7 @@ def _others(wanted: str) -> str:
 
 
 def prepare(dtype: torch.dtype, device: str) -> None:
-    """Begin to compile what will serve a prompt's rows here, beside whatever comes next."""
+    """Start to compile the kernels for a prompt's rows in the background."""
     if device == "cpu" and asked(ATTENTION) in ("", flash_cpu.name):
         flash_cpu.compile_ahead(dtype)
 

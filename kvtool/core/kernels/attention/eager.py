@@ -48,7 +48,7 @@ def _shaped(scores: torch.Tensor, params: AttentionParams) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Softmax of `[heads, rows, keys]` with each head's sink beside its keys."""
+    """Return the softmax of `[heads, rows, keys]` with each head's sink as one more key."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sink = sinks.float()[:, None, None].expand(-1, scores.shape[1], 1)

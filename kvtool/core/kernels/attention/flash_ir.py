@@ -1,6 +1,6 @@
 """FlashAttention as LLVM IR: threads take blocks of query rows from a list until none is left.
 
-Each block goes over its keys tile by tile (FlashAttention's order: scores, softmax shifted by the largest so far, sum
+Each block reads its keys tile by tile (FlashAttention's order: scores, softmax shifted by the largest so far, sum
 of values). A row's numbers depend on its own query and the keys it sees, in tiles counted from the first: not on the
 rows next to it, nor on the thread.
 """
@@ -113,7 +113,7 @@ class Tiling:
         return offsets
 
     def scratch_bytes(self, head_dim: int, value_dim: int) -> int:
-        """Return all of a thread's memory: the above, queries, results, keys, values twice, and a row nobody reads."""
+        """Return all of a thread's memory: the above, queries, results, keys, values twice, and an unused row."""
         rows = (self.max_rows + KEYS) * (head_dim + value_dim) + (KEYS + 1) * value_dim
         return self.scratch()["sized"] + 4 * rows
 
@@ -305,7 +305,7 @@ def _sum(tiling: Tiling) -> FunctionBuilder:
 def _product(
     tiling: Tiling, lanes: Value, rows: Sequence[Value], stride: Value | int, steps: Value, first: Sequence[Value] = ()
 ) -> list[Value]:
-    """Sum over `steps` of lanes `[steps, row_block]` · a number of each row, whose numbers are the stride apart.
+    """Sum over `steps` of lanes `[steps, row_block]` · a number of each row; `stride` is between a row's numbers.
 
     Returns
     -------

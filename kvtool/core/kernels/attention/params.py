@@ -64,7 +64,7 @@ class KeyRanges:
 
     @classmethod
     def run(cls, positions: range, window: int | None, device: torch.device | str) -> KeyRanges:
-        """Return what rows at adjacent positions see of keys that stand at theirs."""
+        """Return the key ranges of rows at adjacent positions; key i is at position i."""
         at, dense = torch.arange(positions.start, positions.stop, device=device), not positions.start
         if window is None:
             return cls(positions, at, dense=dense)
@@ -110,10 +110,10 @@ class Spans:
     Attributes
     ----------
     spans : first row, number of rows and first own key of each, in the order of the rows; it sees keys from there on.
-    limits : int64 `[rows]` on the CPU: the last key that a row sees, counted from its span's first and with the lead-in
-        in front; ascending within a span.
+    limits : int64 `[rows]` on the CPU: the last key that a row sees, counted from its span's first, after the lead-in;
+        ascending within a span.
     begins : int64 `[rows]`, the first key that a row sees, counted as those, ascending within a span; None: 0.
-    furthest : the last key that any row sees, counted from the first of all and with the lead-in in front.
+    furthest : the last key that any row sees, counted from the first of all, after the lead-in.
     """
 
     spans: Sequence[tuple[int, int, int]]

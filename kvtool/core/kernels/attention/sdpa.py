@@ -56,12 +56,12 @@ def attend(
     if rows == 1:
         seen = slice(ranges.begin(0), ranges.last[0] + 1)
         return _grouped(query, key[:, :, seen], value[:, :, seen], None, scale)
-    # Rows before heads: the model wants them so, and its own transposition then copies nothing.
+    # Rows before heads: the model needs them so, and its own transposition then copies nothing.
     out = query.new_empty((1, rows, query.shape[1], value.shape[3])).transpose(1, 2)
     for begin in range(0, rows, BLOCK):
         some = slice(begin, min(begin + BLOCK, rows))
         own = slice(ranges.begin(begin), ranges.last[some.stop - 1] + 1)
-        is_cpu = query.device.type == "cpu"  # where torch's kernel would make numbers of truths anew for every head
+        is_cpu = query.device.type == "cpu"  # where torch's kernel would convert a mask of booleans for every head
         keys_of = some, own.start, own.stop
         mask = ranges.mask(*keys_of, query.dtype) if is_cpu else ~ranges.hidden(*keys_of)
         part = query[:, :, some], key[:, :, own], value[:, :, own]

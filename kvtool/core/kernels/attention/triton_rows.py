@@ -7,7 +7,7 @@ split between several programs, whose parts are joined by their log-sum-exp. Sof
 Milakov and Gimelshein's (arXiv 1805.02867), its tiling FlashAttention's (arXiv 2205.14135), the splitting of keys
 Flash-Decoding's.
 
-No position is read on the host: how far a row sees stands in memory of the device, so that a captured graph may be
+No position is read on the host: how far a row sees is in device memory, so that a captured graph may be
 replayed for other lengths. With `TRITON_INTERPRET=1` the same kernel runs on the CPU.
 """
 
@@ -39,7 +39,7 @@ class Tile:
 
     Attributes
     ----------
-    rows : query rows of a program, those of a group's heads counted apart; a power of two, 16 at least.
+    rows : query rows of a program, those of a group's heads counted separately; a power of two, 16 at least.
     keys : read at a time; likewise.
     warps, stages : of threads, and of the pipeline that reads ahead.
     """
@@ -248,7 +248,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block may have; where torch does not tell, what every GPU has."""
+    """Return the bytes that a block may have; where torch does not report them, what every GPU has."""
     known = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     return int(getattr(known, "shared_memory_per_block_optin", 0)) or 100 * 1024
 
@@ -362,7 +362,7 @@ def _written(
 
 
 def _read(place: tl.tensor, mask: tl.tensor, MASKED: tl.constexpr) -> tl.tensor:
-    """A block of keys or values; zeros where there is none."""
+    """Read a block of keys or values; zeros where the mask is false."""
     if MASKED:
         return tl.load(place, mask=mask, other=0.0)
     else:
@@ -375,7 +375,7 @@ def _over(
     most: tl.tensor, total: tl.tensor, mixed: tl.tensor, MASKED: tl.constexpr, CAPPED: tl.constexpr,
     DIM: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Take in the keys from `begin` to `end`: the largest score so far, the sum of weights, and the mixed values."""
+    """Add the keys from `begin` to `end`; return the largest score so far, the sum of weights, and the mixed values."""
     column = tl.arange(0, WIDTH)
     inside = column < DIM
     for start in range(begin, end, KEYS):
@@ -387,7 +387,7 @@ def _over(
             score = tl.dot(part.to(tl.float32), block.to(tl.float32)) * scale
         else:
             score = tl.dot(part, block, input_precision=PRECISION) * scale
-        if CAPPED:  # tanh(x) = 1 - 2 / (1 + e^2x), with e^2x as the power of two that `score / cap` is of
+        if CAPPED:  # tanh(x) = 1 - 2 / (1 + e^2x), with e^2x as a power of two
             score = cap * (1 - 2 / (1 + tl.exp2(score / cap * 2.8853900817779268)))
         if MASKED:
             seen = (at[None, :] <= position[:, None]) & (at[None, :] >= since[:, None])

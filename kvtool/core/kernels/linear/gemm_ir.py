@@ -1,12 +1,12 @@
 """GEMV and small GEMM as LLVM IR, for weights kept packed: unpacked in registers, on their way to the multiplication.
 
 A product with one x mostly reads W once. For one group of 32 columns of four bits with AVX2: 2 loads that widen bytes
-to 32 bits, 4 operations that take halves of them apart, 4 conversions to float32, 4 multiplications onto a sum, and one
+to 32 bits, 4 operations that split them into halves, 4 conversions to float32, 4 multiplications onto a sum, and one
 of that sum by the group's scale. x stays float32, so nothing is lost but the order of the sum.
 
 For a few rows of X, some rows of W at a time are unpacked into memory that stays in a core's own cache, and multiplied
 there with all rows of X. A register holds adjacent numbers of either, and sums are taken across its lanes at the end:
-nothing is laid out anew. A row comes out the same whatever rows come with it.
+no layout is changed. A row comes out the same whatever rows come with it.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def _store_weights(weights: Value, place: Value, at: int) -> None:
         place.store(rounded(weights, "bfloat16") if place.target == "float32" else weights, at)
 
 
-# `next` is the first row that nobody has taken yet, `share` how many are taken at a time.
+# `next` is the first row that no thread has taken yet, `share` how many are taken at a time.
 SHARE_JOB = Job(
     **{"next": "i64", "share": "i64", "last": "i64", "columns": "i64"},
     **dict.fromkeys(("data", "scales", "group_mins", "x", "out"), "ptr"),
@@ -375,8 +375,8 @@ def share(function: FunctionBuilder) -> FunctionBuilder:
 # ---- a few rows of X ---------------------------------------------------------------------------------------------
 
 OUTPUTS = 4  # rows of W in a tile; they come in multiples of it
-# `next` is the first row of W that nobody has taken yet, `share` how many are taken at a time, `thread` how many
-# threads have begun; each has `scratch_bytes` of scratch to itself.
+# `next` is the first row of W that no thread has taken yet, `share` how many are taken at a time, `thread` how many
+# threads have begun; each has `scratch_bytes` of scratch of its own.
 SMALL_GEMM_JOB = Job(
     **{"next": "i64", "thread": "i64", "share": "i64", "last": "i64", "columns": "i64"},
     **{"data": "ptr", "scales": "ptr", "group_mins": "ptr", "x": "ptr", "rows": "i64", "out": "ptr", "outputs": "i64"},
@@ -392,8 +392,8 @@ def tile_rows(isa: Isa) -> int:
 def small_gemm(isa: Isa, kind: str, element: str) -> FunctionBuilder:
     """Make `small_gemm_KIND_ELEMENT(job)`, Y = X · Wᵀ, which any number of threads may run with the same job.
 
-    It needs `unpack_KIND_ELEMENT` of the same module, unless the kind is of plain numbers; those are of the same
-    format then.
+    It needs `unpack_KIND_ELEMENT` of the same module, unless the kind is of plain numbers, which then have the
+    same format.
 
     Parameters
     ----------

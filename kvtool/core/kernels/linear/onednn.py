@@ -95,7 +95,7 @@ def keep_few_kernels() -> None:
     """Bound what a process that meets many prompt lengths keeps of code for products; before its first product.
 
     For every number of rows oneDNN makes a kernel a weight's shape, 0.3 to 0.7 MB in 0.5 ms, and would keep 1,024, as
-    would torch once more. A prompt takes 9. Who sets the variables is left alone.
+    would torch once more. A prompt takes 9. Variables that are already set are not changed.
     """
     for name in KERNELS_KEPT:
         os.environ.setdefault(name, _KEPT)
@@ -110,7 +110,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """From here on give blocks of 4 MiB and more back once they are freed: for work that needs room more than time."""
+    """Return blocks of 4 MiB and more once they are freed, from now on: for work that needs memory more than time."""
     _set_thresholds(RETURNED_BYTES)
 
 
@@ -124,8 +124,8 @@ def _set_thresholds(size: int) -> None:
 
 
 MOST_ROWS = 320
-_SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the others
-_PROBED = 512  # numbers of a weight that must lie where they are expected
+_SHARES = 4  # of each thread: a slow one leaves its rest to the others
+_PROBED = 512  # numbers of a weight that must be where they are expected
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +206,7 @@ ROWS = 8  # of X in a tile: the least that there must be
 _WIDTH = AVX512_BF16.width
 _VECTORS = 2  # of outputs in a tile: sixteen sums, and few loads of weights, which come from a second cache
 _LINES = OUTPUTS // _WIDTH  # of a pair of columns
-# `next` is the first panel that nobody has taken yet, `share` how many are taken at once.
+# `next` is the first panel that no thread has taken yet, `share` how many are taken at once.
 JOB = Job(
     **{"next": "i64", "share": "i64", "panels": "i64", "weights": "i16*", "columns": "i64", "x": "i16*", "rows": "i64"},
     **{"out": "bfloat16*", "bias": "float*"},

@@ -9,7 +9,7 @@ import torch
 
 from kvtool.core.kernels import FORMATS
 
-BLOCK = 32  # columns whose codes lie together
+BLOCK = 32  # columns whose codes are stored together
 SUPERBLOCK = 256  # columns whose scales are read together
 BLOCKS = SUPERBLOCK // BLOCK
 _PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
@@ -186,7 +186,7 @@ def _factors(matrix: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Lay out codes, uint8 `[rows, columns]` (of eight bits: int8), as the `data` of a matrix."""
+    """Pack codes, uint8 `[rows, columns]` (of eight bits: int8), as the `data` of a matrix."""
     if bits == 8:
         return codes.view(torch.uint8)
     spans, parts, done = codes.view(-1, BLOCK), [], 0
@@ -197,7 +197,7 @@ def packed_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _plane(codes: torch.Tensor, width: int) -> torch.Tensor:
-    """Codes of `width` bits `[spans, 32]` as bytes `[spans, 4 · width]`, which `_bit_fields` takes apart."""
+    """Pack codes of `width` bits `[spans, 32]` into bytes `[spans, 4 · width]`; `_bit_fields` unpacks them."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
     fields = codes.view(len(codes), -1, len(shifts), _run(width))
     plane: torch.Tensor = (fields << shifts).sum(2, dtype=torch.uint8)
@@ -210,7 +210,7 @@ def _run(width: int) -> int:
 
 
 def unpacked_codes(matrix: QuantizedTensor) -> torch.Tensor:
-    """The codes `[rows, columns]`: uint8, of eight bits int8."""
+    """Return the codes `[rows, columns]`: uint8, of eight bits int8."""
     layout = matrix.layout
     if layout.bits == 8:
         return matrix.data.view(torch.int8)
@@ -240,7 +240,7 @@ def tensor_of_blocks(kind: str, blocks: torch.Tensor, rows: int, columns: int) -
     Parameters
     ----------
     kind : one of READERS.
-    blocks : all bytes of the tensor, uint8; rows behind each other.
+    blocks : all bytes of the tensor, uint8; row after row.
 
     Raises
     ------
@@ -321,7 +321,7 @@ def _q6_k(_: Layout, blocks: torch.Tensor) -> _Parts:
     return codes, torch.cat([blocks[:, 208:], blocks[:, 192:208]], 1), none()
 
 
-# Bytes of a block, and what takes it apart; named in LAYOUTS and by GGUF alike.
+# Bytes of a block, and the function that reads it; named in LAYOUTS and by GGUF alike.
 READERS: dict[str, tuple[int, Callable[[Layout, torch.Tensor], _Parts]]] = {
     "q8_0": (34, _q8),
     "q4_0": (18, _q4_q5),

@@ -133,7 +133,7 @@ def dequantize_rows(
 
     Raises
     ------
-    ValueError : there are no such rows, or there is no room.
+    ValueError : the rows do not exist, or `out` is too small.
     """
     size = (last - first) * matrix.columns
     if not 0 <= first <= last <= matrix.rows or not out.is_contiguous() or out.numel() < size:

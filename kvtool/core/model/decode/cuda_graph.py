@@ -1,7 +1,7 @@
 """CUDA graph of a decoding step: many small kernels are launched by one call, without Python between them.
 
 A step is a function of device tensors only: fixed addresses, fixed shapes, nothing read on the host. So it is captured
-once and replayed for every token. Attention goes over the whole of the prompt cache's buffers. A mask made from the
+once and replayed for every token. Attention reads the whole of the prompt cache's buffers. A mask made from the
 position, on the device, hides the rows after the answer so far.
 """
 
@@ -143,7 +143,7 @@ class _DeviceRow:
     Attributes
     ----------
     places : int64 `[1]`.
-    capacity : keys that attention goes over.
+    capacity : keys that attention reads.
     """
 
     def __init__(self, places: torch.Tensor, capacity: int) -> None:

@@ -32,7 +32,7 @@ PARTS = {
 }
 _MOST_SCORES = 2**13  # numbers of the queries that share a head of keys: what the code keeps at a time
 # Sequences that a row of weights is multiplied with at a time: their sums stay in registers. Measured, one core of an
-# AMD EPYC, weights in its cache: 1.6 to 3 times as many products a second as with one; with more no more, or fewer.
+# AMD EPYC, weights in its cache: 1.6 to 3 times as many products a second as with one; with more as many, or fewer.
 _MOST_AT_ONCE = {AVX512: 4, AVX2: 3, NEON: 3, SCALAR: 3}
 MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 

@@ -420,7 +420,7 @@ class Step:
         self._parts = torch.empty(0, dtype=torch.float32)
 
     def bind(self, caches: Sequence[PromptCache], windows: Sequence[int | None]) -> None:
-        """Write where keys and values lie and which of them are seen, and where attention keeps its sums.
+        """Write the addresses of keys and values, which of them are seen, and where attention keeps its sums.
 
         Parameters
         ----------
