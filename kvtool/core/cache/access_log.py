@@ -53,7 +53,7 @@ def _line(body: bytes) -> bytes:
 
 
 def _sound_lines(path: Path, form: re.Pattern[bytes]) -> Iterator[tuple[bytes, ...]]:
-    """The parts of each line of a log that is as it was written; none where the log cannot be read."""
+    """Yield the parts of each line of a log that is as it was written; none where the log cannot be read."""
     lines: list[bytes] = []
     with contextlib.suppress(OSError):
         if stat.S_ISREG(path.lstat().st_mode):  # reading a FIFO would hang
@@ -132,7 +132,7 @@ def _uses(path: Path) -> Iterator[tuple[bytes, int]]:
 
 
 def latest(uses: Iterable[tuple[bytes, int]]) -> dict[bytes, int]:
-    """Chunk id → its last use."""
+    """Return the last use of each chunk id."""
     last: dict[bytes, int] = {}
     for chunk_id, when in uses:
         last[chunk_id] = max(last.get(chunk_id, 0), when)
@@ -152,7 +152,7 @@ class Served:
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of the chunks that were found; None before the first question."""
+        """Return the share of the chunks that were found; None before the first question."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else None
 
@@ -180,7 +180,7 @@ class ServedLog:
             append(self._path, [" ".join(map(str, counts))])
 
     def total(self) -> Served:
-        """The sum of all sound lines; what cannot be read counts nothing."""
+        """Return the sum of all sound lines; what cannot be read counts nothing."""
         rows = list(_sound_lines(self._path, _COUNTS))
         return Served(*(sum(int(row[at]) for row in rows) for at in range(3)))
 

@@ -20,7 +20,7 @@ class RecordReader(Protocol):
     """Protocol of a reader of chunks' KV: a store, with or without a remote backend."""
 
     def levels(self, chunk_id: bytes) -> list[str]:
-        """Levels of which all layers can be read."""
+        """Return the levels of which all layers can be read."""
         ...
 
     def read_layer(
@@ -114,7 +114,7 @@ class RemoteBackend(Protocol):
     timeout: float
 
     def offers(self, chunk_id: bytes) -> Mapping[str, Offer]:
-        """The levels that the link has of a chunk."""
+        """Return the levels that the link has of a chunk."""
         ...
 
     def complete(

@@ -44,18 +44,18 @@ class ChunkReader(StoreConnection):
     more: ChunkReader | None = None
 
     def chunk_ids(self) -> list[bytes]:
-        """Ids of all chunks, sorted."""
+        """Return the ids of all chunks, sorted."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.CHUNKS))
 
     def ids_here(self) -> list[bytes]:
-        """Ids of the chunks that have some KV in this folder, sorted."""
+        """Return the ids of the chunks that have some KV in this folder, sorted."""
         with self.snapshot() as snapshot:
             return list(dict.fromkeys(key[:ID_BYTES] for key in snapshot.keys(tables.LEVELS)))
 
     def chunks_named(self, text: str) -> list[bytes]:
-        """Ids of the chunks that begin with these hexadecimal digits; none where the text is too short, or no such
-        digits. Others are not read."""
+        """Return the ids of the chunks that begin with these hexadecimal digits; none where the text is too short, or
+        no such digits. Others are not read."""
         digits = text.strip().lower()
         if not is_id(digits) or not FEWEST_DIGITS <= len(digits) <= 2 * ID_BYTES:
             return []
@@ -63,7 +63,7 @@ class ChunkReader(StoreConnection):
             return chunks_named(digits, [*snapshot.keys(tables.CHUNKS, bytes.fromhex(digits[: len(digits) // 2 * 2]))])
 
     def chunk_info(self, chunk_id: bytes) -> ChunkInfo | None:
-        """Token ids, lead-in and side data. Raises DamagedError."""
+        """Return the token ids, lead-in and side data. Raises DamagedError."""
         with self.snapshot() as snapshot:
             info = _info_of(snapshot, chunk_id)
         return self.more.chunk_info(chunk_id) if info is None and self.more is not None else info
@@ -116,7 +116,7 @@ class ChunkReader(StoreConnection):
     # ---- levels --------------------------------------------------------------------------------------------------
 
     def levels(self, chunk_id: bytes) -> list[str]:
-        """Levels of which all layers are stored or offered by a link, sorted."""
+        """Return the levels of which all layers are stored or offered by a link, sorted."""
         return list(self.level_sizes(chunk_id))
 
     def level_sizes(self, chunk_id: bytes) -> dict[str, int]:
@@ -237,7 +237,7 @@ class ChunkReader(StoreConnection):
 def read_record(
     chunk_id: bytes, level: str, layer: int, data: memoryview | DamagedError | None
 ) -> KVRead | KvtoolError | None:
-    """A record as it came, checked: its digest, and that it is the one that was asked for."""
+    """Decode a record, and check its digest and that it is the one that was asked for."""
     if data is None or isinstance(data, DamagedError):
         return data
     try:

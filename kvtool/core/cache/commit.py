@@ -107,7 +107,7 @@ class Commits:
     # ---- counters ------------------------------------------------------------------------------------------------
 
     def _revision_rows(self, touched: set[RowKey], thinned: bool) -> list[Row]:
-        """The counters after a commit that touches these tables and keys, and perhaps drops something of chunks; none
+        """Return the counters after a commit that touches these tables and keys, and may drop something of chunks; none
         where no answer depends on it."""
         if all(table in _UNSEEN_TABLES or key in _UNSEEN_KEYS for table, key in touched):
             return []
@@ -121,7 +121,7 @@ class Commits:
         return [revision, meta_row(tables.DOCUMENTS_KEY, counted)]
 
     def _next_revision(self) -> tuple[int, int, int]:
-        """The number of the next revision, and of those at which documents changed and chunks lost something last."""
+        """Return the next revision, and those at which documents changed and chunks lost something last."""
         try:
             return self._store.revision() + 1, self._store.documents_revision(), self._store.dropped_revision()
         except DamagedError:  # any number that no index has been keyed by
@@ -189,7 +189,7 @@ def _turn(transaction: Transaction) -> None:
 
 
 def _pages(size: int) -> int:
-    """Bytes that a value takes: whole pages from a half page on, with a 16-byte page header."""
+    """Return the bytes that a value takes: whole pages from a half page on, with a 16-byte page header."""
     if size < PAGE_BYTES // 2:
         return size + _ROW_SLACK
     return -(-(size + 16) // PAGE_BYTES) * PAGE_BYTES + _ROW_SLACK

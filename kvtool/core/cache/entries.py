@@ -45,7 +45,7 @@ class DocumentEntry:
     marks: tuple[Mark, ...] = ()
 
     def to_bytes(self) -> bytes:
-        """Canonical JSON, packed with zstd where that pays."""
+        """Return canonical JSON, packed with zstd where that pays."""
         chunks = [[ref.chunk_id.hex(), ref.start, ref.end, ref.tokens] for ref in self.chunks]
         marks = {"marks": [[mark.start, mark.place] for mark in self.marks]} if self.marks else {}
         return _pack({"source": self.source, "kind": self.kind, "text": self.text, "chunks": chunks} | marks)
@@ -135,7 +135,7 @@ class ChunkInfo:
             raise ValueError("sensitivity needs two bytes a token")
 
     def to_bytes(self) -> bytes:
-        """Four counts, then ids (uint32 little-endian), lead-in, sensitivity, and what computed it if that is known."""
+        """Return four counts, ids (uint32 little-endian), lead-in, sensitivity, and what computed it if it is known."""
         head = _CHUNK.pack(len(self.token_ids), len(self.lead_in), self.layers, len(self.sensitivity))
         tail = (
             b""
@@ -180,7 +180,7 @@ class ChunkSpec:
 
 
 def layers_in(data: bytes | memoryview) -> int:
-    """The layers that :meth:`ChunkInfo.to_bytes` states, of a million chunks without their ids. Raises DamagedError."""
+    """Return the layers that :meth:`ChunkInfo.to_bytes` states, without reading the ids. Raises DamagedError."""
     with _reading("chunk"):
         return int(_CHUNK.unpack_from(data)[2])
 
@@ -199,7 +199,7 @@ _TROUBLE = (
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Any trouble with an entry's bytes is damage, and says of what."""
+    """Raise DamagedError, which names the entry, for any error in reading its bytes."""
     try:
         yield
     except _TROUBLE as error:
@@ -219,7 +219,7 @@ def _place(value: Any) -> int | str:
 
 
 def dump_json(value: Any) -> bytes:
-    """Canonical JSON: sorted, no spaces, UTF-8; lone surrogates (file names) survive."""
+    """Return canonical JSON: sorted, no spaces, UTF-8; lone surrogates (file names) survive."""
     text = json.dumps(value, ensure_ascii=False, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return text.encode("utf-8", "surrogatepass")
 

@@ -74,7 +74,7 @@ class Environment:
             raise
 
     def _check_length(self) -> None:
-        """A file cut under us would be a SIGBUS. Usually two numbers to compare."""
+        """Refuse a truncated file, which would be a SIGBUS. Usually compares two numbers."""
         needed = self.allocated_bytes()
         if self._file.size() >= needed or needed == self._sound_length:
             return
@@ -137,13 +137,13 @@ class Environment:
         raise DamagedError(f"{self.generation}: the meta page of the store is damaged", "run `kvtool store verify`")
 
     def snapshot(self, guard: TransactionGuard) -> Snapshot:
-        """The reading side of a transaction that was begun."""
+        """Return the reading side of a transaction that was begun."""
         assert guard.tree is not None
         return Snapshot(guard.tree)
 
     @contextlib.contextmanager
     def read(self) -> Iterator[Snapshot]:
-        """A short read transaction."""
+        """Hold a short read transaction."""
         guard = TransactionGuard()
         try:
             self.begin(guard)
@@ -233,7 +233,7 @@ class Environment:
             guard.end()
 
     def _reopen_if_stuck(self) -> None:
-        """A write that failed at the meta page makes LMDB refuse everything until the environment is opened anew."""
+        """Reopen the environment after a write that failed at the meta page: else LMDB would refuse everything."""
         try:
             with self.read():
                 pass
@@ -271,7 +271,7 @@ class Environment:
     # ---- facts ---------------------------------------------------------------------------------------------------
 
     def file_bytes(self) -> int:
-        """Length of the data file."""
+        """Return the length of the data file."""
         return (self.generation / "data.mdb").stat().st_size
 
     def allocated_bytes(self) -> int:
@@ -284,7 +284,7 @@ class Environment:
             return self.free_beside(snapshot.live_bytes())
 
     def free_beside(self, live: int) -> int:
-        """The same where the pages in use are known to have `live` bytes: free pages, and the tail after the last one.
+        """Return `free_bytes` where the pages in use have `live` bytes: free pages, and the tail after the last one.
 
         A commit that met a full disk leaves such a tail. Holes in a file take from what counts of it.
         """
@@ -293,7 +293,7 @@ class Environment:
         return max(0, allocated - live) + max(0, written - allocated)
 
     def copy_to(self, folder: Path) -> None:
-        """A compact copy of a consistent state, into an existing empty folder."""
+        """Write a compact copy of a consistent state into an existing empty folder."""
         guard = TransactionGuard()
         try:
             self._enter(guard)
@@ -310,7 +310,7 @@ _registry = threading.Lock()
 
 
 def acquire(generation: Path, read_only: bool) -> Environment:
-    """The process's environment of this folder, opened on need."""
+    """Return the process's environment of this folder, opened on need."""
     check_data_file(generation)
     status = (generation / "data.mdb").stat()
     key = (status.st_dev, status.st_ino)
@@ -334,7 +334,7 @@ def release(environment: Environment) -> None:
 
 
 def map_limit() -> int:
-    """Bytes that the map may grow to (``KVTOOL_MAP_LIMIT``)."""
+    """Return the bytes that the map may grow to (``KVTOOL_MAP_LIMIT``)."""
     return _bytes_from_environment("KVTOOL_MAP_LIMIT", _MAP_LIMIT)
 
 
@@ -440,7 +440,7 @@ class StoreConnection:
 
     @property
     def environment(self) -> Environment:
-        """The LMDB environment of the generation that was current when it was last looked at."""
+        """Return the LMDB environment of the generation that was current when it was last looked at."""
         environment = self._environment
         if environment is None:
             raise Closed("the store is closed")

@@ -20,7 +20,7 @@ FEWEST_DIGITS = 6  # that name a chunk
 
 
 def _field(data: bytes) -> bytes:
-    """Length first, so that no two lists of fields share an encoding."""
+    """Encode a field, its length first, so that no two lists of fields share an encoding."""
     return struct.pack("<Q", len(data)) + data
 
 
@@ -39,12 +39,12 @@ def _digest(person: bytes, *fields: bytes) -> bytes:
 
 
 def ids_digest(token_ids: Sequence[int]) -> bytes:
-    """Digest (20 bytes) of a list of token ids, the same on every machine."""
+    """Return the digest (20 bytes) of a list of token ids, the same on every machine."""
     return _digest(b"kvtool ids", _pack_ids(token_ids))
 
 
 def chunk_id(*, namespace: str, model_fingerprint: str, lead_in: bytes, token_ids: Sequence[int]) -> bytes:
-    """Name of a chunk: blake2b-160 over a canonical encoding of its identity.
+    """Return the name of a chunk: blake2b-160 over a canonical encoding of its identity.
 
     Parameters
     ----------
@@ -79,7 +79,8 @@ def is_id(text: str) -> bool:
 
 
 def chunks_named(text: str, known: Collection[bytes]) -> list[bytes]:
-    """The known ids that begin with these hexadecimal digits; none where the text is too short, or no such digits."""
+    """Return the known ids that begin with these hexadecimal digits; none where the text is too short, or
+    no such digits."""
     digits = text.strip().lower()
     if len(digits) < FEWEST_DIGITS or digits.strip("0123456789abcdef"):
         return []

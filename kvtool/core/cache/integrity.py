@@ -144,7 +144,7 @@ _READS: dict[bytes, Callable[[bytes, memoryview], Any]] = {
 
 
 def sound_rows(snapshot: Snapshot, table: bytes) -> Iterator[tuple[bytes, Any]]:
-    """The rows of a table that are not damaged: key and what is stored under it."""
+    """Yield the rows of a table that are not damaged: key and what is stored under it."""
     for key in snapshot.keys(table):
         yield from _sound_row(snapshot, table, key)
 
@@ -164,7 +164,7 @@ def _missing_records(store: Store) -> Iterator[Damage]:
 
 
 def _without_profile(store: Store) -> Iterator[Damage]:
-    """Levels whose records nobody can decode, since the codec profile that they name is damaged."""
+    """Yield levels whose records cannot be decoded, since the codec profile that they name is damaged."""
     with store.snapshot() as snapshot:
         sound = {key for key, _ in sound_rows(snapshot, tables.PROFILES)}
         damaged = {key.hex() for key in snapshot.keys(tables.PROFILES)} - {key.hex() for key in sound}
@@ -191,7 +191,7 @@ def _absent(snapshot: Snapshot, key: bytes, row: tables.LevelRow) -> Iterator[Da
 
 
 def _missing_chunks(store: Store) -> Iterator[Damage]:
-    """Documents that refer to chunks that are not there, files to documents that are not there."""
+    """Yield documents that refer to missing chunks, and files that refer to missing documents."""
     for key in _keys_of(store, tables.FILES):
         with store.snapshot() as snapshot:
             lost = [
@@ -235,7 +235,7 @@ def _drop_files(root: Path, damages: list[Damage]) -> int:
 
 
 def _plan_repair(snapshot: Snapshot, damages: list[Damage]) -> tuple[set[RowKey], list[FileEntry]]:
-    """Rows to drop so that no damage is left, and files to mark so that the next ingest reads them again.
+    """Return the rows to drop so that no damage is left, and files to mark so that the next ingest reads them again.
 
     Documents that only lost KV stay: a query computes the hole, an ingest fills it.
     """

@@ -98,7 +98,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def read_small(path: Path) -> bytes:
-    """The content of a small regular file (never of a FIFO, which would hang)."""
+    """Return the content of a small regular file (never of a FIFO, which would hang)."""
     if not stat.S_ISREG(path.lstat().st_mode):
         raise StoreFormatError(f"{path} is not a regular file", REBUILD)
     with path.open("rb") as file:
@@ -197,7 +197,7 @@ def _way_to_one(root: Path) -> str:
 
 
 def current_generation(root: Path) -> Path | None:
-    """Folder of the generation in use; None in a store that was never finished.
+    """Return the folder of the generation in use; None in a store that was never finished.
 
     Raises
     ------
@@ -215,7 +215,7 @@ def current_generation(root: Path) -> Path | None:
 
 
 def next_generation(root: Path) -> Path:
-    """A folder name that no generation has had."""
+    """Return a folder name that no generation has had."""
     names = os.listdir(root / DATA_FOLDER) if (root / DATA_FOLDER).exists() else []
     numbers = [int(name[4:]) for name in names if _GENERATION.fullmatch(name)]
     return root / DATA_FOLDER / f"gen-{max(numbers, default=0) + 1}"

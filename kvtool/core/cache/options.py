@@ -37,7 +37,7 @@ class StoreOptions(Options):
 
     @property
     def place(self) -> str | Path:
-        """The store's folder, the user's own where none is named; or the URL of a shared one.
+        """Return the store's folder, the user's own where none is named; or the URL of a shared one.
 
         Raises
         ------
@@ -52,7 +52,7 @@ class StoreOptions(Options):
 
     @property
     def folder(self) -> Path:
-        """The store's folder.
+        """Return the store's folder.
 
         Raises
         ------
@@ -67,7 +67,7 @@ class StoreOptions(Options):
 
 
 def default_store() -> Path:
-    """The store that is used where none is named."""
+    """Return the store that is used where none is named."""
     return data_dir() / "store"
 
 
@@ -85,7 +85,7 @@ def max_size_option(
     instead: str = "the limit of `store prune --budget`",
     group: str = STORE,
 ) -> int | None:
-    """The size that a store's folder may have, in bytes: an option of whatever writes to it."""
+    """Declare the size that a store's folder may have, in bytes: an option of commands that write to it."""
     return option(None, help, group=group, setting=False, unit="size", lowest=1, instead=instead)
 
 

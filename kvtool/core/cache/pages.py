@@ -64,12 +64,12 @@ class Meta:
 
     @property
     def file_bytes(self) -> int:
-        """Length of a file that holds every page."""
+        """Return the length of a file that holds every page."""
         return (self.last_page + 1) * self.page_size
 
 
 def newest_meta(path: Path, file: BinaryIO) -> Meta:
-    """The later of the two meta pages, which are written in turn. Raises DamagedError, StoreFormatError."""
+    """Return the later of the two meta pages, which are written in turn. Raises DamagedError, StoreFormatError."""
     for attempt in range(3):
         file.seek(0)
         head = file.read(2 * max(_PAGE_SIZES))
@@ -93,7 +93,7 @@ def _is_lmdb(head: bytes) -> bool:
 
 
 def _newer(first: Meta, second: Meta) -> Meta:
-    """Transactions alternate between the pages, so one follows the other; raises DamagedError."""
+    """Return the newer one: transactions alternate between the pages. Raises DamagedError if they do not."""
     of_first, of_second = first.transaction, second.transaction
     if (of_first or of_second) and (of_first % 2 or not of_second % 2 or abs(of_first - of_second) != 1):
         raise DamagedError("its meta pages do not follow each other")
@@ -103,7 +103,7 @@ def _newer(first: Meta, second: Meta) -> Meta:
 
 
 def meta_of(page: bytes) -> Meta:
-    """A meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction.
+    """Parse a meta page: magic, version, address, map size, two trees of 48 bytes, last page, transaction.
 
     Raises
     ------
@@ -147,7 +147,7 @@ class Leaf:
 
 
 def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
-    """A page of a tree.
+    """Parse a page of a tree.
 
     Parameters
     ----------
@@ -203,7 +203,7 @@ def _read_leaf(data: bytes, pointers: tuple[int, ...], upper: int) -> Leaf:
 
 
 def _check_layout(data: bytes, starts: tuple[int, ...], ends: list[int], upper: int) -> None:
-    """Nodes fill the page from `upper` to its end, each on an even address, without gap or overlap."""
+    """Check that nodes fill the page from `upper` to its end, each on an even address, without gap or overlap."""
     at = upper
     for start, end in sorted(zip(starts, ends, strict=True)):
         if start != at:

@@ -49,11 +49,11 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- the folder ----------------------------------------------------------------------------------------------
 
     def concerns(self) -> list[str]:
-        """Permissions that a careful owner would want to change."""
+        """Return the permissions that a careful owner would want to change."""
         return layout.concerns(self.path)
 
     def side_file(self, name: str) -> Path:
-        """Path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
+        """Return the path for ``gate/…`` or ``index/…``, its folder made; write it with :func:`layout.atomic_write`."""
         return layout.side_file(self.path, name)
 
     def write_side(self, name: str, value: dict[str, Any]) -> bool:
@@ -119,8 +119,8 @@ class StoreReader(ChunkReader, StretchReader):
         return self._served.total()
 
     def last_used(self) -> dict[bytes, int]:
-        """Chunk id → when it was last used (seconds since 1970): what is stored, and what is only noted so far, by
-        this process or by others. Chunks that were never used are not in it."""
+        """Map each chunk id to when it was last used (seconds since 1970): what is stored, and what is only noted so
+        far, by this process or by others. Chunks that were never used are not in it."""
         self._access.flush()
         times = latest(read_log(self.path))  # before the store: a writer may be folding it
         for chunk_id, when in self.folded_uses().items():
@@ -128,7 +128,7 @@ class StoreReader(ChunkReader, StretchReader):
         return times
 
     def folded_uses(self) -> dict[bytes, int]:
-        """Chunk id → when it was last used, as far as a writer has folded the notes into the store."""
+        """Map each chunk id to when it was last used, as far as a writer has folded the notes into the store."""
         return self._times(tables.USED)
 
     def warmth(self) -> dict[bytes, float]:
@@ -148,7 +148,7 @@ class StoreReader(ChunkReader, StretchReader):
         return warm
 
     def added(self) -> dict[bytes, int]:
-        """Chunk id → seconds at which it came into this store; chunks of older stores are missing."""
+        """Map each chunk id to the seconds at which it came into this store; chunks of older stores are missing."""
         return self._times(tables.ADDED)
 
     def _times(self, table: bytes) -> dict[bytes, int]:
@@ -162,25 +162,25 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- files and documents -------------------------------------------------------------------------------------
 
     def files(self) -> Iterator[FileEntry]:
-        """All files by path. Raises DamagedError."""
+        """Yield all files by path. Raises DamagedError."""
         with self.snapshot() as snapshot:
             rows = list(snapshot.items(tables.FILES))
         entries = [FileEntry.from_bytes(checked_payload(key, Kind.FILE, data, "a file entry")) for key, data in rows]
         return iter(sorted(entries, key=lambda entry: entry.path))
 
     def file(self, path: str) -> FileEntry | None:
-        """The file as last ingested. Raises DamagedError."""
+        """Return the file as last ingested. Raises DamagedError."""
         return self.file_at(tables.name_key(path))
 
     def file_at(self, key: bytes) -> FileEntry | None:
-        """The file of a key of :meth:`file_marks`. Raises DamagedError."""
+        """Return the file of a key of :meth:`file_marks`. Raises DamagedError."""
         with self.snapshot() as snapshot:
             payload = snapshot.payload(tables.FILES, key, Kind.FILE, "a file entry")
         return None if payload is None else FileEntry.from_bytes(payload)
 
     def files_with(self, sources: Iterable[str]) -> list[FileEntry]:
-        """The files of these documents, by path; a file without documents is its own. A document is looked for where
-        readers put it, in the file of its own name or of the part before its last `#`; only for others all files
+        """Return the files of these documents, by path; a file without documents is its own. A document is looked for
+        where readers put it, in the file of its own name or of the part before its last `#`; only for others all files
         are read. Raises DamagedError."""
         found: dict[str, FileEntry] = {}
         lost: set[str] = set()
@@ -205,17 +205,17 @@ class StoreReader(ChunkReader, StretchReader):
         return ""
 
     def file_marks(self) -> dict[bytes, bytes]:
-        """A mark of every file's entry, by key: another mark, and something of the entry is another."""
+        """Return a mark of every file's entry, by key: a changed entry has another mark."""
         with self.snapshot() as snapshot:
             return {key: tables.mark_of(data) for key, data in snapshot.items(tables.FILES)}
 
     def document(self, source: str) -> DocumentEntry | None:
-        """The document of this source. Raises DamagedError."""
+        """Return the document of this source. Raises DamagedError."""
         payload = self.document_bytes(source)
         return None if payload is None else DocumentEntry.from_bytes(payload)
 
     def document_bytes(self, source: str) -> memoryview | None:
-        """The document of this source as :meth:`DocumentEntry.to_bytes` gave it. Raises DamagedError."""
+        """Return the document of this source as :meth:`DocumentEntry.to_bytes` gave it. Raises DamagedError."""
         with self.snapshot() as snapshot:
             return snapshot.payload(tables.DOCUMENTS, tables.name_key(source), Kind.DOCUMENT, "a document")
 
@@ -226,11 +226,11 @@ class StoreReader(ChunkReader, StretchReader):
         return None if data is None else tables.mark_of(data)
 
     def documents(self) -> Iterator[DocumentEntry]:
-        """All documents by source, one transaction each."""
+        """Yield all documents by source, one transaction each."""
         return (entry for source in self.sources() if (entry := self.document(source)) is not None)
 
     def sources(self) -> list[str]:
-        """Sources of all documents, sorted."""
+        """Return the sources of all documents, sorted."""
         return sorted({source for entry in self.files() for source in entry.documents})
 
     # ---- facts that the store keeps about itself -----------------------------------------------------------------
@@ -276,12 +276,12 @@ class StoreReader(ChunkReader, StretchReader):
             return _json_of(snapshot, key, what)
 
     def profile(self, digest: bytes) -> memoryview | None:
-        """The codec profile of a digest, or None. Raises DamagedError."""
+        """Return the codec profile of a digest, or None. Raises DamagedError."""
         with self.snapshot() as snapshot:
             return snapshot.payload(tables.PROFILES, digest, Kind.PROFILE, "a codec profile")
 
     def profile_digests(self) -> list[bytes]:
-        """The digests of all codec profiles, sorted; longer ones name learned lead-ins of earlier versions."""
+        """Return the digests of all codec profiles, sorted; longer ones name learned lead-ins of earlier versions."""
         with self.snapshot() as snapshot:
             return list(snapshot.keys(tables.PROFILES))
 
@@ -294,7 +294,7 @@ class StoreReader(ChunkReader, StretchReader):
             return _revision_of(snapshot)
 
     def documents_revision(self) -> int:
-        """The revision at which documents changed last; the retrieval index is keyed by it.
+        """Return the revision at which documents changed last; the retrieval index is keyed by it.
 
         An older kvtool counts changes of documents only, and does not write this counter: if the counter is of another
         revision, the revision itself is returned.
@@ -302,8 +302,8 @@ class StoreReader(ChunkReader, StretchReader):
         return self._counted("documents")
 
     def dropped_revision(self) -> int:
-        """The revision at which something was dropped last of chunks that a document may refer to: as long as it stays,
-        what was whole is. See :meth:`documents_revision` for older stores."""
+        """Return the revision at which something was dropped last of chunks that a document may refer to: until it
+        changes, what was whole stays whole. See :meth:`documents_revision` for older stores."""
         return self._counted("dropped")
 
     def _counted(self, name: str) -> int:
@@ -322,7 +322,7 @@ class StoreReader(ChunkReader, StretchReader):
     # ---- sizes ---------------------------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """Counts and sizes.
+        """Return the counts and sizes.
 
         Returns
         -------

@@ -111,7 +111,7 @@ class KVHeader:
 
 
 def check_level(level: str) -> str:
-    """The level's name, if it is one.
+    """Return the level's name, if it is one.
 
     Raises
     ------
@@ -143,7 +143,7 @@ def encode_record(key: bytes, header: KVHeader, payload: Sequence[Bytes]) -> byt
 
 
 def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
-    """Header and payload of a KV record whose every byte has been checked.
+    """Return the header and payload of a KV record whose every byte has been checked.
 
     The payload is a view into `data`, writable where `data` is.
 
@@ -156,18 +156,18 @@ def decode_record(key: bytes, data: Bytes) -> tuple[KVHeader, memoryview]:
 
 
 def payload_part(data: Bytes, part: slice) -> bytes:
-    """A part of a value's payload, **without** checking the digest, from the value or its beginning."""
+    """Return a part of a value's payload, **without** checking the digest, from the value or its beginning."""
     return bytes(_flat(data)[HEADER_BYTES + part.start : HEADER_BYTES + part.stop])
 
 
 def seal(key: bytes, kind: Kind, payload: Bytes) -> bytes:
-    """Any other value in the same envelope."""
+    """Return any other value in the same envelope."""
     part = _flat(payload)
     return _envelope(key, _pack_header(kind, part.nbytes), [part])
 
 
 def unseal(key: bytes, kind: Kind, data: Bytes) -> memoryview:
-    """Payload of a value that :func:`seal` made for this key and kind; raises DamagedError."""
+    """Return the payload of a value that :func:`seal` made for this key and kind; raises DamagedError."""
     return _open(key, data, kind)[1]
 
 

@@ -49,7 +49,7 @@ def tail_of(data: bytes) -> bytes:
 
 
 def check_table(path: Path, view: memoryview, status: os.stat_result) -> memoryview:
-    """The bytes of a mapped table without its tail; hashed at the first time in this process.
+    """Return the bytes of a mapped table without its tail; hashed at the first time in this process.
 
     Raises
     ------
@@ -91,7 +91,7 @@ def read_json(path: Path, **marks: Any) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that is that of its digest.
+    """Read a JSON object, and check its digest.
 
     Raises
     ------
@@ -110,7 +110,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def json_digest(value: dict[str, Any]) -> str:
-    """Digest of a JSON object, whatever the order of its fields; xxh3-128 in hex."""
+    """Return the digest of a JSON object, whatever the order of its fields; xxh3-128 in hex."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return xxhash.xxh3_128_hexdigest(text.encode())
 
@@ -119,7 +119,7 @@ def json_digest(value: dict[str, Any]) -> str:
 
 
 def damaged_files(root: Path) -> Iterator[tuple[str, str]]:
-    """Files below a store's folder that do not match their digest: place and what is wrong."""
+    """Yield the files below a store's folder that do not match their digest: place and what is wrong."""
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             with contextlib.suppress(FileNotFoundError):  # replaced while we look
@@ -201,7 +201,7 @@ def read_side_log(store: SideFolder, name: str) -> SideLog:
 
 
 def damaged_journals(root: Path) -> Iterator[tuple[str, str]]:
-    """Journals below a store's folder that hold lines which are not sound: place and what is wrong."""
+    """Yield the journals below a store's folder that hold unsound lines: place and what is wrong."""
     for path in _journals(root):
         with contextlib.suppress(FileNotFoundError):
             if (why := _journal_damage(path)) is not None:
@@ -248,7 +248,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _line(value: dict[str, Any]) -> bytes:
-    """The object with its digest as one line of ASCII, which no reader can break in another place."""
+    """Return the object with its digest as one line of ASCII, which no reader can break in another place."""
     return json.dumps({_DIGEST: json_digest(value), **value}, separators=(",", ":")).encode() + b"\n"
 
 
@@ -292,7 +292,7 @@ def _joined(lines: list[bytes]) -> bytes:
 
 
 def _lines(path: Path) -> list[bytes]:
-    """The newest lines: of a file that is longer than a journal may be, those after the first whole one."""
+    """Return the newest lines: of a file that is longer than a journal may be, those after the first whole one."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):  # reading a FIFO would hang
         raise OSError(f"{path} is not a regular file")
@@ -309,7 +309,7 @@ def _parsed(lines: list[bytes]) -> SideLog:
 
 
 def _value(line: bytes) -> dict[str, Any] | None:
-    """A line's object; None where it is not that of its digest."""
+    """Return a line's object; None where it does not match its digest."""
     try:
         value = json.loads(line)
         return value if value.pop(_DIGEST) == json_digest(value) else None

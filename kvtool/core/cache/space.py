@@ -20,19 +20,19 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def reserve() -> int:
-    """Bytes of disk that a commit must leave free (``KVTOOL_DISK_RESERVE``)."""
+    """Return the bytes of disk that a commit must leave free (``KVTOOL_DISK_RESERVE``)."""
     text = os.environ.get("KVTOOL_DISK_RESERVE", "")
     return int(text) if text.isdecimal() else _DEFAULT_RESERVE
 
 
 def disk_free(folder: Path) -> int:
-    """Bytes that this user can still write."""
+    """Return the bytes that this user can still write."""
     state = os.statvfs(folder)
     return state.f_bavail * state.f_frsize
 
 
 def megabytes(size: int) -> str:
-    """A size for people, in MB of 10⁶ bytes."""
+    """Return a size for people, in MB of 10⁶ bytes."""
     return f"{size / 1e6:,.1f} MB"
 
 
@@ -117,7 +117,7 @@ class Budget:
 
 
 def folder_bytes(root: Path) -> int:
-    """Bytes of all files below a folder, as their lengths say."""
+    """Return the bytes of all files below a folder, as their lengths say."""
     total = 0
     for at, _, names in os.walk(root):
         for name in names:

@@ -79,7 +79,7 @@ class Store(StoreReader):
 
     @contextlib.contextmanager
     def writer(self, wait: float = 0.0, max_size: int | None = None) -> Iterator[Writer]:
-        """The one writer of the store. Leaving normally commits what is buffered; leaving by an error drops it.
+        """Hold the one writer of the store. Leaving normally commits what is buffered; leaving by an error drops it.
 
         Parameters
         ----------

@@ -62,7 +62,7 @@ class StretchInfo:
         return [*(("rows", layer) for layer in self.rows), *(("state", layer) for layer in self.states)]
 
     def to_bytes(self) -> bytes:
-        """JSON, its names sorted."""
+        """Return JSON, its names sorted."""
         row = {name: getattr(self, name) for name in self.__slots__} | {"chunks": [one.hex() for one in self.chunks]}
         return json.dumps(row, sort_keys=True, separators=(",", ":")).encode()
 
@@ -81,7 +81,7 @@ class StretchInfo:
 
 
 def _within(number: object, most: int) -> int:
-    """A number of a description. Raises ValueError where it can be none."""
+    """Return a number of a description. Raises ValueError where it is not possible."""
     if type(number) is not int or not 0 <= number <= most:
         raise ValueError("no such number")
     return number
@@ -108,7 +108,7 @@ def named_part(place: Place) -> str:
 
 
 def part_key(stretch: bytes, place: Place) -> bytes:
-    """Key of one part."""
+    """Return the key of one part."""
     side, layer = place
     return tables.check_chunk_id(stretch) + bytes([_SIDES.index(side)]) + layer.to_bytes(2, "big")
 
@@ -119,12 +119,12 @@ def read_row(key: bytes, data: memoryview) -> object:
 
 
 def opened_info(stretch: bytes, data: Bytes) -> StretchInfo:
-    """The description in an envelope; raises DamagedError."""
+    """Return the description in an envelope; raises DamagedError."""
     return StretchInfo.from_bytes(unseal(stretch, Kind.STRETCH, data))
 
 
 def opened_part(stretch: bytes, place: Place, data: Bytes) -> memoryview:
-    """The payload of a part in an envelope; raises DamagedError."""
+    """Return the payload of a part in an envelope; raises DamagedError."""
     return unseal(part_key(stretch, place), Kind.PART, data)
 
 
@@ -132,7 +132,7 @@ class StretchReader(StoreConnection):
     """The part of :class:`kvtool.core.cache.store.Store` that reads stretches."""
 
     def stretches(self) -> dict[bytes, StretchInfo]:
-        """All that are whole, by id; damaged descriptions are left out."""
+        """Return all complete stretches, by id; damaged descriptions are left out."""
         with self.snapshot() as snapshot:
             return dict(_described(snapshot))
 
@@ -152,13 +152,13 @@ class StretchReader(StoreConnection):
         return opened_part(stretch, place, self._row(part_key(stretch, place), named_part(place)))
 
     def sealed_part(self, stretch: bytes, place: Place) -> bytes:
-        """A part in its envelope, checked. Raises DamagedError."""
+        """Return a part in its envelope, checked. Raises DamagedError."""
         data = self._row(part_key(stretch, place), named_part(place))
         opened_part(stretch, place, data)
         return bytes(data)
 
     def sealed_stretch(self, stretch: bytes) -> bytes:
-        """A description in its envelope, checked. Raises DamagedError."""
+        """Return a description in its envelope, checked. Raises DamagedError."""
         data = self._row(stretch, "descriptions of a stretch")
         opened_info(stretch, data)
         return bytes(data)
@@ -192,13 +192,13 @@ def _names(snapshot: Snapshot) -> list[bytes]:
 
 
 def part_row(stretch: bytes, place: Place, payload: bytes) -> Row:
-    """A part in its envelope."""
+    """Return the row of a part, in its envelope."""
     key = part_key(stretch, place)
     return tables.STRETCHES, key, seal(key, Kind.PART, payload)
 
 
 def info_row(stretch: bytes, info: StretchInfo) -> Row:
-    """A description: put last, it makes the stretch whole."""
+    """Return the row of a description: put last, it makes the stretch whole."""
     return tables.STRETCHES, stretch, seal(stretch, Kind.STRETCH, info.to_bytes())
 
 
@@ -230,13 +230,13 @@ def least_used(stretches: Mapping[bytes, StretchInfo], used: Mapping[bytes, int]
 
 
 def stretch_keys(snapshot: Snapshot, stretch: bytes) -> list[RowKey]:
-    """All rows of a stretch, and when it was used."""
+    """Return all rows of a stretch, and when it was used."""
     used = [(table, stretch) for table in (tables.USED, tables.WARM) if snapshot.has(table, stretch)]
     return [*used, *((tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES, stretch))]
 
 
 def left_over(snapshot: Snapshot) -> list[RowKey]:
-    """Parts without a description: of a writer that was killed, or whose description was damaged."""
+    """Return the parts without a description: of a writer that was killed, or whose description was damaged."""
     names = {*_names(snapshot)}
     return [(tables.STRETCHES, key) for key in snapshot.keys(tables.STRETCHES) if key[:ID_BYTES] not in names]
 

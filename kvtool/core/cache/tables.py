@@ -39,7 +39,7 @@ _LEVEL_ROW = struct.Struct("<IIQ")
 
 
 def name_key(name: str) -> bytes:
-    """Key of a file or a document."""
+    """Return the key of a file or a document."""
     return hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=ID_BYTES, person=b"kvtool name").digest()
 
 
@@ -49,18 +49,18 @@ def mark_of(data: Bytes) -> bytes:
 
 
 def level_key(chunk_id: bytes, level: str) -> bytes:
-    """Key of the row that says: all layers of this chunk are stored at this level."""
+    """Return the key of the row that says: all layers of this chunk are stored at this level."""
     return check_chunk_id(chunk_id) + check_level(level).encode("ascii")
 
 
 def record_key(chunk_id: bytes, level: str, layer: int) -> bytes:
-    """Key of one KV record. The level follows its length, so "1" is no prefix of "10"."""
+    """Return the key of one KV record. The level follows its length, so "1" is no prefix of "10"."""
     name = check_level(level).encode("ascii")
     return check_chunk_id(chunk_id) + bytes([len(name)]) + name + struct.pack(">H", layer)
 
 
 def split_record_key(key: bytes) -> tuple[bytes, str, int]:
-    """Chunk id, level and layer of a record key; raises DamagedError."""
+    """Return the chunk id, level and layer of a record key; raises DamagedError."""
     level = key[ID_BYTES + 1 : -2]
     if len(key) < ID_BYTES + 4 or key[ID_BYTES] != len(level):
         raise DamagedError("a record key is damaged")
@@ -68,14 +68,14 @@ def split_record_key(key: bytes) -> tuple[bytes, str, int]:
 
 
 def check_chunk_id(chunk_id: bytes) -> bytes:
-    """The id, if it is one; raises ValueError."""
+    """Return the id, if it is one; raises ValueError."""
     if len(chunk_id) != ID_BYTES:
         raise ValueError(f"a chunk id has {ID_BYTES} bytes, not {len(chunk_id)}")
     return bytes(chunk_id)
 
 
 def seal_number(key: bytes, value: int) -> bytes:
-    """A counter or a time in the envelope."""
+    """Return a counter or a time in the envelope."""
     return seal(key, Kind.NUMBER, _NUMBER.pack(value))
 
 
@@ -96,7 +96,7 @@ class LevelRow:
     size: int
 
     def seal(self, key: bytes) -> bytes:
-        """The row in the envelope."""
+        """Return the row in the envelope."""
         return seal(key, Kind.LEVEL, _LEVEL_ROW.pack(self.layers, self.tokens, self.size))
 
     @classmethod
@@ -117,18 +117,18 @@ def meta_row(key: bytes, value: Mapping[str, Any]) -> Row:
 
 
 def profile_row(digest: bytes, data: bytes) -> Row:
-    """A codec profile."""
+    """Return the row of a codec profile."""
     return PROFILES, digest, seal(digest, Kind.PROFILE, data)
 
 
 def file_row(entry: FileEntry) -> Row:
-    """A file."""
+    """Return the row of a file."""
     key = name_key(entry.path)
     return FILES, key, seal(key, Kind.FILE, entry.to_bytes())
 
 
 def document_row(document: DocumentEntry) -> Row:
-    """A document."""
+    """Return the row of a document."""
     key = name_key(document.source)
     return DOCUMENTS, key, seal(key, Kind.DOCUMENT, document.to_bytes())
 
@@ -142,8 +142,8 @@ def level_rows(
     replace: bool,
     origin: Origin | None = None,
 ) -> list[Row]:
-    """A chunk at a level, as far as it is not stored yet, or stored damaged: a sound row is written again only where it
-    is to be replaced."""
+    """Return the rows of a chunk at a level that are not stored yet, or stored damaged: a sound row is written again
+    only where it is to be replaced."""
     rows = info_rows(snapshot, chunk_id, info, origin)
     replace = replace or bool(superseded(snapshot, chunk_id, origin))
     for number, record in enumerate(layers):
@@ -156,7 +156,7 @@ def level_rows(
 
 
 def info_rows(snapshot: Snapshot, chunk_id: bytes, info: ChunkInfo, origin: Origin | None = None) -> list[Row]:
-    """A chunk's description, when it came and where from, as far as they are not stored yet.
+    """Return the rows of a chunk's description, when it came and where from, as far as they are not stored yet.
 
     Raises
     ------
@@ -212,7 +212,7 @@ def _is_sound_record(snapshot: Snapshot, chunk_id: bytes, key: bytes) -> bool:
 
 
 def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[bytes]) -> None:
-    """Raises ValueError where these are not the records of this chunk at this level, one a layer."""
+    """Raise ValueError where these are not the records of this chunk at this level, one a layer."""
     check_chunk_id(chunk_id)
     if len(layers) != info.layers or not layers:
         raise ValueError(f"{len(layers)} records for a chunk of {info.layers} layers")
@@ -229,7 +229,7 @@ def check_layers(chunk_id: bytes, info: ChunkInfo, level: str, layers: Sequence[
 
 
 def level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[RowKey]:
-    """The rows of a chunk's records at one level."""
+    """Return the rows of a chunk's records at one level."""
     prefix = record_key(chunk_id, level, 0)[:-2]
     deletions = [(RECORDS, key) for key in snapshot.keys(RECORDS, prefix)]
     key = level_key(chunk_id, level)
@@ -237,5 +237,5 @@ def level_keys(snapshot: Snapshot, chunk_id: bytes, level: str) -> list[RowKey]:
 
 
 def chunk_keys(snapshot: Snapshot, chunk_id: bytes) -> list[RowKey]:
-    """All rows of a chunk."""
+    """Return all rows of a chunk."""
     return [(table, key) for table in BY_CHUNK for key in snapshot.keys(table, chunk_id)]

@@ -114,7 +114,7 @@ class Snapshot:
         self._tree = tree
 
     def get(self, table: bytes, key: bytes, allocate: Allocator = aligned) -> memoryview | None:
-        """A copy of a value, or None; a large one is copied into what `allocate` returns."""
+        """Return a copy of a value, or None; a large one is copied into what `allocate` returns."""
         return self._tree.get(table + key, allocate=allocate)
 
     def payload(self, table: bytes, key: bytes, kind: Kind, what: str) -> memoryview | None:
@@ -128,17 +128,17 @@ class Snapshot:
         return None if data is None else checked_payload(key, kind, data, what)
 
     def beginning(self, table: bytes, key: bytes, size: int) -> memoryview | None:
-        """A copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
+        """Return a copy of a value's first bytes, or None; the rest of it is not read, and its digest not checked."""
         return self._tree.get(table + key, size)
 
     def ending(self, table: bytes, key: bytes, size: int) -> bytes | None:
-        """The last bytes of a value, or None; reads no others."""
+        """Return the last bytes of a value, or None; reads no others."""
         return self._tree.last(table + key, size)
 
     def copies(
         self, table: bytes, keys: Sequence[bytes], before: Callable[[int], None], allocate: Allocator
     ) -> list[memoryview | DamagedError | None]:
-        """Copies of many values: each looked up once, and what is not in memory asked for while others are copied.
+        """Copy many values: each is looked up once, and read ahead while others are copied if it is not in memory.
 
         Parameters
         ----------
@@ -181,17 +181,17 @@ class Snapshot:
         return self._tree.has(table + key)
 
     def keys(self, table: bytes, prefix: bytes = b"") -> Iterator[bytes]:
-        """Keys in order. Use them up before the snapshot ends."""
+        """Yield the keys in order. Use them up before the snapshot ends."""
         for key, _ in self._tree.items(table + prefix):
             yield key[len(table) :]
 
     def items(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, memoryview]]:
-        """Keys and copied values in order."""
+        """Yield the keys and copied values in order."""
         for key, value in self._tree.values(table + prefix):
             yield key[len(table) :], value
 
     def sizes(self, table: bytes, prefix: bytes = b"") -> Iterator[tuple[bytes, int]]:
-        """Keys and lengths of values, in order; reads no value."""
+        """Yield the keys and lengths of values, in order; reads no value."""
         for key, size in self._tree.items(table + prefix):
             yield key[len(table) :], size
 

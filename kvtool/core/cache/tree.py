@@ -53,11 +53,11 @@ class DataFile:
         return os.path.samestat(os.fstat(self._handle), status)
 
     def size(self) -> int:
-        """The file's length, now."""
+        """Return the file's length, now."""
         return os.fstat(self._handle).st_size
 
     def tree(self, transaction: int, page_size: int) -> Tree | None:
-        """The data as of a transaction that is held; None: its meta page was overwritten just now, by the next but one.
+        """Return the data as of a held transaction; None: its meta page was just overwritten, by the next but one.
 
         Raises
         ------
@@ -71,7 +71,7 @@ class DataFile:
         return self._tree
 
     def read(self, at: int, size: int) -> bytes:
-        """A part of the file; raises DamagedError where the file is too short."""
+        """Return a part of the file; raises DamagedError where the file is too short."""
         data = os.pread(self._handle, size, at)
         if len(data) != size:
             raise DamagedError("the file is shorter than it says")
@@ -147,7 +147,7 @@ class Tree:
         return _found(self._leaf_of(key), key)
 
     def value(self, found: Found, allocate: Allocator, waits: Callable[[], None]) -> memoryview:
-        """A private, writable copy of a value; `waits` is called before a large one is waited for."""
+        """Return a private, writable copy of a value; `waits` is called before a large one is waited for."""
         return self._value(*found, _size_of(found), allocate, waits)
 
     def last(self, key: bytes, most: int) -> bytes | None:
@@ -175,7 +175,7 @@ class Tree:
         return value
 
     def page_of(self, leaf: Leaf, at: int) -> int:
-        """The first page of a large value."""
+        """Return the first page of a large value."""
         page = int(NUMBER.unpack_from(leaf.data, leaf.values[at][0])[0])
         self._check_inside(page)
         if (page * self.meta.page_size + BIG_HEADER_BYTES + leaf.values[at][1]) > self.meta.file_bytes:
@@ -183,7 +183,7 @@ class Tree:
         return page
 
     def pages_of(self, leaf: Leaf, at: int) -> tuple[int, int]:
-        """The first page of a large value, and how many it has."""
+        """Return the first page of a large value, and how many it has."""
         page = self.page_of(leaf, at)
         header = self._file.read(page * self.meta.page_size, BIG_HEADER_BYTES)
         return page, self._check_big(page, header, leaf.values[at][1])
@@ -200,12 +200,12 @@ class Tree:
             self._file.will_need(self.page_of(leaf, at) * self.meta.page_size, BIG_HEADER_BYTES + size)
 
     def items(self, start: bytes) -> Iterator[tuple[bytes, int]]:
-        """Keys that begin so, in order, and the sizes of their values."""
+        """Yield the keys that begin so, in order, and the sizes of their values."""
         for leaf, at in self._from(start):
             yield leaf.keys[at], leaf.values[at][1]
 
     def values(self, start: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        """Keys that begin so, in order, and private copies of their values: each page is read once."""
+        """Yield the keys that begin so, in order, and private copies of their values: each page is read once."""
         for leaf, at in self._from(start):
             yield leaf.keys[at], self._value(leaf, at, leaf.values[at][1])
 
@@ -253,7 +253,7 @@ class Tree:
             yield from self._leaves_from(node.children[at], start, *_bounds(node, at, low, high), depth + 1)
 
     def pages(self, number: int) -> Iterator[tuple[int, int, Branch | Leaf]]:
-        """Every page of the list of free pages (0) or of the data (1), with its depth, a parent before its children."""
+        """Yield all pages of the free list (0) or the data (1), each with its depth, a parent before its children."""
         root = self.meta.roots[number]
         if root == _NO_PAGE:
             return
@@ -296,7 +296,7 @@ class Tree:
     # ---- pages ----
 
     def _node(self, page: int, low: bytes, high: bytes | None) -> Branch | Leaf:
-        """A page whose keys are from `low` on and below `high`, as its parent says."""
+        """Return a page whose keys are from `low` on and below `high`, as its parent says."""
         known = self._branches.get(page) or self._leaves.get(page)
         if known is None:
             known = self._parse(page)

@@ -203,7 +203,7 @@ class Writer:
         self._note_unfinished(path, tuple(dict.fromkeys(chunk_ids)))
 
     def end_unfinished(self, paths: Iterable[str] | None = None) -> None:
-        """Forget that files are unfinished, all where none are named; their chunks stay until :meth:`collect`."""
+        """Drop the notes that files are unfinished, all if none are named; their chunks stay until :meth:`collect`."""
         for path in [*self._unfinished_files()] if paths is None else paths:
             self._note_unfinished(path)
         if self._unsaved:
@@ -278,7 +278,7 @@ class Writer:
         self._fresh = {chunk_id for chunk_id, _ in others}
 
     def remove_file(self, path: str) -> bool:
-        """Forget a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
+        """Remove a file and its documents; their chunks stay until :meth:`collect`. False: it was not there."""
         self._check_open()
         self.end_unfinished([path])
         key = tables.name_key(path)
@@ -290,7 +290,7 @@ class Writer:
         return True
 
     def remove_documents(self, sources: Iterable[str]) -> int:
-        """Forget documents, and files that have none left, in one transaction; their chunks stay until
+        """Remove documents, and files that have none left, in one transaction; their chunks stay until
         :meth:`collect`. A file that never had one is named by its path. Returns how many documents were there."""
         self._check_open()
         gone = set(sources)
@@ -457,7 +457,7 @@ class Writer:
     # ---- rows ----------------------------------------------------------------------------------------------------
 
     def _pending_rows(self, only: set[bytes] | None = None) -> tuple[list[Row], list[RowKey]]:
-        """Rows of the chunks that wait, and the foreign rows that these replace."""
+        """Return the rows of the chunks that wait, and the foreign rows that these replace."""
         rows: list[Row] = []
         deletions: set[RowKey] = set()
         with self._store.environment.read() as snapshot:
@@ -527,7 +527,7 @@ class Writer:
         )
 
     def _put_times(self, times: Mapping[bytes, Mapping[bytes, int]]) -> None:
-        """Seconds by table and chunk, in one transaction."""
+        """Put seconds by table and chunk, in one transaction."""
         rows = [(table, key, tables.seal_number(key, when)) for table, of in times.items() for key, when in of.items()]
         if rows:
             self._commit(rows)

@@ -98,7 +98,7 @@ def encode(operations: list[Operation], codes: Mapping[str, Function]) -> np.nda
 
 
 def word(kind: str, field: str) -> int:
-    """The place of a field among its operation's words."""
+    """Return the place of a field among its operation's words."""
     return 2 + FIELDS[kind].places[field]
 
 
@@ -120,7 +120,7 @@ def operation(isa: Isa, kind: str, name: str = "") -> tuple[FunctionBuilder, Fie
 
 
 def share(k: FunctionBuilder, count: Value, unit: int = 1) -> tuple[Value, Value]:
-    """This thread's part of `count` things: the first, and how many; the threads differ by one unit at most."""
+    """Return this thread's part of `count` things: the first, and how many; threads differ by one unit at most."""
     units = count if unit == 1 else (count + (unit - 1)) // unit
     bounds = [units * number // k.args.threads for number in (k.args.thread, k.args.thread + 1)]
     if unit != 1:
@@ -154,7 +154,7 @@ class Heads:
 
 
 def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """The operation `queries_ROTARY`: this thread's query heads, scaled for the softmax.
+    """Return the operation `queries_ROTARY`: this thread's query heads, scaled for the softmax.
 
     rotary : how many numbers of a head, from the first, are rotated, in halves; even.
     """
@@ -173,7 +173,7 @@ def queries(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
 
 
 def keys(isa: Isa, heads: Heads, rotary: int) -> FunctionBuilder:
-    """The operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
+    """Return the operation `keys_ROTARY`: this thread's heads of keys and values, into the cache's row of the token."""
     k, have = operation(isa, "keys", f"keys_{rotary}")
     normed = k.alloca("float", heads.dim) if heads.normed else None
     first, count = share(k, have.heads)
@@ -214,12 +214,12 @@ def _rotated(have: Fields, half: int, lanes: int, source: Value, start: int) -> 
 
 
 def multiply_name(kind: str, height: int) -> str:
-    """The name of an operation that `multiply` makes."""
+    """Return the name of an operation that `multiply` makes."""
     return f"multiply_{kind}" if height == 1 else f"multiply_{kind}_{height}"
 
 
 def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
-    """The operation `multiply_KIND`, this thread's rows of a product, and what it calls; of `height` inputs."""
+    """Return the operation `multiply_KIND`, this thread's rows of a product, and what it calls; of `height` inputs."""
     function = product(isa, kind, height)
     k, have = operation(isa, "product", multiply_name(kind, height))
     first, count = share(k, have.rows, UNIT)
@@ -230,7 +230,7 @@ def multiply(isa: Isa, kind: str, height: int = 1) -> list[FunctionBuilder]:
 
 
 def norm(isa: Isa) -> FunctionBuilder:
-    """The operation `norm`: root mean square layer normalisation, float32."""
+    """Return the operation `norm`: root mean square layer normalisation, float32."""
     k, have = operation(isa, "norm")
     simd.rms_norm(have.x, have.weight, have.y, have.count, have.epsilon)
     return k
@@ -250,7 +250,7 @@ def axpby(isa: Isa) -> FunctionBuilder:
 
 
 def gate(isa: Isa, activation: str) -> FunctionBuilder:
-    """The operation `gate`: y = act(y) · x, of this thread's rows."""
+    """Return the operation `gate`: y = act(y) · x, of this thread's rows."""
     k, have = operation(isa, "gate")
     first, count = share(k, have.count, UNIT)
     simd.gate(have.y, have.x, count, activation, first)
@@ -315,7 +315,7 @@ class _Block:
             self._scores.at(head * _ROW).store(low, behind)
 
     def _score(self, tile: range) -> None:
-        """The scores of some query heads: every key is read once for all of them."""
+        """Emit the scores of some query heads: every key is read once for all of them."""
         k, lanes, dim = self._k, self._lanes, self._heads.dim
         with k.loop(self._count) as index:
             key = self._keys.at(index * dim)
@@ -348,7 +348,7 @@ class _Block:
             slot.store(total(sums), 1)
 
     def _sum(self, tile: range, columns: range) -> None:
-        """Some columns of the values, weighed for some query heads."""
+        """Emit the weighted sum of some columns of the values, for some query heads."""
         k, lanes, dim = self._k, self._lanes, self._heads.dim
         places = [(head, column) for head in tile for column in columns]
         loop = k.loop(self._count, *[k.zeros(lanes)] * len(places))
@@ -366,7 +366,7 @@ class _Block:
 
 
 def combine(isa: Isa, heads: Heads) -> FunctionBuilder:
-    """The operation `combine`: the blocks of this thread's query heads together."""
+    """Return the operation `combine`: the blocks of this thread's query heads together."""
     k, have = operation(isa, "combine")
     blocks, each = (have.seen + (BLOCK - 1)) // BLOCK, HEADROOM + heads.dim
     first, count = share(k, have.heads)
@@ -413,14 +413,14 @@ class Code:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The functions of the module."""
+        """Return the functions of the module."""
         kinds = [f"multiply_{kind}" for kind in sorted(self.kinds)]
         turns = [f"{what}_{rotary}" for rotary in sorted(self.rotaries) for what in ("queries", "keys")]
         return ("run_program", "norm", "axpby", "gate", "attend", "combine", *kinds, *turns)
 
 
 def module(isa: Isa, code: Code) -> str:
-    """The LLVM IR of all that a model's program for one sequence calls."""
+    """Return the LLVM IR of all that a model's program for one sequence calls."""
     parts = [function for kind in sorted(code.kinds) for function in multiply(isa, kind)]
     parts += [norm(isa), axpby(isa), gate(isa, code.activation)]
     for rotary in sorted(code.rotaries):
@@ -430,7 +430,7 @@ def module(isa: Isa, code: Code) -> str:
 
 
 def products(isa: Isa, kind: str, height: int) -> str:
-    """The LLVM IR of `multiply_KIND_HEIGHT`, which a program for several sequences calls for its products."""
+    """Return the LLVM IR of `multiply_KIND_HEIGHT`, which a program for several sequences calls for its products."""
     return text_of(*multiply(isa, kind, height))
 
 

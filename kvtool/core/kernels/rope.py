@@ -37,7 +37,7 @@ class CosSin:
         return CosSin(self.cos[:, rows], self.sin[:, rows])
 
     def inverse(self) -> CosSin:
-        """The angles that undo these exactly, RoPE's attention scaling and rounding included.
+        """Return the angles that undo these exactly, RoPE's attention scaling and rounding included.
 
         A pair is rotated by the matrix [[c, -s], [s, c]]; its inverse is [[c, s], [-s, c]] / (c² + s²).
         """
@@ -77,11 +77,11 @@ class RopeTables:
         return next((angles.cos.shape[1] for angles in self.by_name.values()), 0)
 
     def inverse(self) -> RopeTables:
-        """The table that undoes this one exactly."""
+        """Return the table that undoes this one exactly."""
         return self._each(CosSin.inverse)
 
     def transposed(self) -> RopeTables:
-        """The table of the transposed rotations."""
+        """Return the table of the transposed rotations."""
         return self._each(CosSin.transposed)
 
     def _each(self, change: Callable[[CosSin], CosSin]) -> RopeTables:
@@ -174,7 +174,7 @@ def copy_with_rope(moves: Sequence[CopyWithRope], isa: Isa) -> bool:
 
 @cache
 def _function(isa: Isa, stored: str, kept: str) -> Function:
-    """The machine code from one format to one, compiled at its first use (0.02 s)."""
+    """Return the machine code from one format to another, compiled at its first use (0.02 s)."""
     return compiled(rotation_module(stored, kept, isa), isa, "rotate")[0]
 
 
@@ -200,7 +200,7 @@ def rotation_module(stored: str, kept: str, isa: Isa) -> str:
 
 
 def _rotate_row(k: FunctionBuilder, source: Value, target: Value, table: tuple[Value, Value], half: Value) -> None:
-    """Both halves of a head's row, from one place to another."""
+    """Emit both halves of a head's row, from one place to another."""
     with k.loop(half // _WIDTH, may_be_empty=True) as index:
         first = index * _WIDTH
         places = first, first + half

@@ -69,7 +69,7 @@ def fits(numbers: torch.Tensor, buffer: torch.Tensor) -> bool:
 
 
 def described(pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
-    """The table of a layer's segments, `[segments, FIELDS]`, to be brought to the device."""
+    """Return the table of a layer's segments, `[segments, FIELDS]`, to be brought to the device."""
     rows = [
         (*(number for side in (piece.keys, piece.values) for number in (side.address, side.head, side.row)),
          piece.start, piece.tokens)

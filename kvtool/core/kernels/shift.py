@@ -230,7 +230,7 @@ _Row = dict[int, Value]  # a row's numbers, by first column
 
 
 def offsets_module(isa: Isa, stored: str, lanes: int, head_dim: int, half: int) -> str:
-    """LLVM IR of `void keep(job)` and `void add(job)`, the latter for any number of threads with the same job.
+    """Return LLVM IR of `void keep(job)` and `void add(job)`, the latter for any number of threads with the same job.
 
     Parameters
     ----------
@@ -285,7 +285,7 @@ class _Add:
     def _means(
         self, job: Fields, sides: list[Value], head: Value, first: Value, probes: Value
     ) -> tuple[_Row, _Row, Value]:
-        """The mean change of keys, positions taken off, and of values; the sum of the latter's squares."""
+        """Return the mean change of keys, positions taken off, and of values; the sum of the latter's squares."""
         k, starts = self._k, range(0, self._head_dim, self._lanes)
         loop = k.loop(probes, *[k.zeros(self._lanes)] * (2 * len(starts) + 1))
         *sums, squares = loop.values
@@ -313,7 +313,7 @@ class _Add:
         return onto
 
     def _rotated(self, numbers: _Row, table: list[Value]) -> _Row:
-        """A row's numbers, rotated by halves."""
+        """Return a row's numbers, rotated by halves."""
         rotated = dict(numbers)
         for start in range(0, self._half, self._lanes):
             cos, sin = (side.load(start, self._lanes) for side in table)

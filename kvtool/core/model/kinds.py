@@ -40,17 +40,17 @@ class KVShape:
 
     @property
     def numbers(self) -> int:
-        """Number of elements of one token, keys and values together."""
+        """Return the number of elements of one token, keys and values together."""
         return self.heads * (self.key_dim + self.value_dim)
 
     @property
     def channels(self) -> int:
-        """Number of elements of the wider of a token's key and value."""
+        """Return the number of elements of the wider of a token's key and value."""
         return self.heads * max(self.key_dim, self.value_dim)
 
     @property
     def attended(self) -> int:
-        """Width of a key as attention takes it."""
+        """Return the width of a key as attention takes it."""
         return self.key_dim + (self.value_dim if self.joint else 0)
 
     @property

@@ -106,7 +106,7 @@ def _file_text(path: Path) -> str:
 
 
 def embedder_option(group: str) -> str | None:
-    """The embedding model: an option of an ingest, which computes vectors, and of a query, which looks among them."""
+    """Declare the embedding model, of an ingest, which computes vectors, and of a query, which searches them."""
     return option(
         None,
         "The embedding model for search by meaning.",

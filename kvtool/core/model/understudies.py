@@ -123,7 +123,7 @@ class Understudy(ModuleType):
 
 
 def _become(name: str) -> ModuleType:
-    """A module, with its own code run."""
+    """Return a module after its own code has run."""
     module = importlib.import_module(name)
     return module.become() if isinstance(module, Understudy) else module
 

@@ -269,7 +269,7 @@ def _forget_unreadable(session: Session, learned: LearnedStore, holes: Sequence[
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
-    """Milliseconds; `ttft` runs from the question's text to the first token's id."""
+    """Return milliseconds; `ttft` runs from the question's text to the first token's id."""
     asked, choice, streamed = begun.asked, begun.choice, begun.streamed
     decide_ms = choice.decide_ms if choice is not None else 0.0
     return {

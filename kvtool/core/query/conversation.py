@@ -319,11 +319,11 @@ class Conversation:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the prompt cache that it holds."""
+        """Return the bytes of the prompt cache that it holds."""
         return 0 if self._now.state is None else self._now.state.prefix.cache.nbytes
 
     def reset(self) -> None:
-        """Forget all turns, and what they were about."""
+        """Remove all turns, and the earlier questions that guide the search."""
         self._now = _Now()
 
     def start_over(self) -> None:

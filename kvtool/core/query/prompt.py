@@ -330,7 +330,7 @@ def _info(session: Session, chunk_id: bytes) -> ChunkInfo | None:
 
 
 def _why_not(level: str, stored: bool, max_loss: float) -> str:
-    """Why what is stored of a chunk does not serve."""
+    """Return why what is stored of a chunk cannot be used."""
     if level != "auto":
         return f"not stored at level {level}"
     return f"no stored level is known to lose at most {max_loss:g} nats a token" if stored else "not stored"

@@ -188,7 +188,7 @@ def _ladders(
 def _allowed(
     link: RemoteBackend, segment: Segment, options: QueryOptions, measured: MeasuredLosses, exactly: bool
 ) -> dict[str, float]:
-    """Losses of the levels that may be read: lossy ones that lose little enough, else the one that was laid out."""
+    """Return the losses of the levels that may be read: lossy ones that lose little enough, else the planned one."""
     offers, laid_out = link.offers(segment.source.chunk_id), segment.source.level or ""
     losses = measured.of(segment.source.chunk_id, offers or (laid_out,))
     if offers and options.level == "auto" and not exactly:
@@ -505,7 +505,7 @@ class BackgroundDecoder:
             self._thread.join()
 
     def bytes_read(self, levels: Mapping[int, str | None]) -> int:
-        """Bytes of the records that were decoded at the level that their chunk has in the end."""
+        """Return the bytes of the records that were decoded at the level that their chunk has in the end."""
         return sum(
             begun.stats.bytes_read
             for number, begun in self._ahead.items()

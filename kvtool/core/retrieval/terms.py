@@ -91,7 +91,7 @@ def language_of(text: str) -> str:
 
 
 def terms(text: str, language: str = ENGLISH) -> tuple[list[str], list[str]]:
-    """Search terms of `text` in order: of its words, compounds split; and of the compounds as wholes.
+    """Return the search terms of `text` in order: of its words, compounds split; and of the compounds as wholes.
 
     Words come without endings and accents, unspaced scripts as character pairs, common English words not at all.
     """

@@ -64,7 +64,7 @@ class Explanation:
 
     @property
     def reasons(self) -> list[str]:
-        """A line for each backend that declined."""
+        """Return a line for each backend that declined."""
         return [f"not {name}: {reason}" for name, reason in self.declined]
 
 

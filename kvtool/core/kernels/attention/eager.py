@@ -56,7 +56,7 @@ def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
 
 
 def mean_weights(query: torch.Tensor, key: torch.Tensor, ranges: KeyRanges, params: AttentionParams) -> torch.Tensor:
-    """The mean over all heads of :func:`attention_weights`, float32 `[rows, keys]`.
+    """Return the mean over all heads of :func:`attention_weights`, float32 `[rows, keys]`.
 
     On a CPU in blocks of scores that stay in the cache, the rows of one head of keys at a time: at 32,000 keys a third
     of the time. Only keys that not every row sees are masked.

@@ -225,7 +225,7 @@ def _scored(params: AttentionParams) -> dict[str, float]:
 
 
 def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
-    """The largest score of each head before any key: its sink, or none; as what comes out of products, float32."""
+    """Return each head's largest score before any key: its sink, or none; float32, as products give it."""
     if params.sinks is None:
         return torch.full((heads,), _NONE, dtype=torch.float32)
     if params.sinks.shape != (heads,):
@@ -235,7 +235,7 @@ def _rests(params: AttentionParams, heads: int) -> torch.Tensor:
 
 
 def _even(rows: int, most: int, least: int, kv_heads: int, threads: int) -> int:
-    """Rows of a block such that threads have the same to do."""
+    """Return the rows of a block so that all threads have the same work."""
     size = most
     while size > least:
         tasks = -(-rows // size) * kv_heads

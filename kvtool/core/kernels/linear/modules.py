@@ -93,7 +93,7 @@ class PackedLinear(SmallBatchLinear):
         return out
 
     def _unpacked(self, first: int, last: int, dtype: torch.dtype) -> torch.Tensor:
-        """Some rows of the weight, in memory of this thread that the next layer writes over."""
+        """Return some rows of the weight, in memory of this thread that the next layer writes over."""
         size = (last - first) * self.in_features
         kept: torch.Tensor | None = getattr(_scratch, "numbers", None)
         if kept is None or kept.numel() < size or kept.dtype != dtype:

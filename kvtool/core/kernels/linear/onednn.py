@@ -165,7 +165,7 @@ class OneDnnBlockedWeight:
         return cls(packed, address, outputs, columns, added)
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """X · Wᵀ, bfloat16 `[rows, outputs]`.
+        """Return X · Wᵀ, bfloat16 `[rows, outputs]`.
 
         Parameters
         ----------

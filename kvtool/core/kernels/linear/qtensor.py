@@ -51,20 +51,20 @@ class Layout:
 
     @property
     def multiple(self) -> int:
-        """Columns come in multiples of this."""
+        """Return the number that columns are a multiple of."""
         return 1 if self.dense else SUPERBLOCK if self.superblocks else BLOCK
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the scales of a block of 256 columns."""
+        """Return the bytes of the scales of a block of 256 columns."""
         return (1 + self.group_mins) * (2 + SUPERBLOCK // self.group)
 
     def row_bytes(self, columns: int) -> int:
-        """Bytes of `data` for one row."""
+        """Return the bytes of `data` for one row."""
         return columns * self.bits // 8
 
     def scales_of_row(self, columns: int) -> int:
-        """Elements of `scales` for one row."""
+        """Return the elements of `scales` for one row."""
         if self.dense:
             return 0
         return columns // SUPERBLOCK * self.block_bytes if self.superblocks else columns // self.group
@@ -136,7 +136,7 @@ class QuantizedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """Return the bytes of all arrays."""
         return self.data.nbytes + self.scales.nbytes + self.group_mins.nbytes
 
 
@@ -172,7 +172,7 @@ def dequantize(matrix: QuantizedTensor) -> torch.Tensor:
 
 
 def _factors(matrix: QuantizedTensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scales and group_mins of every group, float32 `[rows, groups]`."""
+    """Return the scales and group_mins of every group, float32 `[rows, groups]`."""
     layout = matrix.layout
     if not layout.superblocks:
         return matrix.scales.float(), matrix.group_mins.float() if layout.group_mins else None
@@ -205,7 +205,7 @@ def _plane(codes: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _run(width: int) -> int:
-    """Adjacent codes of a plane that are in as many bytes: the next ones are in higher bits of those."""
+    """Return how many adjacent codes of a plane are in as many bytes: the next ones are in higher bits of those."""
     return 1 if width == 1 else 4 * width
 
 
@@ -270,7 +270,7 @@ def _half(blocks: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _bit_fields(bytes_: torch.Tensor, width: int, run: int) -> torch.Tensor:
-    """Codes of `width` bits: of each `run` bytes first all lowest, then the next."""
+    """Return codes of `width` bits: of each `run` bytes first all lowest, then the next."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
     fields: torch.Tensor = (bytes_.reshape(len(bytes_), -1, 1, run) >> shifts) & (2**width - 1)
     return fields.flatten(1)
@@ -281,7 +281,7 @@ def _q8(_: Layout, blocks: torch.Tensor) -> _Parts:
 
 
 def _q4_q5(layout: Layout, blocks: torch.Tensor) -> _Parts:
-    """Scale, min, fifth bits of the codes, and their lower four."""
+    """Return the scale, min, fifth bits of the codes, and their lower four."""
     fifths = 4 if layout.group_mins else 2
     codes = _bit_fields(blocks[:, -16:], 4, 16)
     if layout.bits == 5:

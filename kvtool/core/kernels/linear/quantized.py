@@ -30,7 +30,7 @@ _SHARES = 4  # of each thread: one that is kept waiting leaves its rest to the o
 
 
 def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None) -> torch.Tensor:
-    """W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
+    """Return W · x, float32 `[rows]`, of a contiguous float32 `[columns]`.
 
     Parameters
     ----------
@@ -50,7 +50,7 @@ def gemv(matrix: QuantizedTensor, x: torch.Tensor, isa: Isa | None = None) -> to
 def small_batch_gemm(
     matrix: QuantizedTensor, x: torch.Tensor, bias: torch.Tensor | None = None, isa: Isa | None = None
 ) -> torch.Tensor:
-    """X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
+    """Return X · Wᵀ for few rows of X, in their format: weights are unpacked some at a time, and rounded to bfloat16.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def _parts(matrix: QuantizedTensor) -> dict[str, int]:
 
 
 def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = None) -> int | None:
-    """The least rows of a format that `small_batch_gemm` multiplies with a matrix, here; None: there is no code."""
+    """Return the least rows of a format that `small_batch_gemm` takes for a matrix, here; None: no code for it."""
     isa = isa or best_isa()
     if isa is None or dtype not in COMPUTED or matrix.rows % OUTPUTS:
         return None
@@ -111,7 +111,7 @@ def least_rows(matrix: QuantizedTensor, dtype: torch.dtype, isa: Isa | None = No
 
 @compile_once
 def _few(kind: str, element: str, isa: Isa) -> Function:
-    """A kind's function, compiled at its first use."""
+    """Return a kind's function, compiled at its first use."""
     isa = AVX512_BF16 if element == "bfloat16" else isa
     functions = [small_gemm(isa, kind, element)]
     if not LAYOUTS[kind].dense:
@@ -164,7 +164,7 @@ def _functions(kind: str, isa: Isa | None) -> dict[str, Function]:
 
 @compile_once
 def _compiled(kind: str, isa: Isa) -> dict[str, Function]:
-    """A kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
+    """Return a kind's functions: "product", and unpacking to "float32" and "bfloat16"."""
     functions = {"product": product(isa, kind)}
     for to in () if LAYOUTS[kind].dense else ("float32", "bfloat16"):
         functions[to] = unpack(isa, kind, to)
