@@ -33,8 +33,8 @@ class QueryRows:
     ----------
     places : int64 tensor `[rows]` on the model's device.
     order : the same places as Python ints, so that key limits need no device synchronisation.
-    dense : the rows are exactly 0 … n-1, so plain causal attention serves.
-    watch : is shown every layer's queries and keys: (layer, query, key, params), as `attend` has them.
+    dense : the rows are exactly 0 … n-1, so plain causal attention can be used.
+    watch : called with every layer's queries and keys: (layer, query, key, params), as `attend` has them.
     exact_forward : the model's own forward computes the rows, so that what is stored of them stays the same to the bit.
     position_ids : the position of every place of the prompt, ascending, where some are not their place; None: all are.
     """
@@ -94,7 +94,7 @@ class QueryRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedChunks:
-    """Chunks packed into one row, each after the same lead-in, which see nothing of the others.
+    """Chunks packed into one row, each after the same lead-in; no chunk sees another.
 
     Nothing is padded, and a chunk's results depend only on its own rows and the lead-in.
 
@@ -102,8 +102,8 @@ class PackedChunks:
     ----------
     spans : start and stop of each chunk.
     lead_in : rotated keys and values of the lead-in, `[1, kv_heads, lead-in tokens, head_dim]` for each layer; or none.
-    watches : one for each of the first chunks, shown every layer's queries `[heads, rows, head_dim]` of it, the keys
-        before and in it `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
+    watches : one for each of the first chunks, called with every layer's queries `[heads, rows, head_dim]` of it, the
+        keys before and in it `[kv_heads, keys, head_dim]`, the lead-in's among them, and the parameters.
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -114,7 +114,7 @@ class PackedChunks:
 
     @classmethod
     def of(cls, lengths: Sequence[int], lead_in: Sequence[KV], watches: Sequence[ChunkWatch] = ()) -> PackedChunks:
-        """Place chunks of these lengths one after the other."""
+        """Place chunks of these lengths one after another."""
         stops = list(accumulate(lengths))
         starts = [0, *stops[:-1]]
         leads = lead_in[0][0].shape[2] if lead_in else 0

@@ -37,7 +37,7 @@ class Decoder(DecoderStack):
 
     Attributes
     ----------
-    state_forms : of a model that keeps states, by layer and state the number format and sizes that its forward makes.
+    state_forms : of a model that keeps states: dtype and shape that its forward gives, by layer and state.
     unfused : why rows go through the model's own layers, and not through fused ones; "": they do; None: a CPU has not
         tried it yet.
     """
@@ -214,8 +214,8 @@ class Decoder(DecoderStack):
     def append(self, ids: Sequence[int], cache: PromptCache) -> None:
         """Append `ids` to the cache as `extend` does, without the LM head.
 
-        Many are computed in pieces: memory is bounded, and between two layers of each piece others may go on, or the
-        work may end.
+        Many are computed in pieces: memory is bounded, and between two layers of each piece other passes may run, or
+        the work may end.
         """
         for start in range(0, len(ids), _PIECE):
             piece = ids[start : start + _PIECE]
@@ -244,7 +244,7 @@ class Decoder(DecoderStack):
 
 
 class HeadRows:
-    """Gives the LM head the rows that are asked for, with the strides of a tensor of their own.
+    """Gives the LM head only the rows that are needed, with the strides of a tensor of their own.
 
     For a slice's strides, `matmul` copies the head's whole weight first, which took longer than all layers together
     (0.8 s of 1.1 for Qwen2.5's 152k tokens). Gemma 4 takes a smaller number of rows for a sign that rows were left out

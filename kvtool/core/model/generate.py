@@ -80,7 +80,7 @@ def stop_ids(decoder: Decoder) -> set[int]:
 
 
 def prepare_decoding(decoder: Decoder) -> None:
-    """Begin to make what `generate` decodes with, in a thread of its own."""
+    """Start to compile what `generate` decodes with, in a thread of its own."""
     prepare_compiled_model(decoder)
 
 
@@ -171,7 +171,7 @@ class AnswerSequence:
 
     @property
     def done(self) -> bool:
-        """Return True if it has ended, is as long as it may become, or cannot go on."""
+        """Return True if it has ended, is at its maximum length, or cannot continue."""
         return self._is_full or self._text.ended or self._error is not None
 
     @property
@@ -185,11 +185,11 @@ class AnswerSequence:
         self._text.add(self.token)
 
     def fail(self, error: Exception) -> None:
-        """Go no further: `end` raises the error."""
+        """Stop: `end` raises the error."""
         self._error = error
 
     def end(self) -> Generated:
-        """Return the answer as it is now, and show the last of its text; raise the error that ended it."""
+        """Return the answer as it is now, and pass the rest of its text to `on_text`; raise the error that ended it."""
         if self._error is not None:
             raise self._error
         text, backend = self._text, self.backend
@@ -213,8 +213,8 @@ class ContinuousBatch:
                 answer = sequence.end()
 
     An answer does not depend on the others of its batch: it is what `generate` gives, token by token. In machine code
-    all go through the model at once, which reads its weights once for all of them, and every logit is the same to the
-    last bit; elsewhere they go one by one.
+    all run in one step, which reads the model's weights once for all of them, and every logit is the same to the last
+    bit; elsewhere they run one by one.
 
     Each has its own cache, sampling and listener. One thread steps; where others use the model meanwhile, it holds the
     session's lock for a step, not for an answer.

@@ -78,7 +78,7 @@ class LayerKind:
     sinks : whether each head has a score without a key.
     tempered : whether queries grow with their position (Ministral 3, Llama 4).
     shape : of the keys and values that it attends to.
-    source : number of the layer whose they are, where it keeps none of its own; None: it keeps them.
+    source : number of the layer whose keys and values it attends to; None: its own.
     """
 
     rotation: str | None
@@ -180,7 +180,7 @@ def angles_of(rotary: Any, name: str, like: torch.Tensor, positions: torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """Keys and values that layers leave for others, by the modules' names for them, and the layers' numbers."""
+    """Keys and values that layers share with later ones, by the modules' names for them, and the layers' numbers."""
 
     states: dict[str, tuple[torch.Tensor, ...]]
     layers: dict[str, int]
@@ -313,7 +313,7 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
 def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
     """Return the windows of the first layers of a model that is not built, by its configuration; None: it has none.
 
-    A window that its family does not know (Llama) is none. Of a family that knows the setting and does not heed it, the
+    A window that its family does not know (Llama) is none. Of a family that knows the setting and ignores it, the
     layers of the built model say otherwise (`kinds_of`).
     """
     known = hasattr(type(config), "sliding_window")

@@ -138,7 +138,7 @@ class FusedDecoderLayer:
 
 
 class _FusedModule(Swapped):
-    """A decoder layer that computes rows fused, and all else by its own forward."""
+    """A decoder layer that computes rows fused, and everything else by its own forward."""
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Fused forward pass on a GPU: a decoder layer in few operations, since each operation costs its launch.
 
-A model's own forward takes 60 to 70 operations a layer. A GPU takes 5 to 20 µs to be asked for one, more than the work
-of a question's 32 rows. Here a layer is its products and a handful of others: a root mean square norm is one operation.
+A model's own forward takes 60 to 70 operations a layer. Launching one takes 5 to 20 µs, more than the work of a
+question's 32 rows. Here a layer is its products and a handful of others: a root mean square norm is one operation.
 Norms of heads, rotation and the writing into the prompt cache are one together (`heads_triton`).
 """
 
@@ -118,7 +118,7 @@ class FusedForward:
             queries = self._placed(layer, queries, keys, values, table, rows.places, cache.buffers[number])
             if cache.after_update is not None:
                 cache.after_update(number)
-            if number == last and keep < len(ids):  # no later layer asks for the others
+            if number == last and keep < len(ids):  # no later layer needs the others
                 queries, hidden, rows = queries[:, :, -keep:], hidden[-keep:], rows.last(keep)
             mixed = rows.attend(number, queries, *cache.buffers[number].view(), layer.params)
             hidden = layer.after_attention(mixed.transpose(1, 2).reshape(len(hidden), -1), hidden)
@@ -262,7 +262,7 @@ def _products(parts: Sequence[Projection]) -> Callable[[torch.Tensor], tuple[tor
 def _linear(module: Any) -> Map:
     if type(module) is not torch.nn.Linear:
         raise UnsupportedArchitecture(f"{type(module).__name__} is no plain linear layer")
-    across = module.weight.detach().t()  # turned once: at each call it would cost a fifth of what a product does
+    across = module.weight.detach().t()  # transposed once: at each call it would cost a fifth of what a product does
     if module.bias is None:
         return lambda rows: torch.mm(rows, across)
     bias = module.bias.detach()

@@ -32,7 +32,7 @@ class Latents:
     Parameters
     ----------
     attention : the module.
-    implementation : name of the attention under which latents are attended; under another all is as it was.
+    implementation : name of the attention under which latents are attended; under another nothing changes.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class Latents:
 
     def should_expand(self, rows: int, keys: int, pairs: int) -> bool:
         """Return True if keys and values of every head, made of all latents, take fewer multiplications than queries
-        brought to the latents: so it is where many rows see many keys.
+        brought to the latents: the case where many rows see many keys.
 
         On one core of an AMD EPYC (samples/results/latents.md), a layer of DeepSeek-V2-Lite in float32 over 4,096
         keys, ms: 32 rows 236 and 24, all rows 649 and 1,655.

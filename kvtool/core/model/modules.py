@@ -69,8 +69,8 @@ def attentions_of(layers: Sequence[Any], in_some: bool) -> dict[int, Any]:
 def disable_query_scaling(attentions: Sequence[Any]) -> None:
     """Keep attention modules from scaling queries by what they take for a row's position (Llama 4).
 
-    They count it from the cache's length, which rows of ours do not follow. In a prompt that is taken (`context_limit`)
-    no scale is another than one.
+    They count it from the cache's length, which rows of ours do not follow. In prompts up to `context_limit` every
+    scale is one.
     """
     for attention in attentions:
         if getattr(attention, "attn_temperature_tuning", False):
@@ -131,13 +131,13 @@ class CacheProxy:
 
 
 class LayerProbe:
-    """Rows of one layer that go as far as its cache, or as far as its attention.
+    """A run of one layer up to its cache, or up to its attention.
 
     Attributes
     ----------
     cache : to be given to the layer.
     kv : the keys and values that it writes to its cache; None: it writes none.
-    attention : query, key, value and params as its attention takes them; None: it did not come to it.
+    attention : query, key, value and params as its attention takes them; None: the run did not reach it.
     """
 
     def __init__(self, until: Literal["cache", "attention"]) -> None:

@@ -1,4 +1,4 @@
-"""Preemption of a forward pass between its layers, for work that is short of others: a token of an answer, for example.
+"""Preemption of a forward pass between its layers, for short work of others: a token of an answer, for example.
 
 From one layer to the next a pass keeps its rows in tensors and a cache of its own. Hooks on the model's modules are
 called by every pass of that model: `pass_hooks` restricts them to the pass that they are for.
@@ -55,7 +55,7 @@ def preemptible(layers: Sequence[torch.nn.Module]) -> Iterator[None]:
 def pass_hooks(hooks: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> Iterator[None]:
     """Call each hook with (module, args, kwargs) before its layer, in the pass inside and in none between its layers.
 
-    What a hook returns takes the place of args and kwargs; None: nothing does.
+    What a hook returns replaces args and kwargs; None: they stay.
     """
     pass_ = _this_pass()
 
@@ -71,7 +71,7 @@ def pass_hooks(hooks: Iterable[tuple[torch.nn.Module, Callable[..., Any]]]) -> I
 
 
 def run_pending() -> None:
-    """Run the work that is to be done between layers, if there is any; a pass that waits can call this, too."""
+    """Run the pending work between layers, if any; a pass that waits can call this, too."""
     work = _pending.get()
     if work is None:
         return

@@ -90,9 +90,9 @@ def prefill_chunks(
 
     Parameters
     ----------
-    layers : how many of the first layers are wanted; None: all.
+    layers : how many of the first layers to compute; None: all.
     going : asked at every layer; False raises `PrefillStopped`.
-    watches : one an item, or none: shown every layer's queries and keys but the last one's (`PackedChunks`).
+    watches : one an item, or none: called with every layer's queries and keys but the last one's (`PackedChunks`).
 
     Returns
     -------

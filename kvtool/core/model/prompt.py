@@ -45,7 +45,7 @@ class PromptParts:
 
 
 def prompt_parts(tokenizer: Any, system: str = DEFAULT_SYSTEM) -> PromptParts:
-    """Cut the model's own chat template at the places where chunks and question go.
+    """Cut the model's own chat template at the places of chunks and question.
 
     Raises
     ------

@@ -46,12 +46,12 @@ class BufferLayer:
             self.keys, self.values = sides
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the buffers exist from the start."""
+        """Do nothing: the buffers exist from the start."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Not to be used: rows know their places (`PromptCache.update`)."""
+        """Refuse: rows know their places (`PromptCache.update`)."""
         raise NotImplementedError("rows are written to a prompt cache with their positions")
 
     def scatter(self, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -110,7 +110,7 @@ class PromptCache:
 
     @property
     def is_sliding(self) -> list[bool]:
-        """Return False for each layer: windows are no matter of the cache."""
+        """Return False for each layer: the cache does not handle windows."""
         return [False] * len(self.buffers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

@@ -106,7 +106,7 @@ class Rotary:
 
     def table(self, positions: torch.Tensor) -> RopeTables:
         """Compute cos and sin at `positions` (int64 `[tokens]`)."""
-        if not len(positions):  # a RoPE that depends on the prompt's length fails on none
+        if not len(positions):  # a RoPE that depends on the prompt's length fails without one
             return self.table(positions.new_zeros(1))[:0]
         like = torch.empty(0, dtype=self._dtype, device=positions.device)
         return RopeTables({name: self._angles(name, like, positions) for name in self.names})

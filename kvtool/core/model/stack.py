@@ -34,7 +34,7 @@ class Turns:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Wait for the turn of this thread, which ends with the block. It is not to be asked for once more inside."""
+        """Wait for the turn of this thread, which ends with the block. Do not call it again inside."""
         me = object()
         with self._changed:
             self._asked.append(me)

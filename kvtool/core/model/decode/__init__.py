@@ -20,13 +20,13 @@ from kvtool.core.model.prompt_cache import PromptCache
 class DecodeBackend(Protocol):
     """Appends tokens to one prompt cache.
 
-    Between two steps the cache is whole: it holds the rows of all tokens that were given. Other code that reads or
-    extends it may go on from there.
+    Between two steps the cache is whole: it holds the rows of all tokens that were given. Other code may read or
+    extend it from there.
 
     Attributes
     ----------
     name : how steps are computed: "native", "cuda graph", "torch".
-    why : the reason, where it is not the fastest backend that there is.
+    why : the reason, where it is not the fastest backend.
     """
 
     @property
@@ -38,7 +38,7 @@ class DecodeBackend(Protocol):
     def step(self, token: int) -> torch.Tensor:
         """Append one token to the cache; return the logits after it, float32 `[vocabulary]`, on the model's device.
 
-        They are the caller's until the next step, which may overwrite them.
+        The caller may use them until the next step, which may overwrite them.
         """
 
 
@@ -79,8 +79,8 @@ def decode_backend(decoder: Decoder, cache: PromptCache) -> DecodeBackend:
 def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> list[torch.Tensor]:
     """Append a token to each of several caches, no two of them the same; return the logits after each as `step` does.
 
-    Caches of one model in machine code go through it together, which reads its weights once for all of them; others go
-    one by one. The logits of a cache do not depend on the others, not in one bit.
+    Caches of one model in machine code run together, and its weights are read once for all of them; others run one by
+    one. The logits of a cache are the same to the bit, whatever the others are.
     """
     found: dict[int, torch.Tensor] = {}
     for group in _groups(backends):
@@ -90,7 +90,7 @@ def step_together(backends: Sequence[DecodeBackend], tokens: Sequence[int]) -> l
 
 
 def _groups(backends: Sequence[DecodeBackend]) -> list[dict[int, NativeBackend]]:
-    """Group those that can go together, by their places; a single one, or one not trusted yet, is in no group."""
+    """Group those that can run together, by their places; a single one, or one not trusted yet, is in no group."""
     by_model: dict[int, dict[int, NativeBackend]] = {}
     for at, one in enumerate(backends):
         if isinstance(one, NativeBackend) and one.compiled.self_check_error == "":

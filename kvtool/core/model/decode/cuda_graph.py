@@ -58,7 +58,7 @@ class CudaGraphBackend:
         return self._logits
 
     def _current_step(self) -> StaticStep:
-        """Return the step over the cache as it is: another one when it has grown out of its buffers."""
+        """Return the step over the cache as it is: a new one after its buffers have grown."""
         if self._step is None or not self._step.is_valid:
             for buffer in self._cache.buffers:
                 buffer.reserve(buffer.length + 1)
@@ -66,7 +66,7 @@ class CudaGraphBackend:
         return self._step
 
     def _capture(self, step: StaticStep) -> bool:
-        """Record the kernels of one step, of which none runs; False, and the reason kept, where that cannot be done."""
+        """Record the kernels of one step, of which none runs; where that fails, note the reason and return False."""
         device = torch.device(self._decoder.device)
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         current = torch.cuda.current_stream(device)
@@ -151,11 +151,11 @@ class _DeviceRow:
         self._seen: dict[int | None, KeyRanges] = {}
 
     def look(self) -> None:
-        """Forget the masks of the place as it was."""
+        """Drop the masks of the previous place."""
         self._seen = {}
 
     def last(self, count: int) -> _DeviceRow:
-        """Return itself: it is one."""
+        """Return itself: it is a single row."""
         return self
 
     def attend(

@@ -38,7 +38,7 @@ MOST_TOGETHER = 16  # sequences of a step; arithmetic is what takes time by then
 
 
 class CompiledModel:
-    """A model's code, and the programs that it runs: one for each number of sequences that go on together.
+    """A model's code, and the programs that it runs: one for each number of sequences that run together.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class CompiledModel:
 
     Raises
     ------
-    UnsupportedArchitecture : the model computes something that a program does not have.
+    UnsupportedArchitecture : the model computes something that no program has an operation for.
     """
 
     def __init__(self, decoder: Decoder, isa: Isa) -> None:
@@ -139,14 +139,14 @@ def _check_sizes(spec: ModelSpec) -> None:
 
 
 class NativeBackend:
-    """Steps in machine code over one cache; by the model's own forward if the first step came out otherwise."""
+    """Steps in machine code over one cache; by the model's own forward if the first step differed."""
 
     def __init__(self, decoder: Decoder, model: CompiledModel, cache: PromptCache) -> None:
         self._decoder, self.compiled, self._cache = decoder, model, cache
 
     @property
     def name(self) -> str:
-        """Return "native", or "torch" after a first step that came out otherwise."""
+        """Return "native", or "torch" after a first step that differed."""
         return "torch" if self.compiled.self_check_error else "native"
 
     @property
@@ -200,7 +200,7 @@ _lock = threading.Lock()
 
 
 def prepare_compiled_model(decoder: Decoder) -> None:
-    """Begin to make a model's code in a thread of its own: 0.1 s of one core, most of it LLVM's.
+    """Start to compile a model's code in a thread of its own: 0.1 s of one core, most of it LLVM's.
 
     It is no daemon: a process that ends waits for LLVM to be done.
     """

@@ -176,13 +176,13 @@ class Place:
 
 
 class Buffers:
-    """The memory of tokens, one of each sequence, on their way through a model, for at most `threads` threads.
+    """The activations of one token of each sequence during a step, for at most `threads` threads.
 
     Attributes
     ----------
     embedded : float32 `[sequences, hidden]`: where a step begins. `found`: `[sequences, vocabulary]`, where it ends.
     hidden : the residual stream. `normed`: what a norm made of it, each thread's own.
-    heads : queries, keys and values as they come out of their products. `head_norms`: normed, each thread's own.
+    heads : queries, keys and values as their products give them. `head_norms`: normed, each thread's own.
     queries : rotated and scaled. `attended`: what attention gives.
     gate, up : of the MLP. `output`: of attention or MLP.
     """
@@ -295,7 +295,7 @@ class _Layout:
         return range(self._buffers.sequences)
 
     def _place_heads(self, layer: LayerSpec) -> None:
-        """Append norm and rotation of queries and keys; keys and values go into the caches."""
+        """Append norm and rotation of queries and keys; keys and values are written to the caches."""
         buffers, norms = self._buffers, layer.head_norms
         queries, keys = buffers.heads, buffers.heads + layer.query.rows
         values = keys + layer.key.rows
@@ -394,7 +394,7 @@ class Step:
     ----------
     functions : each compiled function by its name.
     height : how many sequences a row of weights is multiplied with at a time.
-    threads : there are at most.
+    threads : their maximum number.
 
     Attributes
     ----------
