@@ -213,7 +213,7 @@ class ChunkReader(StoreConnection):
         Parameters
         ----------
         before : called with each chunk's number before its record is read.
-        allocate : allocates memory for a record; nobody else may write to it while the record is in use.
+        allocate : allocates memory for a record; no other code may write to it while the record is in use.
         ahead : for each chunk the layers that will be read; only these are requested from a link. None: any layer.
 
         Returns

@@ -307,7 +307,7 @@ verify_here(sys.argv[1], sys.argv[2])
 
 
 def verify_here(path: str, sample: str) -> None:
-    """Body of the child: one JSON line on stdout for each damage. Nothing is printed by anybody else."""
+    """Run in the child process: print one JSON line on stdout for each damage, and nothing else."""
     try:
         with Store.open(Path(path)) as store:
             for damage in find_damage(store, Fraction(sample)):

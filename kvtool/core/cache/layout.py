@@ -13,7 +13,7 @@
 
 Folders are 0700 and files 0600 under any umask: KV is as secret as the text it was made from.
 
-LMDB's own write lock waits for ever and ignores Ctrl-C (kvtool/docs/store-format.md); the writer's lock is taken before
+LMDB's own write lock waits forever and ignores Ctrl-C (kvtool/docs/store-format.md); the writer's lock is taken before
 it, gives up in time, and names its holder.
 """
 
@@ -265,11 +265,11 @@ def writer_lock(root: Path, wait: float) -> Iterator[None]:
 
     Parameters
     ----------
-    wait : seconds to wait for another holder; negative: for ever.
+    wait : seconds to wait for another holder; negative: without limit.
 
     Raises
     ------
-    StoreLockedError : somebody else still holds it; says who.
+    StoreLockedError : another process still holds it; the message names the process.
     """
     import filelock  # 40 ms to import: only writers pay
 
@@ -294,7 +294,7 @@ def writer_lock(root: Path, wait: float) -> Iterator[None]:
 
 
 def _command() -> str:
-    """Program and subcommand only: a question or a path is nobody else's business."""
+    """Return program and subcommand only: questions and paths are private."""
     words = [Path(sys.argv[0]).name if sys.argv and sys.argv[0] else "python"]
     words += [word for word in sys.argv[1:2] if word.isalpha()]
     return "".join(c if c.isprintable() else "?" for c in " ".join(words))[:80]

@@ -107,7 +107,7 @@ def meta_of(page: bytes) -> Meta:
 
     Raises
     ------
-    DamagedError : it is none, or says what LMDB never says under the flags that we open it with.
+    DamagedError : it is no meta page, or has values that LMDB never writes under our flags.
     """
     if len(page) < _META_BYTES:
         raise DamagedError("it is truncated")
@@ -157,7 +157,7 @@ def parse_page(page: int, data: bytes, ordered: bool = True) -> Branch | Leaf:
 
     Raises
     ------
-    DamagedError : it is none, or its parts do not fit together.
+    DamagedError : it is no such page, or its parts do not fit together.
     """
     number, flags, lower, upper = _HEADER.unpack_from(data)
     if number != page or flags not in (_BRANCH, _LEAF):

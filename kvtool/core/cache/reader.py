@@ -26,7 +26,7 @@ _NOTES_SECONDS = 5.0  # maximum age of the notes that a killed session loses
 class StoreReader(ChunkReader, StretchReader):
     """Reads a folder of KV records, documents and chunks.
 
-    Every read is its own short transaction, or part of a :meth:`view`: what comes out is a private copy whose digest
+    Every read is its own short transaction, or part of a :meth:`view`: the result is a private copy whose digest
     was checked. Readers never wait for a writer. Thread-safe. Not usable across fork.
 
     Attributes

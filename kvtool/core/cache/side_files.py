@@ -209,7 +209,7 @@ def damaged_journals(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def mend_journals(root: Path) -> None:
-    """Drop the lines that are not sound, and what is no file; the other lines cannot be made again, and stay."""
+    """Drop unsound lines, and journals that are no files; the other lines cannot be made again, and stay."""
     for path in _journals(root):
         with contextlib.suppress(OSError, NoSpaceError), _locked(path):  # a later check reports it
             if not stat.S_ISREG(path.lstat().st_mode):

@@ -83,7 +83,7 @@ class Store(StoreReader):
 
         Parameters
         ----------
-        wait : seconds to wait for another writer; negative: for ever.
+        wait : seconds to wait for another writer; negative: without limit.
         max_size : bytes that the store's folder may hold; None: the store's own budget.
 
         Raises

@@ -57,7 +57,7 @@ class ReadWriteLock:
     A thread that waits for exclusive use keeps new threads out, else readers in a loop would starve it; a thread that
     is inside may enter again, else it would wait for itself. The lock refers to its guards weakly, and a thread that
     asks for exclusive use ends its own: an interrupt between the lines may have left one open, which would otherwise be
-    waited for for ever. Waiting is rare, and polls: an interrupt cannot leave a plain lock held, unlike a condition.
+    waited for forever. Waiting is rare, and polls: an interrupt cannot leave a plain lock held, unlike a condition.
     """
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Snapshot:
             yield key[len(table) :], size
 
     def touch(self, rows: list[tuple[bytes, bytes]]) -> None:
-        """Look at what LMDB will meet when these (table, key) are put or deleted; raises DamagedError."""
+        """Check the pages that LMDB will read when these (table, key) are put or deleted; raises DamagedError."""
         self._tree.check_free_list()
         for table, key in rows:
             self._tree.touch(table + key)

@@ -61,7 +61,7 @@ class DataFile:
 
         Raises
         ------
-        DamagedError : the meta page is none.
+        DamagedError : the meta page is damaged.
         """
         if self._tree is None or self._tree.meta.transaction != transaction:
             meta = meta_of(self.read((transaction & 1) * page_size, page_size))

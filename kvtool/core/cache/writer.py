@@ -87,7 +87,7 @@ class Writer:
         Parameters
         ----------
         parts : places, which are those of the description, and payloads: taken one after another, a batch a
-            transaction. A writer that is killed among them leaves parts that nobody finds and `collect` drops.
+            transaction. A writer that is killed among them leaves parts that no read finds and `collect` drops.
 
         Raises
         ------
@@ -393,7 +393,7 @@ class Writer:
             self._begun, self._loosened = True, set() if self._store.is_collected() else None
 
     def _loosen(self, path: str) -> None:
-        """Note the chunks of a file's documents before these change: nobody else may refer to them."""
+        """Note the chunks of a file's documents before these change: no other document may refer to them."""
         self._begin()
         if self._loosened is None:
             return

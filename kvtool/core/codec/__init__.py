@@ -16,7 +16,7 @@ __all__ = ["CODECS"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the codecs, and torch with them, only when they are asked for: `levels` is for everybody."""
+    """Import the codecs, and torch with them, only when they are used: `levels` is imported without torch."""
     if name != "CODECS":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     made = globals()["CODECS"] = {level.name: _codec_of(level) for level in LEVELS.values()}

@@ -207,7 +207,7 @@ def _compiled(isa: Isa, stored: str, head_dim: int, half: int) -> tuple[Callable
     """`keep` as the thread calls it that has Python's lock, and `add` without the lock, of one shape."""
     text = offsets_module(isa, stored, _lanes(isa, head_dim, 2 * half), head_dim, half)
     keep, add = compiled(text, isa, "keep", "add")
-    # What is copied is little: who gave up Python's lock for it might wait for it longer than that takes.
+    # Little is copied: a thread that gave up Python's lock for it might wait longer to get it back.
     return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(keep.address), add
 
 

@@ -157,7 +157,7 @@ class TurnLayout:
         return _origins(asked.plan, plan_marks(session, asked.plan)) == self.origins
 
     def has_all_records(self, session: Session, options: QueryOptions) -> bool:
-        """Return whether the store still has all records that the turn used, whatever its question would find now."""
+        """Return whether the store still has all records that the turn used, even if its question now finds others."""
         if self.revision == session.store.revision():
             return True
         parts, (*first, question) = parts_for(session, options), self.origins

@@ -94,7 +94,7 @@ def lay_out(
 
     Parameters
     ----------
-    exactly : take no lossy level where there is an exact one, whatever was measured.
+    exactly : take no lossy level where there is an exact one, even if its measured loss is small.
     answered : an answer will follow, which must fit, too.
     behind : what the prompt cache holds already: its chunks are not repeated, and there may be no others.
     must_find : without `behind`, something has to be found.
@@ -222,7 +222,7 @@ def _prefix(session: Session, ids: Ids) -> Candidate:
 
 def _candidate(session: Session, hit: Hit, level: str, max_loss: float) -> Candidate | None:
     """Return a chunk as a segment of the prompt. Its ids are those of its text, which the answer cites: a stored chunk
-    of other ids is damaged, or somebody else's, and nothing of it is used. None: neither its document nor the store
+    of other ids is damaged, or another user's, and nothing of it is used. None: neither its document nor the store
     holds it any longer."""
     place = hit.passage
     info, text = _info(session, place.chunk_id), session.finder.own_text(place)
@@ -264,7 +264,7 @@ def part_of_chunk(session: Session, chunk_id: bytes, ids: Ids, skipped: int, opt
 
 
 def _is_foreign_and_long(session: Session, place: Passage, text: str) -> bool:
-    """Return True for a passage of somebody else that no split of this store gives: one that is longer than the model's
+    """Return True for a foreign passage that no split of this store gives: one that is longer than the model's
     context, and found by every question, would end all of them."""
     most = session.identity.most_tokens
     if len(text) <= most or not any(entry.origin.is_foreign for entry in session.store.files_with([place.source])):

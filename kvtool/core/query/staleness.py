@@ -38,7 +38,7 @@ def with_changes(store: Store, chunks: Sequence[ReplyChunk]) -> list[ReplyChunk]
     are trusted. Where even the folder is not there, as in a store that came from another machine, nothing is said; nor
     where the store was closed while the answer was written, since another one may have its path.
 
-    A store of somebody else may name any path of this machine. So only regular files are read, each up to the size that
+    A store from elsewhere may name any path of this machine. So only regular files are read, each up to the size that
     was noted, and from threads of their own: a mount whose server is down never answers.
     """
     states = changes(store, [chunk.source for chunk in chunks])

@@ -432,7 +432,7 @@ class BackgroundDecoder:
         self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last
         self._text: tuple[int, Segment] | None = None  # what is to be computed, or is
         self._cut_off = False  # it is to be stopped
-        self._told: Ended | None = None  # how the last one ended, until somebody asked
+        self._told: Ended | None = None  # how the last one ended, until `ended` is called
         self._computed: set[int] = set()
         self._decoding = 0.0  # seconds, of all so far
         self._ahead: dict[int, _Decoded] = {}

@@ -159,7 +159,7 @@ class Embedder:
         if self._loaded is None:
             try:
                 self._loaded = (_static if self._static else _sentence)(self._folder)
-            except Exception as error:  # whatever is wrong with a model's files
+            except Exception as error:  # anything can be wrong with a model's files
                 raise _unloadable(self.ref, error) from error
         return self._loaded
 

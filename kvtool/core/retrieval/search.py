@@ -148,7 +148,7 @@ class Search:
     ----------
     texts : gives a chunk's own text and its document's title.
     allowed : bool `[rows]`, the chunks that may be found; None: all.
-    passages : gives only a chunk's own text; None: chunks of one id are equal. A document of somebody else may name an
+    passages : gives only a chunk's own text; None: chunks of one id are equal. A foreign document may name an
         own document's chunk under another text, which does not replace the own passage.
     """
 

@@ -82,7 +82,7 @@ def isa() -> Isa | None:
 
 
 def compile_ahead(dtype: str) -> None:
-    """Compile the decoders to numbers of this format, before anybody waits for them."""
+    """Compile the decoders to numbers of this format before they are needed."""
     for form in kernels_ir.FORMS:
         if form in (dtype, "int16"):  # as it is, and what a finer level refines, or products in float32 take
             kernel(Decode(form))

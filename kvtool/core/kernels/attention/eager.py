@@ -1,4 +1,4 @@
-"""The `eager` backend: matrix products and a softmax, for whatever no kernel takes. Attention weights as numbers."""
+"""The `eager` backend: matrix products and a softmax, for calls that no kernel takes. Attention weights as numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attention_weights(
 ) -> torch.Tensor:
     """Compute the attention weights of some rows, float32 `[heads, rows, keys]`, all in memory at once.
 
-    What a sink takes is no key's: with sinks, a row's weights sum up to less than 1.
+    A sink's weight belongs to no key: with sinks, a row's weights sum up to less than 1.
 
     Parameters
     ----------
@@ -40,7 +40,7 @@ def attention_weights(
 
 
 def _shaped(scores: torch.Tensor, params: AttentionParams) -> torch.Tensor:
-    """From products to scores, float32, in place but for the last step: a gradient needs what comes out of tanh."""
+    """Turn products into scores, float32, in place but for the last step: a gradient needs the result of tanh."""
     scores *= params.scale
     if params.softcap is None:
         return scores

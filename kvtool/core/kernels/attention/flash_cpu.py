@@ -72,7 +72,7 @@ def first_read(first: int) -> int:
 
 
 def compile_ahead(dtype: torch.dtype) -> None:
-    """Compile what attends to numbers of this format here, in a thread, before anybody waits for it."""
+    """Compile what attends to numbers of this format here, in a thread, before it is needed."""
     tiling = tiling_here(dtype)
     if tiling is not None:
         threading.Thread(target=kernel, args=(tiling,), name="kvtool-attention").start()

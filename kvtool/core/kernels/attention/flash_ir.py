@@ -83,7 +83,7 @@ class Tiling:
 
     @property
     def max_rows(self) -> int:
-        """Most lanes of a block: for so many are keys and values brought from memory once."""
+        """Return the most lanes of a block: for so many, keys and values are read from memory once."""
         return 5 * self.row_block
 
     @property

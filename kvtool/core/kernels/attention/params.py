@@ -50,7 +50,7 @@ class KeyRanges:
     limits : the same as an int64 tensor on the model's device.
     first : the place of the first one; None: 0 for all rows.
     begins : the same as an int64 tensor on the model's device.
-    dense : row i is at place i, so that a plain causal attention serves where there are no further keys.
+    dense : row i is at place i, so plain causal attention can be used where there are no further keys.
     on_device : only the device knows `limits` and `begins` (a captured graph); `last` is an upper bound, `first` None.
     """
 
