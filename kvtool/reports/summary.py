@@ -207,7 +207,7 @@ def retrieval_recall(places: Places, asked: PromptLayout) -> dict[str, float]:
     Returns
     -------
     `recall` : the share of the sources of which a chunk was found. `reciprocal_rank` : 1 / place of the first such
-    chunk among those found, best first; 0 where there is none.
+    chunk among those found, best first; 0 if none was found.
     """
     request = asked.request
     if not request.sources or request.documents or request.chunks:
@@ -270,7 +270,7 @@ def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
 
     Returns
     -------
-    `run` (None: there is none), `near`: True if its KL of the answer is at most `max_kl` with its whole interval.
+    `run` (None without runs), `near`: True if its KL of the answer is at most `max_kl` with its whole interval.
     """
     weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
     chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)

@@ -157,7 +157,7 @@ class _Job:
     # ---- what to work on ----
 
     def _chunks(self) -> list[bytes]:
-        """List the chunks that are asked for. The prompt's own beginning is left alone: it is exact in every prompt."""
+        """List the chunks that are asked for, without the prompt's own beginning, which is exact in every prompt."""
         known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         if not self.options.chunks:
             return known

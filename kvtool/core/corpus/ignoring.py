@@ -206,6 +206,6 @@ def _is_pattern(line: str) -> bool:
 
     try:
         GitIgnoreSpec.from_lines([line])
-    except (ValueError, re.error):  # a range that runs backwards is compiled as it stands
+    except (ValueError, re.error):  # a range that runs backwards is compiled unchanged
         return False
     return True

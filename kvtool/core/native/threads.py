@@ -32,9 +32,9 @@ from kvtool.core.native.job import LINE, Packed, aligned
 _WORDS_OF = "turn function job places over yields waits posts inside entered asleep semaphore".split()
 _AT = {name: place for place, name in enumerate(_WORDS_OF)}
 _WORDS = LINE // 8
-_LOOKS = 32  # at the control block before another thread is let run
+_LOOKS = 32  # at the control block before another thread may run
 _PATIENCE = 1000  # such rounds without a job, about 1 ms, before a helper sleeps
-_MANY = 1000  # looks of one who waits for others to be done, before another thread is let run
+_MANY = 1000  # looks of a thread that waits for others to finish, before another one may run
 _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
 
 

@@ -223,7 +223,7 @@ class Sender:
 
 
 def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield some packs at a time, of as many bytes as a few have; a larger one is sent alone."""
+    """Yield packs in groups of a few packs' bytes; a larger pack is a group of its own."""
     some, size = list[Packed](), 0
     for packed in packs:
         if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:

@@ -41,17 +41,17 @@ def forget(
     lock_wait: float = 0.0,
     before: Callable[[Store, Sequence[str]], None] | None = None,
 ) -> Plan:
-    """Forget the documents that these words select, and bring the index up to date; returns what went.
+    """Remove the documents that these words select, and bring the index up to date; return what was removed.
 
     Parameters
     ----------
-    yes : also where more than half of several documents would go.
+    yes : also if more than half of several documents would be removed.
     dry_run : change nothing; the plan's `refusal` says why this would not be done, where it would not.
-    before : called under the writer's lock with the sources that are about to be forgotten; if it raises, none is.
+    before : called under the writer's lock with the sources that are about to be removed; if it raises, none is.
 
     Raises
     ------
-    UsageError : a word means nothing, or a document is pinned; MuchError: much would go unasked.
+    UsageError : a word means nothing, or a document is pinned; MuchError: much would be removed without `yes`.
     StoreNotFoundError, StoreLockedError, DamagedError : see `core/cache`.
     """
     with Store.open(path) as store:
