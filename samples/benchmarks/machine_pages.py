@@ -148,7 +148,7 @@ def _with_efficiency(row: dict[str, Any]) -> str:
 
 
 def _decoding(machine: Machine, context: int) -> float:
-    """Tokens a second behind the default mode; the modes differ in nothing then but the machine's moments."""
+    """Return the tokens a second after a prompt of the default mode; differences between modes are noise."""
     return float(machine.mode(context, "union")["decode_tokens_per_second"])
 
 
@@ -236,7 +236,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Why kvtool is behind, where it is: the words stand here once, the numbers come from the measurements.
+# Why kvtool is slower, where it is: the words are written here once, the numbers come from the measurements.
 REASONS = {
     "first token, full prefill": (
         "Prefill is one product after another in float32 or bfloat16; llama.cpp multiplies the file's 4-bit weights in "
@@ -338,7 +338,7 @@ def _megabytes(size: int | None) -> str:
 
 
 def _losses(machines: Sequence[Machine]) -> Iterator[str]:
-    """Each quantity that is behind anywhere, where it is worst, and why."""
+    """Yield each quantity in which kvtool loses on some machine, where it is worst, and why."""
     behind: dict[str, list[tuple[float, Machine, int]]] = {}
     for machine in machines:
         for context in machine.contexts:

@@ -1,4 +1,4 @@
-"""Products of packed weights beside plain ones and beside memory; run `python samples/benchmarks/products.py --help`.
+"""Products of packed weights against plain ones and against memory; run `python samples/benchmarks/products.py --help`.
 
 For every kind of weights that a GGUF file may have: what one row takes, multiplied with the packed weights, and what
 unpacking them takes, on each instruction set that this CPU runs; GB/s count the packed weights read, `of sum` is that

@@ -5,9 +5,9 @@
     python samples/benchmarks/serve_load.py --out PAGE.md    # writes the results page; on an idle machine
 
 Each question is answered once without a server; every streamed answer has to be that. Then one client asks them one
-after the other, and all clients ask at once, each another question first. Times are the clients', in processes of
-their own threads beside the server's. Last, a long prompt is asked for while an answer is read: what the reader waits
-between two pieces tells whether the prompt stops it.
+after the other, and all clients ask at once, each another question first. Times are the clients', in threads
+outside the server's process. Last, a long prompt is asked for while an answer is read: the reader's wait between two
+pieces shows whether the prompt stops it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import kvtool  # noqa: E402
 QUESTIONS = [
     json.loads(line)["question"] for line in (ROOT / "samples/questions.jsonl").read_text(encoding="utf-8").splitlines()
 ]
-READ, MANY, ROUNDS = 400, 20, 5  # tokens of the answer that is read, chunks of the long prompt beside it, and how often
+READ, MANY, ROUNDS = 400, 20, 5  # tokens of the answer read, chunks of the long prompt meanwhile, and how often
 PATIENCE = 600.0  # seconds
 COLUMNS = (
     *("clients", "answers", "errors", "other than serial", "TTFT p50 ms", "p95", "whole p50 ms", "p95"),
@@ -210,8 +210,8 @@ def measure(place: tuple[str, int, str], clients: int, turns: Sequence[Sequence[
 
 
 def pauses(place: tuple[str, int, str], question: str, long: dict[str, Any]) -> tuple[float, float, Told]:
-    """How long a reader waits at most for the next piece of an answer: with nobody beside, and while a long prompt is
-    brought to its first token; and that prompt's answer."""
+    """Measure a reader's longest wait for the next piece of an answer: with no other client, and while a long prompt is
+    computed to its first token; and return that prompt's answer."""
     quiet: list[float] = []
     read = {"max_tokens": READ, "temperature": 1.5, "seed": 1, "kvtool": {"fusion": "reuse"}}  # it ends late
     ask(place, question, quiet, **read)

@@ -4,7 +4,7 @@
 
 writes `OUTDIR/corpus/*.txt` (one paragraph a file: "Title", an empty line, the text) and `OUTDIR/batch.jsonl`.
 HotpotQA and MuSiQue name the paragraphs of every question ("documents", relative to `OUTDIR/corpus`), so that no
-retrieval stands between the cached KV and the answer; SQuAD, XQuAD and KorQuAD do not: the tool retrieves by itself.
+retrieval affects the answer; SQuAD, XQuAD and KorQuAD do not: the tool retrieves.
 The same input gives the same files, byte by byte.
 """
 

@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def readme() -> str:
-    """README.md, in whose list stand families that are tested, and how many there are."""
+    """Return README.md with the current list and number of tested families."""
     tested = FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS
     named = ", ".join(name for name, family in NAMED.items() if family in tested)
     return _LISTED.sub(f"({named} …: [{len(tested)} families]", README.read_text(encoding="utf-8"))
@@ -191,7 +191,7 @@ def _attended(layers: LayerBackends) -> str:
 
 
 def exactly(decoder: Decoder) -> str:
-    """The modes of a model that keeps states, as far as the gate finds that it goes on from a state."""
+    """Return the modes of a recurrent model; the gate decides whether it can continue from a saved state."""
     return EXACT if check_invariants(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
 
 

@@ -3,9 +3,9 @@
     python samples/tools/ranges.py --pin torch==2.13.0 oldest FOLDER -- -n 2
 
 makes a virtual environment in FOLDER with this package, its extras but `peers`, and every library at its lower bound
-(`newest`: with what pip takes by itself), and runs the quick tests of what leans on them in it. `--pin` holds a library
-to a version, `--brief` takes fewer tests, which touch every library all the same, `--extend` goes on with what FOLDER
-has; what stands behind `--` goes to pytest. It takes some gigabytes, where pip knows no torch without CUDA.
+(`newest`: with pip's own choice), and runs the quick tests of the code that uses them in it. `--pin` holds a library
+to a version, `--brief` takes fewer tests, which still touch every library, `--extend` reuses what FOLDER
+has; arguments after `--` are pytest's. It takes some gigabytes, where pip knows no torch without CUDA.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def _stepped(
     decoder: Decoder, ids: list[int], count: int, how: str, kernel: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the last step, and times: of the first three steps, and of one of the others."""
-    os.environ[ATTENTION] = kernel  # of this way alone: the next one sets its own
+    os.environ[ATTENTION] = kernel  # only of this way: the next one sets its own
     _, cache = decoder.prefill(ids, count)
     backend: Any = {"plain": TorchBackend, "graph": CudaGraphBackend, "static": _Static}[how](decoder, cache)
     synchronize(decoder.device)

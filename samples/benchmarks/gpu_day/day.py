@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BROKEN = 75  # exit status: the device is lost to this process, another one goes on
+BROKEN = 75  # exit status: the device is lost to this process, another process continues
 _LOST = ("CUDA error", "Triton Error [CUDA]", "cudaError", "CUBLAS_STATUS", "unspecified launch failure")
 
 
 class OutOfTime(Exception):
-    """What is done is kept; `--resume` goes on."""
+    """Out of time: finished steps are kept, and `--resume` continues."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Ingest beside plain batched prefill of the same chunks, tokens a second."""
+"""Ingest compared with plain batched prefill of the same chunks, tokens a second."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _tested(device: str, chosen: str, limit: int) -> dict[str, Any]:
         "pretended" if device == "cpu" else device,
     ]
     command += ["-W", "default", "-p", "no:cacheprovider", "--tb", "short"]
-    # Threads of one test beside the others' only cost; interpreted Triton is not what is tested here.
+    # Threads of several tests at once only compete; interpreted Triton is not what is tested here.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     try:
         done = subprocess.run(

@@ -74,7 +74,7 @@ def write_files(folder: Path, count: int) -> None:
 
 
 def restore(folder: Path, number: int) -> None:
-    """Write a file's text; where it holds just that already, this leaves it alone."""
+    """Write a file's text, unless the file holds just that already."""
     path, text = path_of(folder, number), text_of(number)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")

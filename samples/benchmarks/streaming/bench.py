@@ -29,8 +29,8 @@ class Scenario:
 
     Attributes
     ----------
-    ready_mbps : the steady link over which it is told how soon the context is there: CacheGen's own (section 7).
-    case : the trace whose transfers are told one by one.
+    ready_mbps : the steady link for which the time until the context is there is reported: CacheGen's own (section 7).
+    case : the trace whose transfers are listed one by one.
     """
 
     ready_mbps: float = 3000.0
@@ -45,7 +45,7 @@ class StreamOptions:
     ----------
     slo_ms : objectives; every trace is run once for each.
     depth : fetches outstanding at once.
-    scenario : the link and the trace that are told of by themselves.
+    scenario : the link and the trace that are reported separately.
     """
 
     slo_ms: tuple[float, ...]
@@ -158,7 +158,7 @@ class _Result:
 def bench_stream(
     context: Context, traces: Sequence[LinkTrace], options: StreamOptions, advance: Callable[[], None] = lambda: None
 ) -> StreamBench:
-    """Run every policy over every trace at every objective; `advance` is told after each trace and objective.
+    """Run every policy over every trace at every objective; `advance` is called after each trace and objective.
 
     Raises
     ------

@@ -30,9 +30,9 @@ class Outcome:
     Attributes
     ----------
     ready_s : until all that was fetched is decoded. `ttft_s` : until the pass after it is over.
-    met : within the objective; None: there is none.
+    met : within the objective; None: no objective.
     loss : mean over tokens of the levels' losses; text loses nothing.
-    text_tokens : that were computed from text, beside the fetching or in the pass after it.
+    text_tokens : that were computed from text, during the fetching or in the pass after it.
     vain_tokens : of chunks whose computation was begun, and stopped; some of their layers were computed in vain.
     bytes : of what arrived.
     """
@@ -49,7 +49,7 @@ class Outcome:
     log: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Put it as `stream.py` tells it: times in milliseconds, chunks by their number in the context."""
+        """Return what `stream.py` reports: times in milliseconds, chunks by their number in the context."""
         return {
             "ready_ms": self.ready_s * 1e3,
             "ttft_ms": self.ttft_s * 1e3,
@@ -157,13 +157,13 @@ class _Processor:
 
 
 def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH, slower: float = 1.0) -> Outcome:
-    """Fetch over a trace, decode each chunk and compute others beside the fetching of the next ones, then compute what
-    is left.
+    """Fetch over a trace, decode each chunk and compute others while the next ones are fetched, then compute what is
+    left.
 
     Parameters
     ----------
     policy : fresh, of the same task.
-    slower : how much longer computing beside the fetching takes than the task says.
+    slower : factor by which computing during the fetching takes longer than the task says.
     """
     tokens = {ladder.chunk: ladder.tokens for ladder in task.ladders}
     link, processor, now = _Link(trace), _Processor(task, slower), 0.0

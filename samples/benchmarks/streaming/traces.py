@@ -1,7 +1,7 @@
 """What a link carries over time: a trace, and its file.
 
 A trace file is text: `# key: value` lines (name, class, latency_ms, jitter_ms, seed; all may be left out), then rows
-`seconds,mbps`, each valid until the next one and the last one for good. A head line `seconds,mbps` may stand above.
+`seconds,mbps`, each valid until the next one and the last one for good. A head line `seconds,mbps` may come first.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from samples.benchmarks.systems.task import KVTOOL, LLAMA, OFF, ON, TRANSFORMERS
 KIND = "peers.py"
 INSTALL = f"{extra_line('peers')} builds it (cmake and a compiler are needed); or --peers transformers"
 _TUNED_TOKENS = 1024  # of the prompt that llama.cpp's settings are tried on, at most
-ONCE = 0  # the journal's number for what is measured once, beside the contexts
+ONCE = 0  # the journal's number for what is measured once, not for each context
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +266,7 @@ def llama_contenders(tried: Sequence[Mapping[str, Any]]) -> list[Contender]:
 _PROGRAM = "from samples.benchmarks.systems.child import main; main()"
 _KINDS = {kind.exit_code: kind for kind in (UsageError, ModelError, NoSpaceError, DamagedError)}
 _SAID = 500  # characters of what a dead process said last
-# How many threads the libraries in the processes make, where nobody tells them otherwise.
+# Variables that set how many threads the libraries in the processes make by default.
 _POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

@@ -1,4 +1,4 @@
-"""Rows of results: medians over the rounds, and each contender beside the others. No torch."""
+"""Rows of results: medians over the rounds, and each contender compared with the others. No torch."""
 
 from __future__ import annotations
 
