@@ -70,7 +70,7 @@ def arguments() -> argparse.Namespace:
 
 
 def all_folders() -> Sequence[str]:
-    """Those of the corpus, with the first answer's before all others."""
+    """List the folders of the corpus, that of the first answer first."""
     folders = sorted(path.name for path in (HERE / "corpus").iterdir() if path.is_dir())
     return sorted(folders, key=lambda name: name != PART[0])
 

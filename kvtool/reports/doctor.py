@@ -190,7 +190,7 @@ def check_libraries() -> Iterator[Finding]:
 
 @failing("extras")
 def check_extras() -> Iterator[Finding]:
-    """Say which extras are installed; one that is not is nothing bad."""
+    """Report which extras are installed; a missing one is fine, too."""
     for extra in sorted(set(metadata.metadata("kvtool").get_all("Provides-Extra") or ()) - {*_NOT_OFFERED}):
         wanted = _wanted(extra)
         if missing := [each.name for each in wanted if _installed(each.name) is None]:

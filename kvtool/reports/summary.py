@@ -50,7 +50,7 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
 
     Parameters
     ----------
-    base : the run that other runs' KL is held against.
+    base : the run with which other runs' KL is compared.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
 
 
 def overview(rows: Rows, base: str = "") -> dict[str, Any]:
-    """Make the JSON of `inspect quality`; `base` is the run that other runs' KL is held against."""
+    """Make the JSON of `inspect quality`; `base` is the run with which other runs' KL is compared."""
     levels = (level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ()))
     return {
         "questions": len(rows),
@@ -128,7 +128,7 @@ def compared(questions: Questions, names: Sequence[str], base: str = "") -> dict
 
     Parameters
     ----------
-    base : the run that other runs' KL is held against; "" or one that is not there: none.
+    base : the run with which other runs' KL is compared; "" or a missing one: none.
 
     Returns
     -------

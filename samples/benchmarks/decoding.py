@@ -108,7 +108,7 @@ class TogetherRun:
         return step_together([self._steppers[place] for place in places], [tokens[place] for place in places])
 
     def rows(self, weights_bytes: int | None, kv_bytes: int, memcpy: float) -> tuple[TogetherRow, ...]:
-        """What was measured; `weights_bytes`: None where they are read for each sequence."""
+        """Return a row for each number of sequences; `weights_bytes`: None if they are read for each sequence."""
         medians = {count: _medians(times) for count, times in self._times.items()}
         single = medians[1][0]
         rows = []

@@ -112,7 +112,7 @@ def run_stage(stage: str, options: argparse.Namespace, end: float) -> None:
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """What a stage's process gets: its own home, no network, and triton's interpreter where there is no GPU."""
+    """Return the environment of a stage's process: its own home, no network, without a GPU Triton's interpreter."""
     given = {"KVTOOL_HOME": str(options.out / "home"), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     given |= {"TRITON_INTERPRET": "1"} if options.device != "cuda" else {}
     known = dict(os.environ) | given

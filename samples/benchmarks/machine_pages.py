@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Return its name in tables."""
         host = self.bench["host"]
         held = ", held to AVX2" if host["held_to"] else ""
         cores = "1 core" if self.bench["threads"] == 1 else f"{self.bench['threads']} cores"
@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def share(self) -> float:
-        """Of its cores that llama.cpp got while it prefilled: its threads never sleep then, so that it would be all."""
+        """Return the share of its cores that llama.cpp got during prefill: 1 on an idle machine: they never sleep."""
         rows = [row for row in self.bench["rows"] if row["kind"] == "llama.cpp"]
         return min(row["ttft_cpu_ms"] / row["ttft_ms"] for row in rows) / int(self.bench["threads"])
 
@@ -222,7 +222,7 @@ class Compared:
 
     @property
     def ahead(self) -> float:
-        """How many times better kvtool is; below 1 it is worse."""
+        """Return how many times better kvtool is; below 1 it is worse."""
         return self.ours / self.theirs if self.more else self.theirs / self.ours
 
     @property
@@ -286,7 +286,7 @@ def compared(machine: Machine, context: int) -> list[Compared]:
 
 
 def peers_page(machines: Sequence[Machine]) -> str:
-    """What is won and what is lost."""
+    """Return the page of what kvtool wins and loses."""
     return "\n".join(_peers_lines(machines)) + "\n"
 
 

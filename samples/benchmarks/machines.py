@@ -75,7 +75,7 @@ def measure(folder: Path, given: argparse.Namespace, more: Sequence[str]) -> Pat
 
 
 def bench(args: Sequence[str], held: str | None) -> dict[str, Any]:
-    """One command, with what it says shown as it comes."""
+    """Run `peers.py` and return its JSON; its messages are shown as they come."""
     command = [sys.executable, str(ROOT / "samples/benchmarks/peers.py"), *args, "--json"]
     environment = os.environ | (HELD[held] if held else {})
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, check=False)
@@ -86,7 +86,7 @@ def bench(args: Sequence[str], held: str | None) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What is measured, by git."""
+    """Return the measured commit."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

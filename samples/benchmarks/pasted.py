@@ -150,7 +150,7 @@ def by_openai(server: Server, prompt: str, own: dict[str, Any]) -> tuple[int, in
 
 
 def by_langchain(server: Server, prompt: str, own: dict[str, Any]) -> tuple[int, int]:
-    """As `by_openai`, by LangChain's chat model."""
+    """Ask as `by_openai` does, by LangChain's chat model."""
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(

@@ -158,7 +158,7 @@ def stored_table(result: PeersBench) -> Iterator[tuple[Any, ...]]:
 
 
 def peers_notes(result: PeersBench) -> Iterator[str]:
-    """What was measured, on what, and what the numbers mean."""
+    """Yield what was measured, on what, and what the numbers mean."""
     yield (
         f"{result.model} in {result.dtype}, {result.threads} threads on {result.cores} cores; level {result.level}, "
         f"chunks of {result.chunk_tokens}, a question of {result.question_tokens}, {result.new_tokens} tokens decoded; "

@@ -48,7 +48,7 @@ def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
 
 
 def multiplied(matrices: list[QuantizedTensor], isa: Isa) -> None:
-    """One row through all weights."""
+    """Multiply one row with all weights."""
     for matrix in matrices:
         gemv(matrix, INPUTS[matrix.columns], isa)
 

@@ -48,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of one model."""
+    """The requests to one model."""
 
     name: str
     clients: int
@@ -94,11 +94,11 @@ def serving(store: Path, max_tokens: int, parallel: int, home: Path, *more: str)
 
 
 def ask(place: tuple[str, int, str], question: str, pieces: list[float] | None = None, **wanted: Any) -> Told:
-    """One streamed answer.
+    """Request one streamed answer.
 
     Parameters
     ----------
-    pieces : takes when each piece came, by `time.perf_counter`.
+    pieces : receives the time of each piece, by `time.perf_counter`.
     wanted : more of the request.
     """
     host, port, key = place
@@ -179,7 +179,7 @@ def make_store(load: Load, folder: Path) -> Path:
 
 
 def serial(store: Path, questions: Sequence[str], max_tokens: int) -> dict[str, str]:
-    """What one process answers, one question after the other; those with nothing to answer from are left out."""
+    """Return one process's answers, one question after the other, without questions that retrieve nothing."""
     answers = {}
     with kvtool.open(store) as cache:
         for question in questions:
@@ -230,7 +230,7 @@ def pauses(place: tuple[str, int, str], question: str, long: dict[str, Any]) -> 
 
 
 def paused(place: tuple[str, int, str], question: str) -> list[str]:
-    """What a long prompt is to an answer that is read: medians of a few."""
+    """Measure the effect of a long prompt on an answer that is read: medians of a few."""
     found = [pauses(place, question, {"fusion": "full", "top_k": MANY}) for _ in range(ROUNDS)]
     alone, beside, first = (
         statistics.median(1e3 * value for value in values)

@@ -57,7 +57,7 @@ def command(given: argparse.Namespace) -> list[str]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """A shell's, in which Python keeps what it has compiled: somebody may not want that where this is measured."""
+    """Return a shell's environment with Python's bytecode cache on, which this process's may turn off."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": str(tree.absolute())}
 

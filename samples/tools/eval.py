@@ -100,7 +100,7 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def load(path: Path) -> Any:
-    """One JSON value, or one a line (MuSiQue is published so)."""
+    """Read a file with one JSON value, or one a line (as MuSiQue is published)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

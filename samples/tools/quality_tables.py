@@ -121,7 +121,7 @@ def half_cells(name: str, rows: Rows, max_kl: float) -> Iterator[Sequence[str]]:
 
 
 def apart(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many of these answers contain a gold one."""
+    """Return the share of these answers that contain a gold one, with its interval."""
     scores = numbers_of(rows, "contains")
     if not scores:
         return ""

@@ -47,19 +47,19 @@ BRIEF = (
 )
 TESTING = ("pytest", "pytest-xdist", "hypothesis", "openai", "trustme", "flask", "flask-cors", "moto[s3]")
 NOT_BUILT = ("peers", "dev")
-# Old libraries may say that their own libraries have moved on since, which is nothing to their user.
+# Old libraries may warn of their own outdated libraries, which a user cannot change.
 QUIET = [f"-Wignore::{name}" for name in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")]
 _BOUND = re.compile(r"([\w.-]+(?:\[[\w,]+\])?)>=([\w.]+)")
 
 
 def settings() -> dict[str, Any]:
-    """What `pyproject.toml` says of the project."""
+    """Read the project table of `pyproject.toml`."""
     project: dict[str, Any] = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project
 
 
 def extras() -> list[str]:
-    """Those that are tried."""
+    """List the extras that are tried."""
     return [name for name in settings()["optional-dependencies"] if name not in NOT_BUILT]
 
 

@@ -45,7 +45,7 @@ def tested_order() -> list[str]:
 
 
 def imports(package: Path, rooms: set[str]) -> Arrows:
-    """How many imports lead from one room to another."""
+    """Count the imports from one room to another."""
     arrows: Arrows = Counter()
     for path in sorted(package.rglob("*.py")):
         here = room_of(("kvtool", *path.relative_to(package).with_suffix("").parts), rooms)

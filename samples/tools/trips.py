@@ -75,7 +75,7 @@ TRIPS = {
 
 @dataclass(slots=True)
 class Tracer:
-    """Notes who calls whom between files, in all threads."""
+    """Recorder of calls between files, in all threads."""
 
     trip: Trip
     root: str
@@ -85,7 +85,7 @@ class Tracer:
     _beyond: dict[int, int] = field(default_factory=dict)  # thread: how many `beyond` are on its stack
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        """What `sys.setprofile` calls."""
+        """Record a call or a return; `sys.setprofile` calls this."""
         if event not in ("call", "return") or self._done or (here := self._file(frame)) is None:
             return
         name, thread = f"{here}:{frame.f_code.co_name}", threading.get_ident()

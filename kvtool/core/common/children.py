@@ -18,7 +18,7 @@ HOME = Path(__file__).absolute().parents[3]  # where this kvtool is imported fro
 def python(program: str, *args: str) -> list[str]:
     """Make the command line of a Python that runs `program`, with `args` as `sys.argv[1:]`.
 
-    `python -c` puts the working directory first on its search path: a `json.py` in a folder of somebody's documents
+    `python -c` puts the working directory first on its search path: a `json.py` in a folder of documents
     would be run. The child starts isolated and is given this process's search path, so that it runs the same kvtool
     wherever that comes from (`PYTHONPATH`, an editable install, a notebook's own changes).
     """
@@ -66,7 +66,7 @@ def started(
 
 
 def _kill_with(reading: int, group: int) -> None:
-    """Have a process group killed when nobody has the writing end of this pipe any more."""
+    """Have a process group killed when no process has the writing end of this pipe open any more."""
     if sys.platform == "linux":
         import fcntl
 

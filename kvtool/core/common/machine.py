@@ -111,7 +111,7 @@ def _features(forced: str | None) -> frozenset[str]:
 
 
 def _check(told: list[str]) -> None:
-    """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: what is misspelt would count as not there."""
+    """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: a misspelt feature would count as missing."""
     known = _plain(_TELLABLE) | _features(None)
     stray = next((name for name in told if not _plain([name]) <= known), None)
     if stray is not None:

@@ -43,7 +43,7 @@ _SEED = 0
 def compress(
     path: Path, options: CompressOptions, events: Events | None = None, decoder: Decoder | None = None
 ) -> CompressReport:
-    """Encode a store's records at some levels. What is there already stays; run again to resume.
+    """Encode a store's records at some levels. Existing records stay; run again to resume.
 
     Parameters
     ----------

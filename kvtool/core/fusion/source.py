@@ -32,7 +32,7 @@ class RecordMissing(Exception):
 
     Attributes
     ----------
-    stored : True if the record exists all the same, and is not to be stored again.
+    stored : True if the record exists nevertheless, and is not to be stored again.
     unusable : this segment and further ones that cannot be used, each with its reason.
     """
 

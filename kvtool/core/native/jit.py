@@ -35,7 +35,7 @@ R = TypeVar("R")
 _MOST_BYTES = 2**22  # of one piece of code
 _MOST_FILES = 256
 _DIGEST = 32
-_FOR_READING = os.O_RDONLY  # no link is followed, and nobody waits for the other end of a pipe
+_FOR_READING = os.O_RDONLY  # follows no link, and does not wait for the other end of a pipe
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _FOR_READING |= getattr(os, _flag, 0)
 

@@ -1,4 +1,4 @@
-"""Jobs of machine code: their fields are named once, for the code that reads them and for who writes them."""
+"""Jobs of machine code: their fields are named once, for the code that reads them and the code that writes them."""
 
 from __future__ import annotations
 

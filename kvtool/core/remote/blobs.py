@@ -120,8 +120,8 @@ class Blobs(Protocol):
         ...
 
     def hold(self, name: str) -> None:
-        """Take or renew a lease, which everybody sees until its time is over. Its name is a key of `LEASES`, `-` and
-        an id. A lease is no value: `names` does not list it."""
+        """Take or renew a lease, which all users of the store see until it expires. Its name is a key of `LEASES`, `-`
+        and an id. A lease is no value: `names` does not list it."""
         ...
 
     def held(self) -> set[str]:

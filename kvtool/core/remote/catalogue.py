@@ -135,7 +135,7 @@ class Chunk:
     ----------
     mark : of the description.
     place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
-    foreign : the owner of the catalogue did not make it, but has it from somebody else; also of a file.
+    foreign : the owner of the catalogue did not make it, but received it from another user; also of a file.
     """
 
     mark: str

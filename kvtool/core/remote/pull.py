@@ -70,7 +70,7 @@ def pull(
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : forget the files that the shared store does not have.
+    delete : remove the files that the shared store does not have.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
@@ -78,7 +78,7 @@ def pull(
     Raises
     ------
     StoreNotFoundError : nothing was pushed there.
-    UsageError : more than half would be forgotten, and nobody said `yes`.
+    UsageError : more than half would be removed without `yes`.
     UntrustedError : a signature is required, and no trusted key has signed.
     RemoteError : the shared store does not answer. What came stays.
     StoreFormatError : the store is of another model.
@@ -339,7 +339,7 @@ class _Pull:
             raise DamagedError("its description did not come")
         origin = self.origins.of(chunk)
         if not origin.is_foreign and self.store.origin(chunk_id).is_foreign:
-            raise DamagedError("its description did not come")  # what is here of it is somebody else's
+            raise DamagedError("its description did not come")  # what is stored here of it is another user's
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, of_level in by_level.items():
@@ -513,8 +513,8 @@ class Origins:
 
     Parameters
     ----------
-    own : of what the catalogue's owner made. What he has from somebody else is nobody's whom the user trusts.
-    place : where the catalogue is from, as people call it.
+    own : of what the catalogue's owner made. What the owner has from others counts as untrusted.
+    place : where the catalogue is from, for messages.
     """
 
     def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:

@@ -150,7 +150,7 @@ class OverlapPolicy(Adaptive):
         return [ladder for ladder in self._open() if ladder.chunk not in meanwhile]
 
     def _meanwhile(self, until: float) -> set[int]:
-        """Chunks that are not there, nor asked for, and that the processor is expected to have computed by then."""
+        """Return chunks neither there nor requested that the processor is expected to have computed by then."""
         found: set[int] = set()
         free = self._free()
         if self._running is not None and free <= until:

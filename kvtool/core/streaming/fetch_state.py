@@ -73,7 +73,7 @@ class Ladder:
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:
-        """Bytes that a rung still takes when the parts of the `held` levels are there."""
+        """Return the bytes that a rung still needs when the parts of the `held` levels are there."""
         return sum(part.size for part in rung.absent(held))
 
     def reached(self, held: Set[str]) -> int:
@@ -248,7 +248,7 @@ class Policy(ABC):
         Parameters
         ----------
         seconds : its duration, without the decoding in between.
-        whole : False: it failed, or was stopped. Nothing of it is there then.
+        whole : False: it failed, or was stopped; nothing of it is kept.
         """
         raise NotImplementedError("nothing was to be computed")
 
@@ -283,7 +283,7 @@ class Policy(ABC):
         Parameters
         ----------
         started : the later of its request and the end of the one before it on the same link.
-        arrived : False: it failed, or was given up. Nothing of it is there then.
+        arrived : False: it failed, or was given up; nothing of it is kept.
         """
         flight = next(flight for flight in self._flying if flight.fetch == fetch)
         self._flying.remove(flight)
@@ -330,7 +330,7 @@ class Policy(ABC):
         return fetch
 
     def _coming(self, ladder: Ladder) -> set[str]:
-        """Levels of a chunk's parts that are there or under way."""
+        """Return the levels of a chunk's parts that are there or under way."""
         flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
         return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
 

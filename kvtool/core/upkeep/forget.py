@@ -1,4 +1,4 @@
-"""Documents that are forgotten, with the chunks that nobody else refers to."""
+"""Removal of documents, with the chunks that no other document refers to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtool.core.upkeep.selectors import named_documents
 
 
 class MuchError(UsageError):
-    """More than half of several documents would be forgotten, and nobody has said that they are to be."""
+    """Error: more than half of several documents would be removed, without the user's consent."""
 
 
 def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:

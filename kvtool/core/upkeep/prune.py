@@ -188,7 +188,7 @@ def _weigh(report: PruneReport, inventory: Inventory, store: Store) -> None:
 
 
 def _compacted(writer: Writer, steps: Sequence[Step]) -> int:
-    """Give free pages back to the disk. Raises NoSpaceError, which says what is dropped all the same."""
+    """Give free pages back to the disk. Raises NoSpaceError, which states what is dropped nevertheless."""
     try:
         return writer.compact()
     except NoSpaceError as error:

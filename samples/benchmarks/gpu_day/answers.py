@@ -49,7 +49,7 @@ def _measured(day: Day, shape: str, context: int) -> dict[str, Any]:
 
 
 def _ways(day: Day) -> list[tuple[str, str]]:
-    """How a step is taken, and the attention's kernel; without a GPU nothing can be captured."""
+    """List pairs of a way to take a step and an attention kernel; without a GPU no graph can be captured."""
     ways = [("static", "")]
     return [*ways, ("graph", "sdpa"), ("graph", "triton")] if day.device.startswith("cuda") else ways
 

@@ -53,7 +53,7 @@ def _result(job: Future[dict[str, Any]] | None) -> dict[str, Any]:
 
 
 def _tested(device: str, chosen: str, limit: int) -> dict[str, Any]:
-    """How many passed and failed, which failed, and the end of what pytest said."""
+    """Return how many tests passed and failed, which failed, and the end of pytest's output."""
     folders = ["tests/laws"] if chosen != _REST else ["tests/laws", "tests/fusion"]
     command = [
         sys.executable,

@@ -25,7 +25,7 @@ INCLUDES = (
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated besides the traces.
+    """The simulated cases besides the given traces.
 
     Attributes
     ----------
@@ -39,7 +39,7 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What is varied.
+    """Parameters of the simulation.
 
     Attributes
     ----------
@@ -86,7 +86,7 @@ class StreamRow:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How soon the context is there over a steady link: fetched and decoded, or computed from text."""
+    """Time until the context is there over a steady link: fetched and decoded, or computed from text."""
 
     policy: str
     ready_ms: float
@@ -123,7 +123,7 @@ class StreamBench:
         return tuple(dict.fromkeys(trace.kind for trace in self.traces))
 
     def row(self, policy: str, kind: str = ALL, slo_ms: float | None = None) -> StreamRow:
-        """One policy over a class of traces at an objective."""
+        """Return the row of one policy over a class of traces at an objective."""
         return next(row for row in self.rows if (row.policy, row.kind, row.slo_ms) == (policy, kind, slo_ms))
 
     def to_json(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def bench_stream(
 def _outcomes(
     context: Context, trace: LinkTrace, slo_ms: float, options: StreamOptions
 ) -> Iterator[tuple[str, Outcome]]:
-    """What every policy makes of a trace at one objective, its name first."""
+    """Yield every policy's name and outcome of a trace at one objective."""
     for name in (ADAPTIVE, LINK, CACHEGEN, *context.fixed, TEXT):
         task = context.task(slo_ms / 1e3, name if name in context.fixed else None)
         yield name, simulate(_policy(name, task, options), task, trace, options.depth)

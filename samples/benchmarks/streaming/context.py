@@ -115,7 +115,7 @@ class Context:
         return self.passes.seconds(tokens, _keys(0, tokens))
 
     def text_seconds(self) -> float:
-        """What computing the context from its text adds to the question's own pass."""
+        """Return the seconds that computing the context from its text adds to the question's own pass."""
         everything = frozenset(ladder.chunk for ladder in self.ladders)
         return self.compute(everything) - self.compute(frozenset())
 
@@ -233,7 +233,7 @@ def _store_chunks(
 
 
 def _parts(store: Store, chunk: bytes, level: str, sizes: Mapping[str, int]) -> tuple[Part, ...]:
-    """What a level is decoded from, the coarsest first. All layers of a level refine the same one."""
+    """Return the parts from which a level is decoded, the coarsest first. All layers of a level refine the same one."""
     from kvtool.core.codec import CODECS
 
     found = store.read_kv(chunk, level, 0)

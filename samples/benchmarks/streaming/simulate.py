@@ -25,7 +25,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of a trace.
+    """Outcome of a policy over a trace.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class _Link:
         self.sent.append(_Sent(fetch, now, now + next(self._latencies)))
 
     def first_event(self, policy: Policy, now: float) -> tuple[float, _Sent, bool]:
-        """What ends first: (when, what, whether it has arrived)."""
+        """Return the fetch that ends first: (when, the fetch, whether it has arrived)."""
         return min(self._events(policy, now), key=lambda event: event[0])
 
     def _events(self, policy: Policy, now: float) -> Iterator[tuple[float, _Sent, bool]]:
@@ -143,7 +143,7 @@ class _Processor:
         self.left -= max(0.0, now - max(since, min(self.decoded_at, now)))
 
     def event(self, policy: Policy, now: float) -> tuple[float, bool]:
-        """When what is computed ends or is stopped, and whether it is whole then."""
+        """Return when the computation ends or is stopped, and whether it is whole then."""
         assert self.chunk is not None
         end, limit = max(now, self.decoded_at) + max(self.left, 0.0), policy.stop_at(self.chunk)
         return (end, True) if limit is None or end <= limit else (max(limit, now), False)
@@ -188,7 +188,7 @@ def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH, s
 
 
 def _next_event(policy: Policy, link: _Link, processor: _Processor, now: float) -> tuple[float, _Sent | None, bool]:
-    """What comes first: (when, the fetch or None, whether it is whole); None: the computation, or time has passed."""
+    """Return the first event: (when, the fetch or None, whether it is whole); None: the computation, or a wait."""
     events: list[tuple[float, _Sent | None, bool]] = []
     if link.sent:
         events.append(link.first_event(policy, now))
@@ -221,7 +221,7 @@ def _outcome(policy: Policy, task: Task, ready: float, arrivals: tuple[Arrival, 
 
 
 def meets(seconds: float, objective: float) -> bool:
-    """Whether a time is within the objective, but for the rounding of sums."""
+    """Return True if a time is within the objective, but for the rounding of sums."""
     return seconds <= objective + 1e-9
 
 

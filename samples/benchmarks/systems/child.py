@@ -121,17 +121,17 @@ _RESET_PEAK = "5"  # proc(5), clear_refs
 
 
 def resident() -> int | None:
-    """Bytes of memory that this process has now, files mapped into memory included."""
+    """Return the bytes of resident memory now, files mapped into memory included."""
     return _book("VmRSS")
 
 
 def peak_resident() -> int | None:
-    """The most that it had since `reset_peak`."""
+    """Return the peak of resident memory in bytes since `reset_peak`."""
     return _book("VmHWM")
 
 
 def mapped() -> int | None:
-    """What of it are mapped files now."""
+    """Return the bytes of resident memory that are mapped files now."""
     return _book("RssFile")
 
 

@@ -33,7 +33,7 @@ ONCE = 0  # the journal's number for what is measured once, not for each context
 
 @dataclass(frozen=True, slots=True)
 class PeersOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Found:
 
 
 def runs(options: PeersOptions) -> int:
-    """How many runs there will be: the work of a progress bar."""
+    """Return how many runs there will be, for a progress bar."""
     beside = sum(3 if peer == LLAMA else 1 for peer in options.peers)
     return (beside + len(options.modes)) * len(options.contexts) * options.repeat
 
@@ -152,7 +152,7 @@ class Job:
         return key_of(contender, round_) in self.journal.rows.get(context, {})
 
     def found(self) -> Found:
-        """What is known by now: of the contexts that were asked for, all rounds that the file holds."""
+        """Return the results so far: for the requested contexts, all rounds that the file holds."""
         runs = [
             Run(contender, context, round_, Measured.from_json(row))
             for context in self._options.contexts
@@ -234,7 +234,7 @@ class Job:
 
 
 def facts_of(options: PeersOptions, files: ModelFiles, dtype: str) -> dict[str, Any]:
-    """What has to be the same when a file is gone on from; contexts and rounds may be added."""
+    """Return the facts that have to be the same to resume a file; contexts and rounds may be added."""
     return {
         "model": model_fingerprint(files, dtype),
         "text": hashlib.sha256(text().encode()).hexdigest(),

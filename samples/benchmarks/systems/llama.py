@@ -127,7 +127,7 @@ def load(task: Task, capacity: int) -> LlamaRunner:
 
 
 def build() -> str:
-    """What llama.cpp says of how it was built for which CPU."""
+    """Return llama.cpp's own description of its build and CPU features."""
     return " ".join(llama_cpp.llama_print_system_info().decode("utf-8", "replace").split())
 
 

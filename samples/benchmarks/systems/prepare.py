@@ -1,4 +1,4 @@
-"""What all contenders are given: prompts of real text, and a store that holds their chunks."""
+"""Input of all contenders: prompts of real text, and a store that holds their chunks."""
 
 from __future__ import annotations
 

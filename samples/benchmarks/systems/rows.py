@@ -211,6 +211,6 @@ def _bytes(measured: Sequence[Measured], value: Callable[[Measured], int | None]
 
 
 def _alike(said: Sequence[int], reference: Sequence[int]) -> int:
-    """How many tokens from the first on are the same."""
+    """Return the length of the common prefix of two sequences of tokens."""
     pairs = list(zip(said, reference, strict=False))
     return next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))

@@ -21,7 +21,7 @@ LLAMA_DEFAULT = f"{LLAMA}, defaults"
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Somebody who answers a prompt.
+    """A system that answers a prompt.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """What tables call it; the same for the same settings."""
+        """Return its name in tables; the same for the same settings."""
         if self.kind == KVTOOL:
             return f"{KVTOOL} {self.mode}"
         if self.kind == TRANSFORMERS:
@@ -104,7 +104,7 @@ class PeerPrompt:
         return self.documents + self.question
 
     def shortest(self) -> PeerPrompt:
-        """The beginning, one chunk and the question: what everybody warms up with."""
+        """Return the beginning, one chunk and the question: the warm-up of every contender."""
         return PeerPrompt(self.pieces[:2], self.question)
 
     @classmethod
@@ -132,7 +132,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one process found. Milliseconds and bytes; memory is None if it is unknown.
+    """Measurements of one process. Milliseconds and bytes; memory is None if it is unknown.
 
     Attributes
     ----------
@@ -170,7 +170,7 @@ class Measured:
 
 
 def prompts_file(folder: Path) -> Path:
-    """Where `prepare` has put the prompts, by context."""
+    """Return the path of the prompts that `prepare` has written, by context."""
     return folder / "prompts.json"
 
 
@@ -182,7 +182,7 @@ def read_prompt(task: Task) -> PeerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Who a contender is, and what it found besides times."""
+    """Facts of a contender, and its results besides times."""
 
     version: str
     build: str

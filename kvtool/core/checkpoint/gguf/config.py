@@ -28,7 +28,7 @@ _TOLD = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# All values of gpt-oss: the reader of `transformers` fails on numbers of this architecture.
+# All values of gpt-oss: the reader of `transformers` fails on this architecture's numbers.
 _GPT_OSS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
