@@ -70,13 +70,13 @@ def arguments() -> argparse.Namespace:
 
 
 def all_folders() -> Sequence[str]:
-    """Those of the corpus, with the first answer's before all others."""
+    """List the folders of the corpus, that of the first answer first."""
     folders = sorted(path.name for path in (HERE / "corpus").iterdir() if path.is_dir())
     return sorted(folders, key=lambda name: name != PART[0])
 
 
 def chosen(options: argparse.Namespace, folders: Sequence[str]) -> list[dict[str, Any]]:
-    """The first questions of the sample whose answers stand in these folders."""
+    """Choose the first questions of the sample whose answers are in these folders."""
     rows = map(json.loads, (HERE / "questions.jsonl").read_text(encoding="utf-8").splitlines())
     asked = [row for row in rows if row["lang"] == options.lang and folders_of(row) <= {*folders}]
     if not asked:
@@ -89,7 +89,7 @@ def folders_of(row: dict[str, Any]) -> set[str]:
 
 
 def write_batch(options: argparse.Namespace, questions: Sequence[dict[str, Any]]) -> Path:
-    """A file for `query --batch`; the tool finds the chunks by itself."""
+    """Write a file for `query --batch`, which names no chunks: the tool retrieves them."""
     kept = [{name: row[name] for name in ("id", "question", "answers")} for row in questions]
     options.folder.mkdir(parents=True, exist_ok=True)
     path: Path = options.folder / "questions.jsonl"
@@ -112,7 +112,7 @@ def run(command: Sequence[str], capture: bool = False) -> str:
 
 
 def program() -> str:
-    """How kvtool is called here: it stands beside the Python that runs this, which need not be on PATH."""
+    """Return how kvtool is called here: from the folder of the Python that runs this, which need not be on PATH."""
     beside = Path(sys.executable).parent / "kvtool"
     if not beside.exists():
         return "kvtool"

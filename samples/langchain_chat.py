@@ -3,8 +3,8 @@
     kvtool serve --learn --model smollm2 &
     KVTOOL_KEY=$(kvtool serve --show-key) python samples/langchain_chat.py samples/corpus "Who founded the observatory?"
 
-The chain retrieves by itself and pastes passages into its messages. Nothing but the address is kvtool's: passages that
-come again are learned, and the third question that pastes them reads their KV.
+The chain does its own retrieval and pastes passages into its messages. Only the address is kvtool's: passages that are
+pasted again are learned, and the third question that pastes them reads their KV.
 """
 
 from __future__ import annotations

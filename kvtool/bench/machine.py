@@ -87,10 +87,8 @@ class LayerWork:
     keys: int
 
 
-Windows = tuple[
-    int | None, ...
-]  # of layers that keep something; of those behind one row is computed, which is left out
-Work = tuple[LayerWork, ...]  # by layer, the first ones; layers behind are not computed
+Windows = tuple[int | None, ...]  # of layers that keep something; later ones compute one row, which is left out
+Work = tuple[LayerWork, ...]  # by layer, the first ones; later layers are not computed
 
 
 def keys_seen(positions: Sequence[int], window: int | None = None) -> int:
@@ -311,7 +309,7 @@ _TELLING = (
     *("sse42", "avx", "avx2", "fma", "avxvnni", "avxneconvert", "avx512f", "avx512vnni", "avx512bf16", "avx512fp16"),
     *("amxint8", "amxbf16", "neon", "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme"),
 )
-# Variables that make a machine do less than it can, or other than by itself.
+# Variables that make a machine do less than it can, or other than by default.
 _HOLDING = (
     *("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", FEATURES),
     *("KVTOOL_ENTROPY_CODER", "KVTOOL_ATTENTION", "KVTOOL_STEPPER"),

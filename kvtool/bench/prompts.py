@@ -73,11 +73,11 @@ class BenchPrompt:
         return self.chunks if self.prefix is None else (self.prefix, *self.chunks)
 
     def shortest(self) -> BenchPrompt:
-        """Its first chunk alone."""
+        """Return the prompt with only its first chunk."""
         return BenchPrompt(self.wanted, self.prefix, self.chunks[:1], self.question)
 
     def plan(self, store: Store) -> Plan:
-        """Look the pieces up and lay the prompt out, as a query does. Raises DamagedError where one is not whole."""
+        """Look up the pieces and build the plan, as a query does. Raises DamagedError if a piece is not whole."""
         empty = Candidate((), lead_in=ids_digest([]), reason="empty")
         prefix = empty if self.prefix is None else _candidate(store, self.prefix)
         return build_plan(
@@ -165,8 +165,8 @@ def scratch_store(
 ) -> Iterator[tuple[Store, list[BenchPrompt]]]:
     """Make a store that holds all chunks of these prompts at `level`, and the prompts.
 
-    The prefix is stored alone. The chunks are prefilled after a lead-in, so that none is exact in its prompt. A lossy
-    level gets a profile that is fitted to the chunks' own KV, every error mattering alike.
+    The prefix is stored without a lead-in. The chunks are prefilled after one, so that none is exact in its prompt. A
+    lossy level gets a profile that is fitted to the chunks' own KV, with equal weight for every error.
 
     Parameters
     ----------
@@ -240,7 +240,7 @@ def random_text(vocabulary: int, sizes: Sizes, seed: int) -> BenchText:
 
 
 def prompt_of(decoder: Decoder, text: BenchText, level: str, context: int) -> BenchPrompt:
-    """Lay out the prompt of `context` tokens. Raises UsageError where no chunk fits in."""
+    """Build the prompt of `context` tokens. Raises UsageError if no chunk fits."""
     # The prefix has no lead-in; it is kept exactly, whatever the level (ingest/storer.py).
     prefix = _stored(decoder, text.prefix, (), level_of(level).of_prefix)
     chunks = [_stored(decoder, ids, text.lead_in, level) for ids in text.chunks(context)]

@@ -134,7 +134,7 @@ def _gemma4(layers: int, every: int, window: int, inputs: int) -> dict[str, Any]
 
 
 # The small ones' last layers keep no keys and values of their own, and E2B's have twice the MLP. Full layers of the
-# large ones have fewer heads, and keys that are their values, too; 26B has 128 experts beside an MLP, a token takes 8.
+# large ones have fewer heads, and keys that are their values, too; 26B has an MLP and 128 experts (8 a token).
 _E2B = _gemma4(35, 5, 512, 256) | {"num_kv_shared_layers": 20, "use_double_wide_mlp": True}
 _E4B = _gemma4(42, 6, 512, 256) | {"num_kv_shared_layers": 18}
 _31B = _gemma4(60, 6, 1024, 0) | {"attention_k_eq_v": True, "num_global_key_value_heads": 4}

@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 @contextmanager
 def typed_ahead() -> Iterator[None]:
-    """Show nothing of what is typed meanwhile: it would appear in the middle of an answer. The next prompt has it.
+    """Hide input that is typed meanwhile: it would appear in the middle of an answer. The next prompt has it.
 
-    Keys that send signals go on doing so. Where stdin is no terminal, nothing is changed.
+    Keys that send signals still do so. If stdin is no terminal, nothing is changed.
     """
     try:
         import termios
@@ -478,7 +478,7 @@ def chat(run: Run) -> int | None:
 
 
 def hold(run: Run) -> int | None:
-    """Answer what is asked until nothing more is; returns an exit code."""
+    """Answer questions until the user ends the chat; return an exit code."""
     # options of single questions, which a configuration file may set
     options = replace(run.get(QueryOptions), defer=False, slo_ms=None, audit=0.0, explain=False)
     with open_any_store(run) as store:

@@ -323,7 +323,7 @@ class Out:
             text = wrapped(text, max(1, columns - 2))
         text = text.replace("\n", "\n  ")  # a file's name may hold a line of its own
         line = self._coloured(label, colour) + text.removeprefix(label) + "\n"
-        with suppress(OSError, ValueError), hide_activity():  # nobody is left to hear that nobody hears
+        with suppress(OSError, ValueError), hide_activity():  # if stderr is closed, too, no warning can be shown
             if self._bars is not None:
                 self._above(self._bars, line)
             else:

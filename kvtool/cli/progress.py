@@ -231,7 +231,7 @@ class Spinner:
 
     @contextmanager
     def aside(self, until_new_words: bool = False) -> Iterator[None]:
-        """Take the line away while somebody else writes; it comes back, or stays away until there are new words."""
+        """Clear the line while other code writes; restore it afterwards, or only when there are new words."""
         with self._lock:
             if until_new_words:
                 self._words = ""
@@ -241,7 +241,7 @@ class Spinner:
             yield
 
     def stop(self) -> None:
-        """Take the line away for good."""
+        """Clear the line and show it no more."""
         self._over.set()
         with self.aside(until_new_words=True):
             pass

@@ -110,7 +110,7 @@ class SafeStream(io.TextIOBase):
             self.stream.flush()
 
     def close(self) -> None:
-        """Leave the stream open, and what is in it: who ends the process looks after both. Since
+        """Leave the stream open and unflushed: the code that ends the process does both. Since
         Python 3.13 a flush that fails at garbage collection prints to standard error."""
 
 

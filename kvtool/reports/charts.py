@@ -12,7 +12,7 @@ from xml.sax.saxutils import escape
 
 Axis = Literal["even", "linear", "logarithmic"]  # of x: values evenly spaced, or to one of two scales
 
-WIDTH = 1056  # of a whole chart: what a page at 1,200 pixels has room for
+WIDTH = 1056  # of a whole chart: fits a page of 1,200 pixels
 _HEIGHT = 280  # of a panel's plot
 _LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 64, 64, 72, 24, 56
 _LABEL = 30  # pixels that a number below a panel takes at least; on a logarithmic axis they are longer
@@ -40,7 +40,7 @@ class Line:
     Attributes
     ----------
     points : (x, y), ascending in x.
-    bounds : of each point, its interval in y; empty: there are none.
+    bounds : of each point, its interval in y; empty: no intervals.
     variant_of : the series that this one is a variant of: drawn in its colour, with its mark, hollow and dashed.
     """
 
@@ -219,8 +219,8 @@ def _looks(lines: Iterable[Line]) -> dict[str, _Look]:
 
 
 def _of_modes(names: Sequence[str]) -> dict[str, int]:
-    """Numbers of the series that are a fusion mode's, such as `union:0.15` or `full prefill`, also behind the tool's
-    name: the first of each mode has its number, and the others are as any series."""
+    """Return the numbers of the series of a fusion mode, such as `union:0.15` or `full prefill`, also after the tool's
+    name: the first of each mode has its number, and the others are numbered as any series."""
     numbers: dict[str, int] = {}
     for name in names:
         words = re.split(r"[ :,+]", name.removeprefix("kvtool "))
@@ -242,13 +242,13 @@ class _Across:
 
     @classmethod
     def evenly(cls, values: Sequence[float], wide: float) -> _Across:
-        """An axis on which values stand evenly spaced."""
+        """Return an axis of evenly spaced values."""
         places = {x: wide * (number + 0.5) / len(values) for number, x in enumerate(values)}
         return cls(wide, places, tuple(values[:: math.ceil(len(values) * _LABEL / wide)]))
 
     @classmethod
     def linear(cls, values: Sequence[float], wide: float) -> _Across:
-        """An axis from 0 on which values stand to scale, with room at both ends for what moves aside."""
+        """Return an axis from 0 with values to scale, and margins at both ends for points that are moved aside."""
         last = max([*values, 0.0]) or 1.0
         step = _round_step(last / 10)
         ticks = tuple(step * number for number in range(int(last / step) + 1))
@@ -256,7 +256,7 @@ class _Across:
 
     @classmethod
     def logarithmic(cls, values: Sequence[float], wide: float) -> _Across:
-        """An axis on which equal distances are equal ratios; those of its values are named that have room for it."""
+        """Return an axis on which equal distances are equal ratios; values whose labels would overlap get none."""
         first, last = math.log(values[0]), math.log(values[-1])
         places = {x: wide * (0.05 + 0.9 * (math.log(x) - first) / (last - first or 1.0)) for x in values}
         ticks = [values[0]]

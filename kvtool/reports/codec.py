@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _SCALE_BYTES = 2
 _MOST_LINES = 6  # of a panel
-_FINEST = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")  # the lines of a panel with room for no others
+_FINEST = ("int8", "int4", "anchor-1", "mean-2", "1", "2", "3", "4")  # the lines of a panel that fits no others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def chosen_schemes(names: Sequence[str], profile: Profile | None, heavy: HeavyRo
 
     Raises
     ------
-    UsageError : no such scheme, or it needs a profile and there is none.
+    UsageError : no such scheme, or it needs a profile that the store lacks.
     """
     from kvtool.core.compress.loss import LevelScheme
 

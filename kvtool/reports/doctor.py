@@ -124,12 +124,12 @@ def checkup(place: Path | str, wanted: ModelOptions, timeout: float, doing: Call
     here = place if isinstance(place, Path) else local_place(place)
     if not isinstance(place, Path):
         found += check_tier(place, timeout)
-    if here is place or here.exists():  # a store in front is made by the first question
+    if here is place or here.exists():  # a local cache is made by the first question
         found += [*check_disk(here, "disk of the store"), *check_store(here)]
     identity = _identity(here)
     found += check_disk(cache_dir(), "disk of the cache")
     doing("looking for the model")
-    if here is place or identity is not None or wanted.model is not None:  # else the shared store tells at a question
+    if here is place or identity is not None or wanted.model is not None:  # else a question asks the shared store
         found += _check_model(identity, wanted)
     if identity is not None:
         found += check_gate(here, identity)
@@ -190,7 +190,7 @@ def check_libraries() -> Iterator[Finding]:
 
 @failing("extras")
 def check_extras() -> Iterator[Finding]:
-    """Say which extras are installed; one that is not is nothing bad."""
+    """Report which extras are installed; a missing one is fine, too."""
     for extra in sorted(set(metadata.metadata("kvtool").get_all("Provides-Extra") or ()) - {*_NOT_OFFERED}):
         wanted = _wanted(extra)
         if missing := [each.name for each in wanted if _installed(each.name) is None]:
@@ -268,7 +268,7 @@ def check_cpu() -> Iterator[Finding]:
 
 @failing("memory")
 def check_memory() -> Iterator[Finding]:
-    """Say how much memory is there; nothing where the system does not tell."""
+    """Report how much memory is free; nothing if the system does not report it."""
     try:
         page = os.sysconf("SC_PAGE_SIZE")
         whole, free = page * os.sysconf("SC_PHYS_PAGES"), page * os.sysconf("SC_AVPHYS_PAGES")
@@ -373,7 +373,7 @@ def _speeds(place: Path) -> tuple[float, float]:
 
 @failing("store")
 def check_store(folder: Path) -> Iterator[Finding]:
-    """Open the store and count; that there is none yet is nothing bad."""
+    """Open the store and count its contents; a missing store is fine, too."""
     try:
         with Store.open(folder) as store:
             sizes, concerns = sizes_of(store), store.concerns()
@@ -389,7 +389,7 @@ def check_store(folder: Path) -> Iterator[Finding]:
 
 @failing("gate")
 def check_gate(folder: Path, identity: StoreIdentity) -> Iterator[Finding]:
-    """Tell the gate's verdict on the store's model."""
+    """Report the gate's result for the store's model."""
     with Store.open(folder) as store:
         verdict = known_result(store, identity.fingerprint)
     if verdict is None:

@@ -1,4 +1,4 @@
-"""Evaluation of questions by several runs, with a journal of results so that a killed evaluation goes on."""
+"""Evaluation of questions by several runs, with a journal of results so that a killed evaluation resumes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Journal:
 
     Parameters
     ----------
-    path : None keeps results in memory alone.
+    path : None keeps results only in memory.
     facts : JSON values; a file with others is refused.
     kind : the command that writes it; a file of another one is refused.
 
@@ -216,7 +216,7 @@ class Journal:
                 if number:
                     self._merge(int(value["index"]), dict(value["runs"]))
             except (ValueError, KeyError, TypeError) as error:
-                if number and number == len(lines) - 1:  # torn, too: a machine that went down leaves such
+                if number and number == len(lines) - 1:  # torn, too: a machine that crashed leaves such lines
                     return
                 raise self._strange(number + 1) from error
             if not number:

@@ -43,8 +43,8 @@ def glance(context: ReportContext) -> ReportResult:
 
 
 def computed_by(store: Store, identity: StoreIdentity) -> list[dict[str, Any]]:
-    """Tell what computed the documents' chunks, or the stretches of a model that keeps states: `dtype`, `device`, both
-    None where it was not noted, and `chunks`; most first."""
+    """Count by what computed the documents' chunks, or the state checkpoints of a recurrent model: `dtype`, `device`,
+    both None where it was not noted, and `chunks`; most first."""
     made = Counter(info.arithmetic for info in store.stretches().values()) if identity.keeps_states else {}
     made = made or store.arithmetics(chunk for chunk in store.chunk_ids() if chunk != identity.prefix_id)
     counts = sorted(made.items(), key=lambda item: (-item[1], str(item[0])))

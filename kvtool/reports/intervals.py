@@ -44,9 +44,9 @@ class Statistic:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A statistic of the questions as they are, and its 95 % interval; None where there is nothing to tell.
+    """A statistic of the questions, and its 95 % interval; None without data.
 
-    A single question has a value, and no interval: drawn again it is always the same.
+    A single question has a value, and no interval: every resample is the same.
     """
 
     value: float | None
@@ -88,7 +88,7 @@ def recovered(own: Column, none: Column, full: Column) -> Statistic:
 
 
 def _of_all(*columns: Column) -> tuple[Column, ...]:
-    """The columns with the questions alone that all of them have."""
+    """Return the columns with only the questions that all of them have."""
     rows = [row if None not in row else (None,) * len(row) for row in zip(*columns, strict=True)]
     return tuple([row[at] for row in rows] for at in range(len(columns)))
 

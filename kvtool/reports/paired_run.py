@@ -229,6 +229,6 @@ class PairedRun:
 
 
 def without_chunks(plan: Plan) -> Plan:
-    """Lay out the same prompt's beginning and question, in the same form, with nothing between them."""
+    """Build the plan of the same prompt's beginning and question, in the same form, with nothing between them."""
     prefix, *_, question = plan.segments
     return build_plan(prefix.source, [], question.ids)

@@ -93,7 +93,7 @@ def compare_runs(
 
     asked = requests[: context.get(BatchOptions).limit]
     failed = Evaluation(asked, list(by_name), journal, context.events).work_off(begin)
-    base = specs[0] if flags.runs and specs else parse_run(QueryOptions().mode())  # that others' KL is held against
+    base = specs[0] if flags.runs and specs else parse_run(QueryOptions().mode())  # with which others' KL is compared
     value = {"resolved": {"model": identity.model}, "max_tokens": flags.max_tokens, "failed": failed}
     value |= overview(journal.rows, base.name)
     if flags.holdout:

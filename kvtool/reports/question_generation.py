@@ -1,7 +1,7 @@
 """Question generation: the model writes questions from the store's chunks, for a first evaluation.
 
 Such questions favour retrieval, since they use the words of the passage, and the model, since it wrote the answers from
-that passage alone. They serve to compare modes on one's own documents.
+only that passage. They serve to compare modes on one's own documents.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SHORTEST = 120  # characters of a passage worth asking about
 _QUESTION_TOKENS, _ANSWER_TOKENS = 48, 20
 _ANSWER_WORDS = 12
 _ENDS = "?？؟"
-_ABOUT = 0.5  # of a question's search terms stand in its passage, and two of them at least
+_ABOUT = 0.5  # of a question's search terms occur in its passage, and two of them at least
 
 
 def generate_questions(session: Session, count: int) -> Iterator[Request | None]:
@@ -51,7 +51,7 @@ def generate_questions(session: Session, count: int) -> Iterator[Request | None]
     Yields
     ------
     A question and its document for each passage that the question's words are about. The question has an answer if the
-    model, asked with the passage alone, gives a short one that occurs in it. None for a passage without a question.
+    model, asked with only the passage, gives a short one that occurs in it. None for a passage without a question.
     """
     made, asked = 0, set[str]()
     for passage, text in _worth_asking(session.store, count * TRIES):
@@ -99,7 +99,7 @@ def _said(session: Session, pieces: Sequence[Sequence[int]], most: int) -> Gener
 
 
 def _first_question(said: str) -> str | None:
-    """Take the first question of what a model has said; None if there is none."""
+    """Return the first question of a model's text; None if it has none."""
     line = next((line for line in said.splitlines() if line.strip()), "")
     ends = [at for at in map(line.find, _ENDS) if at >= 0]
     return line[: min(ends) + 1].strip(" \"'*") if ends else None
@@ -119,7 +119,7 @@ def _is_answer(question: str, answer: str, text: str) -> bool:
 
 
 def _worth_asking(store: Store, most: int) -> Iterator[tuple[Passage, str]]:
-    """Yield passages with enough text, one of each document in turn, in an order that depends on the store alone."""
+    """Yield passages with enough text, one of each document in turn, in an order that depends only on the store."""
     dice = random.Random(0)
     sources = sorted(store.sources())
     dice.shuffle(sources)

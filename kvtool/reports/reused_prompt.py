@@ -184,9 +184,9 @@ class PromptSet:
 
 
 def lay_out_exactly(session: Session, requests: Sequence[Request], options: QueryOptions) -> PromptSet:
-    """Lay out prompts whose chunks are read exactly, so that no codec's loss is counted as reuse's.
+    """Build prompts whose chunks are read exactly, so that no codec's loss is counted as reuse's.
 
-    If a level is asked for, they are read at that level. A chunk that is stored at lossy levels alone is computed as
+    If a level is asked for, they are read at that level. A chunk that is stored only at lossy levels is computed as
     ingest would, after the chunk's own lead-in. A chunk that is not stored is a hole, as it is to a question.
 
     Raises
@@ -208,7 +208,7 @@ def lay_out_exactly(session: Session, requests: Sequence[Request], options: Quer
 
 
 def _computed(session: Session, asked: PromptLayout, source: ExactSource) -> PromptLayout:
-    """Compute the chunks that are stored at lossy levels alone into `source`, and read the prompt from there."""
+    """Compute the chunks that are stored only at lossy levels into `source`, and read the prompt from there."""
     prefix, *_, question = asked.plan.segments
     chunks = []
     for hit, segment in zip(asked.hits, asked.plan.chunks, strict=True):

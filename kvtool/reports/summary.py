@@ -50,7 +50,7 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
 
     Parameters
     ----------
-    base : the run that other runs' KL is held against.
+    base : the run with which other runs' KL is compared.
 
     Returns
     -------
@@ -70,7 +70,7 @@ def summarise(rows: Rows, base: str = "") -> list[dict[str, Any]]:
 
 
 def overview(rows: Rows, base: str = "") -> dict[str, Any]:
-    """Make the JSON of `inspect quality`; `base` is the run that other runs' KL is held against."""
+    """Make the JSON of `inspect quality`; `base` is the run with which other runs' KL is compared."""
     levels = (level for of_question in rows.values() for row in of_question.values() for level in row.get("levels", ()))
     return {
         "questions": len(rows),
@@ -128,7 +128,7 @@ def compared(questions: Questions, names: Sequence[str], base: str = "") -> dict
 
     Parameters
     ----------
-    base : the run that other runs' KL is held against; "" or one that is not there: none.
+    base : the run with which other runs' KL is compared; "" or a missing one: none.
 
     Returns
     -------
@@ -207,7 +207,7 @@ def retrieval_recall(places: Places, asked: PromptLayout) -> dict[str, float]:
     Returns
     -------
     `recall` : the share of the sources of which a chunk was found. `reciprocal_rank` : 1 / place of the first such
-    chunk among those found, best first; 0 where there is none.
+    chunk among those found, best first; 0 if none was found.
     """
     request = asked.request
     if not request.sources or request.documents or request.chunks:
@@ -270,7 +270,7 @@ def best(runs: Sequence[Summary], max_kl: float) -> dict[str, Any]:
 
     Returns
     -------
-    `run` (None: there is none), `near`: True if its KL of the answer is at most `max_kl` with its whole interval.
+    `run` (None without runs), `near`: True if its KL of the answer is at most `max_kl` with its whole interval.
     """
     weighed = [run for run in runs if run["run"] not in (REFERENCE, NO_CONTEXT)]
     chosen = cheapest(weighed, max_kl) or min(weighed, key=lambda run: run["kl_answer"], default=None)

@@ -1,9 +1,9 @@
-"""Attention's kernels beside each other and beside a plain product; see --help.
+"""Attention kernels compared with each other and with a plain product; see --help.
 
 Every kernel of KVTOOL_ATTENTION that this CPU has computes the same rows in turn, round after round; the least time of
 each counts. GFLOP/s count the keys that a row sees (4 · head_dim for each and each head), so that they compare with the
 product's. `dense`: a whole prompt; `rows`: a share of a prompt's rows, where they fall; `question`: its last 32;
-`chunks`: 256 tokens each behind a lead-in of 64, side by side, as at ingest.
+`chunks`: 256 tokens each after a lead-in of 64, in one batch, as at ingest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Decoding of several sequences in one step, against one alone: each number of them in turn, token by token.
+"""Decoding of several sequences in one step, against a single one: each number of them in turn, token by token.
 
     python samples/benchmarks/decoding.py --sequences 2,4,8
     python samples/benchmarks/decoding.py --shape qwen2.5-0.5b --context 512
@@ -48,7 +48,7 @@ class TogetherRow:
     tokens_per_second : of all sequences. `gain`: that over a single one's.
     bytes_per_s : weights read once a step, and the cache of each; None where weights are read for each.
     copy_share : that of what a plain copy reads and writes.
-    same_logits : whether each sequence's are those that it gets alone, bit by bit.
+    same_logits : whether each sequence's are those that it gets in a batch of one, bit by bit.
     """
 
     sequences: int
@@ -62,12 +62,12 @@ class TogetherRow:
 
 
 class TogetherRun:
-    """Steps of each number of sequences in turn, all behind prompts of one length.
+    """Steps of each number of sequences in turn, all after prompts of one length.
 
     Parameters
     ----------
     filled : makes one cache more.
-    counts : of sequences; one alone is always among them.
+    counts : of sequences; 1 is always among them.
     """
 
     def __init__(self, decoder: Decoder, filled: Callable[[], PromptCache], counts: Sequence[int]) -> None:
@@ -81,7 +81,7 @@ class TogetherRun:
         self._same = dict.fromkeys(self._counts, True)
 
     def all(self, steps: int, events: Events) -> None:
-        """Compare the first step of each number with the sequences alone, then time them."""
+        """Compare the first step of each number with each sequence's own step, then time them."""
         events.status("decode together")
         tokens = self._tokens()
         self._step(1, 0, tokens)  # the first that a process takes is of another kind
@@ -101,14 +101,14 @@ class TogetherRun:
         return torch.randint(self._vocabulary, (len(self._steppers),), generator=self._draw).tolist()
 
     def _step(self, count: int, first: int, tokens: Sequence[int]) -> list[torch.Tensor]:
-        """A step of so many sequences, from one on, behind prompts that are as long as before."""
+        """Run a step of so many sequences, from number `first` on, after prompts that are as long as before."""
         places = [(first + place) % len(self._steppers) for place in range(count)]
         for place in places:
             self._caches[place].set_length(self._length)
         return step_together([self._steppers[place] for place in places], [tokens[place] for place in places])
 
     def rows(self, weights_bytes: int | None, kv_bytes: int, memcpy: float) -> tuple[TogetherRow, ...]:
-        """What was measured; `weights_bytes`: None where they are read for each sequence."""
+        """Return a row for each number of sequences; `weights_bytes`: None if they are read for each sequence."""
         medians = {count: _medians(times) for count, times in self._times.items()}
         single = medians[1][0]
         rows = []

@@ -1,4 +1,4 @@
-"""The first hour on a GPU, in stages that stand alone and can be resumed: kvtool/docs/gpu.md.
+"""The first hour on a GPU, in independent stages that can be resumed: kvtool/docs/gpu.md.
 
     python samples/benchmarks/gpu_wheels.py wheels                                  # where there is a network
     python samples/benchmarks/gpu.py --wheels wheels --out out --stage laws entropy # there; at most --minutes in all
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def all_stages(options: argparse.Namespace) -> int:
-    """Each in a process of its own: one that loses the device loses it alone."""
+    """Run each stage in a process of its own, so that one that loses the device does not end the others."""
     if options.wheels:
         carried.unpack(options.wheels)
     lacking = carried.missing()
@@ -112,7 +112,7 @@ def run_stage(stage: str, options: argparse.Namespace, end: float) -> None:
 
 
 def environment(options: argparse.Namespace) -> dict[str, str]:
-    """What a stage's process gets: its own home, no network, and triton's interpreter where there is no GPU."""
+    """Return the environment of a stage's process: its own home, no network, without a GPU Triton's interpreter."""
     given = {"KVTOOL_HOME": str(options.out / "home"), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
     given |= {"TRITON_INTERPRET": "1"} if options.device != "cuda" else {}
     known = dict(os.environ) | given

@@ -1,4 +1,4 @@
-"""Download what `gpu.py` needs beside torch, triton, transformers, safetensors, tokenizers and numpy.
+"""Download what `gpu.py` needs besides torch, triton, transformers, safetensors, tokenizers and numpy.
 
     python samples/benchmarks/gpu_wheels.py DIR [--python 3.12] [--llvmlite]
 

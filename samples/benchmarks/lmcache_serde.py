@@ -88,7 +88,7 @@ def serdes(profile: Profile) -> list[Serde]:
 
 
 def levels(profile: Profile, level: str, plain: bool = False) -> Serde:
-    """One level, in as many bytes as it takes."""
+    """Return the serde of one level, without a limit of bytes."""
     serde = LevelSerde(profile, 16)
     serde._levels = [level]
     if plain:
@@ -150,7 +150,7 @@ def scored(model: Any, profile: Profile, ids: torch.Tensor, kv: KV) -> torch.Ten
 
 
 def carried(serde: Serde, exact: list[KV]) -> tuple[list[KV], list[int], list[float]]:
-    """Encode and decode all chunks: what comes out, the bytes of each, and the seconds of both ways."""
+    """Encode and decode all chunks; return the decoded KV, the bytes of each, and the seconds of both ways."""
     made, sizes, seconds = [], [], [0.0, 0.0]
     for kv in exact:
         parts = []

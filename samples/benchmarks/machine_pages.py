@@ -27,7 +27,7 @@ class Machine:
 
     @property
     def title(self) -> str:
-        """What tables call it."""
+        """Return its name in tables."""
         host = self.bench["host"]
         held = ", held to AVX2" if host["held_to"] else ""
         cores = "1 core" if self.bench["threads"] == 1 else f"{self.bench['threads']} cores"
@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def share(self) -> float:
-        """Of its cores that llama.cpp got while it prefilled: its threads never sleep then, so that it would be all."""
+        """Return the share of its cores that llama.cpp got during prefill: 1 on an idle machine: they never sleep."""
         rows = [row for row in self.bench["rows"] if row["kind"] == "llama.cpp"]
         return min(row["ttft_cpu_ms"] / row["ttft_ms"] for row in rows) / int(self.bench["threads"])
 
@@ -148,7 +148,7 @@ def _with_efficiency(row: dict[str, Any]) -> str:
 
 
 def _decoding(machine: Machine, context: int) -> float:
-    """Tokens a second behind the default mode; the modes differ in nothing then but the machine's moments."""
+    """Return the tokens a second after a prompt of the default mode; differences between modes are noise."""
     return float(machine.mode(context, "union")["decode_tokens_per_second"])
 
 
@@ -222,7 +222,7 @@ class Compared:
 
     @property
     def ahead(self) -> float:
-        """How many times better kvtool is; below 1 it is worse."""
+        """Return how many times better kvtool is; below 1 it is worse."""
         return self.ours / self.theirs if self.more else self.theirs / self.ours
 
     @property
@@ -236,7 +236,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# Why kvtool is behind, where it is: the words stand here once, the numbers come from the measurements.
+# Why kvtool is slower, where it is: the words are written here once, the numbers come from the measurements.
 REASONS = {
     "first token, full prefill": (
         "Prefill is one product after another in float32 or bfloat16; llama.cpp multiplies the file's 4-bit weights in "
@@ -286,7 +286,7 @@ def compared(machine: Machine, context: int) -> list[Compared]:
 
 
 def peers_page(machines: Sequence[Machine]) -> str:
-    """What is won and what is lost."""
+    """Return the page of what kvtool wins and loses."""
     return "\n".join(_peers_lines(machines)) + "\n"
 
 
@@ -338,7 +338,7 @@ def _megabytes(size: int | None) -> str:
 
 
 def _losses(machines: Sequence[Machine]) -> Iterator[str]:
-    """Each quantity that is behind anywhere, where it is worst, and why."""
+    """Yield each quantity in which kvtool loses on some machine, where it is worst, and why."""
     behind: dict[str, list[tuple[float, Machine, int]]] = {}
     for machine in machines:
         for context in machine.contexts:

@@ -1,10 +1,10 @@
-"""kvtool beside llama.cpp and plain transformers, machine by machine: measures, and writes the pages and the figure.
+"""kvtool against llama.cpp and plain transformers, machine by machine: measures, and writes the pages and the figure.
 
     python samples/benchmarks/machines.py measure NAME [--minutes 12] [--as avx2]
 
 runs `peers.py` over prompts of 1,000, 4,000 and 8,000 tokens, round after round as long as the minutes last
 (the first is always whole; short prompts get more), and writes machines/NAME.json into samples/results. Stopped, it
-goes on from NAME.jsonl beside it. `--as avx2` holds torch, oneDNN, MKL and kvtool's own kernels to what a CPU without
+resumes from NAME.jsonl next to it. `--as avx2` holds torch, oneDNN, MKL and kvtool's own kernels to what a CPU without
 AVX-512 has, in float32; llama.cpp has to be built so, in the environment that runs this:
 
     CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON -DGGML_AVX512=OFF" \
@@ -36,7 +36,7 @@ from samples.benchmarks.machine_pages import Machine, figure, machines_page, pee
 RESULTS = ROOT / "samples" / "results"
 CONTEXTS = "1000,4000,8000"
 MOST_ROUNDS = 5
-# What a CPU of 2013 to 2020 can do, for every library that chooses its kernels by itself.
+# Features of a CPU of 2013 to 2020, for every library that chooses its own kernels.
 HELD = {
     "avx2": {
         "ONEDNN_MAX_CPU_ISA": "AVX2",
@@ -75,7 +75,7 @@ def measure(folder: Path, given: argparse.Namespace, more: Sequence[str]) -> Pat
 
 
 def bench(args: Sequence[str], held: str | None) -> dict[str, Any]:
-    """One command, with what it says shown as it comes."""
+    """Run `peers.py` and return its JSON; its messages are shown as they come."""
     command = [sys.executable, str(ROOT / "samples/benchmarks/peers.py"), *args, "--json"]
     environment = os.environ | (HELD[held] if held else {})
     done = subprocess.run(command, stdout=subprocess.PIPE, env=environment, cwd=ROOT, check=False)
@@ -86,7 +86,7 @@ def bench(args: Sequence[str], held: str | None) -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What is measured, by git."""
+    """Return the measured commit."""
     done = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
     )

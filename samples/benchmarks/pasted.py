@@ -4,7 +4,7 @@
     python samples/benchmarks/pasted.py STORE --learn [...]
 
 Asks questions of `samples/questions.jsonl` with the passages that words find pasted into the message, as a program that
-retrieves by itself does, and prints medians; processor time is the server's, over all cores. Without `--learn` the
+does its own retrieval does, and prints medians; processor time is the server's, over all cores. Without `--learn` the
 store is served: spotted (the default), the same prompt by full prefill, and `--no-spot`, where the server retrieves
 passages of its own before that message. With `--learn` an empty store is served, and the passages of each question come
 with three questions, each time in another order.
@@ -150,7 +150,7 @@ def by_openai(server: Server, prompt: str, own: dict[str, Any]) -> tuple[int, in
 
 
 def by_langchain(server: Server, prompt: str, own: dict[str, Any]) -> tuple[int, int]:
-    """As `by_openai`, by LangChain's chat model."""
+    """Ask as `by_openai` does, by LangChain's chat model."""
     from langchain_openai import ChatOpenAI
 
     model = ChatOpenAI(

@@ -17,7 +17,7 @@ _EVERY_S = 0.005
 
 
 class Peak:
-    """`bytes` : the peak above the level at the start; None where it cannot be told."""
+    """`bytes` : the peak above the level at the start; None if it is unknown."""
 
     def __init__(self) -> None:
         self.bytes: int | None = None
@@ -46,7 +46,7 @@ def peak_memory(device: str) -> Iterator[Peak]:
 
 
 def own_pages() -> int | None:
-    """Bytes of memory that are this process's alone."""
+    """Return the bytes of memory that this process does not share; None if the system does not report them."""
     try:
         _, resident, shared = map(int, _STATM.read_text(encoding="ascii").split()[:3])
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""kvtool beside llama.cpp and plain transformers: time to the first token, decoding, loading, memory, stored bytes.
+"""kvtool against llama.cpp and plain transformers: time to the first token, decoding, loading, memory, stored bytes.
 
     python samples/benchmarks/peers.py
     python samples/benchmarks/peers.py --context 1000,4000,8000 --repeat 1 --resume peers.jsonl
@@ -120,7 +120,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def peers_table(result: PeersBench) -> Iterator[tuple[Any, ...]]:
-    """Rows under `TABLE_HEAD`; what a saved state gives stands below its contender."""
+    """Yield rows under `TABLE_HEAD`; the row of a saved state follows its contender's."""
     for row in result.rows:
         yield _cells(row)
         if row.saved:
@@ -158,13 +158,13 @@ def stored_table(result: PeersBench) -> Iterator[tuple[Any, ...]]:
 
 
 def peers_notes(result: PeersBench) -> Iterator[str]:
-    """What was measured, on what, and what the numbers mean."""
+    """Yield what was measured, on what, and what the numbers mean."""
     yield (
         f"{result.model} in {result.dtype}, {result.threads} threads on {result.cores} cores; level {result.level}, "
         f"chunks of {result.chunk_tokens}, a question of {result.question_tokens}, {result.new_tokens} tokens decoded; "
         f"ratio {result.ratio:g}, {result.link_tokens} link tokens; medians of the rounds"
     )
-    from kvtool.bench.machine import Host  # imports torch, which the measuring processes alone need
+    from kvtool.bench.machine import Host  # imports torch, which only the measuring processes need
 
     yield Host(**result.host).line()
     for kind, version, build in dict.fromkeys((who.kind, who.version, who.build) for who in result.contenders):

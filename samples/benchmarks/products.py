@@ -1,4 +1,4 @@
-"""Products of packed weights beside plain ones and beside memory; run `python samples/benchmarks/products.py --help`.
+"""Products of packed weights against plain ones and against memory; run `python samples/benchmarks/products.py --help`.
 
 For every kind of weights that a GGUF file may have: what one row takes, multiplied with the packed weights, and what
 unpacking them takes, on each instruction set that this CPU runs; GB/s count the packed weights read, `of sum` is that
@@ -48,7 +48,7 @@ def random_matrix(kind: str, rows: int, columns: int) -> QuantizedTensor:
 
 
 def multiplied(matrices: list[QuantizedTensor], isa: Isa) -> None:
-    """One row through all weights."""
+    """Multiply one row with all weights."""
     for matrix in matrices:
         gemv(matrix, INPUTS[matrix.columns], isa)
 

@@ -36,7 +36,7 @@ def document(number: int, body: str) -> DocumentEntry:
 
 
 def scaled(found: Array) -> Array:
-    """Of every question from 0, the least alike, to 1."""
+    """Scale the likeness of every question's chunks from 0, the least alike, to 1."""
     low, high = found.min(1, keepdims=True), found.max(1, keepdims=True)
     return ((found - low) / (high - low)).astype(np.float64)
 

@@ -4,7 +4,7 @@
     python samples/benchmarks/scale.py measure FOLDER [--chunks 10000 100000 1000000] [--only NAME ...]
 
 `make` writes a tiny random model, and for each size a folder of text files (ten chunks each) and the store that an
-ingest would make of them; at a million chunks this takes some minutes and 5 GB. What is there is left as it is. The
+ingest would make of them; at a million chunks this takes some minutes and 5 GB. Existing ones stay as they are. The
 records are small, and made up: everything but the prefill is as in a store of a real model.
 
 `measure` runs commands on a copy of each store, each in a process of its own, and prints a table: seconds of the clock

@@ -5,9 +5,9 @@
     python samples/benchmarks/serve_load.py --out PAGE.md    # writes the results page; on an idle machine
 
 Each question is answered once without a server; every streamed answer has to be that. Then one client asks them one
-after the other, and all clients ask at once, each another question first. Times are the clients', in processes of
-their own threads beside the server's. Last, a long prompt is asked for while an answer is read: what the reader waits
-between two pieces tells whether the prompt stops it.
+after the other, and all clients ask at once, each another question first. Times are the clients', in threads
+outside the server's process. Last, a long prompt is asked for while an answer is read: the reader's wait between two
+pieces shows whether the prompt stops it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import kvtool  # noqa: E402
 QUESTIONS = [
     json.loads(line)["question"] for line in (ROOT / "samples/questions.jsonl").read_text(encoding="utf-8").splitlines()
 ]
-READ, MANY, ROUNDS = 400, 20, 5  # tokens of the answer that is read, chunks of the long prompt beside it, and how often
+READ, MANY, ROUNDS = 400, 20, 5  # tokens of the answer read, chunks of the long prompt meanwhile, and how often
 PATIENCE = 600.0  # seconds
 COLUMNS = (
     *("clients", "answers", "errors", "other than serial", "TTFT p50 ms", "p95", "whole p50 ms", "p95"),
@@ -48,7 +48,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of one model."""
+    """The requests to one model."""
 
     name: str
     clients: int
@@ -94,11 +94,11 @@ def serving(store: Path, max_tokens: int, parallel: int, home: Path, *more: str)
 
 
 def ask(place: tuple[str, int, str], question: str, pieces: list[float] | None = None, **wanted: Any) -> Told:
-    """One streamed answer.
+    """Request one streamed answer.
 
     Parameters
     ----------
-    pieces : takes when each piece came, by `time.perf_counter`.
+    pieces : receives the time of each piece, by `time.perf_counter`.
     wanted : more of the request.
     """
     host, port, key = place
@@ -179,7 +179,7 @@ def make_store(load: Load, folder: Path) -> Path:
 
 
 def serial(store: Path, questions: Sequence[str], max_tokens: int) -> dict[str, str]:
-    """What one process answers, one question after the other; those with nothing to answer from are left out."""
+    """Return one process's answers, one question after the other, without questions that retrieve nothing."""
     answers = {}
     with kvtool.open(store) as cache:
         for question in questions:
@@ -210,8 +210,8 @@ def measure(place: tuple[str, int, str], clients: int, turns: Sequence[Sequence[
 
 
 def pauses(place: tuple[str, int, str], question: str, long: dict[str, Any]) -> tuple[float, float, Told]:
-    """How long a reader waits at most for the next piece of an answer: with nobody beside, and while a long prompt is
-    brought to its first token; and that prompt's answer."""
+    """Measure a reader's longest wait for the next piece of an answer: with no other client, and while a long prompt is
+    computed to its first token; and return that prompt's answer."""
     quiet: list[float] = []
     read = {"max_tokens": READ, "temperature": 1.5, "seed": 1, "kvtool": {"fusion": "reuse"}}  # it ends late
     ask(place, question, quiet, **read)
@@ -230,7 +230,7 @@ def pauses(place: tuple[str, int, str], question: str, long: dict[str, Any]) -> 
 
 
 def paused(place: tuple[str, int, str], question: str) -> list[str]:
-    """What a long prompt is to an answer that is read: medians of a few."""
+    """Measure the effect of a long prompt on an answer that is read: medians of a few."""
     found = [pauses(place, question, {"fusion": "full", "top_k": MANY}) for _ in range(ROUNDS)]
     alone, beside, first = (
         statistics.median(1e3 * value for value in values)

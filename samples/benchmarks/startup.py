@@ -5,9 +5,9 @@
 runs the command in a process of its own, tree after tree in turn, and prints medians: seconds of the clock and of the
 processor, the parts of the clock's by the command's own timeline, the modules that are imported, and the megabytes
 that are read by calls (what is mapped is none of these). A tree is a folder that holds the package; by default this
-one. With `--server` a `kvtool serve` of the store (of the last tree) answers; there the clock alone is taken, beside
-what the server says of the first token. On a busy machine the clock says nothing: there
-`chrt -r 5 python samples/benchmarks/startup.py …` (root, Linux) has everybody else wait meanwhile.
+one. With `--server` a `kvtool serve` of the store (of the last tree) answers; then only the clock's time is taken, and
+the server's own figure for the first token. On a busy machine the clock says nothing: there
+`chrt -r 5 python samples/benchmarks/startup.py …` (root, Linux) makes other processes wait meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[2]
 _UP_S = 300.0  # for a server to come up
 PARTS = ("import", "load model", "retrieve", "generate")  # spans of the timeline, and `fuse: MODE`
-# The process ends by `os._exit`: what it has imported is told before that.
+# The process ends by `os._exit`: it prints what it has imported before that.
 _LISTED = """
 import json, os, sys
 def tell(code, leave=os._exit):
@@ -57,7 +57,7 @@ def command(given: argparse.Namespace) -> list[str]:
 
 
 def environment(tree: Path) -> dict[str, str]:
-    """A shell's, in which Python keeps what it has compiled: somebody may not want that where this is measured."""
+    """Return a shell's environment with Python's bytecode cache on, which this process's may turn off."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     return kept | {"PYTHONPATH": str(tree.absolute())}
 
@@ -128,7 +128,7 @@ def compare_beside(given: argparse.Namespace, trees: list[Path]) -> None:
 
 
 def bytes_read(process: int) -> float | None:
-    """Megabytes that a process has read by calls; None where the system does not tell."""
+    """Return the megabytes that a process has read by calls; None if the system does not report them."""
     try:
         return int(re.findall(r"^rchar: (\d+)$", Path(f"/proc/{process}/io").read_text(), re.MULTILINE)[0]) / 1e6
     except (OSError, IndexError):
@@ -136,7 +136,7 @@ def bytes_read(process: int) -> float | None:
 
 
 def parts_of(timeline: dict[str, list[dict[str, float | str]]]) -> dict[str, float]:
-    """Milliseconds of the parts that one thread goes through, and of what lies before the import."""
+    """Return the milliseconds of the parts that one thread runs, and of the time before the import."""
     spans = [span for span in timeline["traceEvents"] if span["ph"] == "X"]
     begun = {str(span["name"]).partition(":")[0]: span for span in reversed(spans)}
     parts = {"before it": float(begun["import"]["ts"]) / 1e3}

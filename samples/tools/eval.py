@@ -4,7 +4,7 @@
 
 writes `OUTDIR/corpus/*.txt` (one paragraph a file: "Title", an empty line, the text) and `OUTDIR/batch.jsonl`.
 HotpotQA and MuSiQue name the paragraphs of every question ("documents", relative to `OUTDIR/corpus`), so that no
-retrieval stands between the cached KV and the answer; SQuAD, XQuAD and KorQuAD do not: the tool retrieves by itself.
+retrieval affects the answer; SQuAD, XQuAD and KorQuAD do not: the tool retrieves.
 The same input gives the same files, byte by byte.
 """
 
@@ -100,7 +100,7 @@ def distinct(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 def load(path: Path) -> Any:
-    """One JSON value, or one a line (MuSiQue is published so)."""
+    """Read a file with one JSON value, or one a line (as MuSiQue is published)."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:

@@ -145,7 +145,7 @@ def main() -> None:
 
 
 def readme() -> str:
-    """README.md, in whose list stand families that are tested, and how many there are."""
+    """Return README.md with the current list and number of tested families."""
     tested = FAMILIES | WRAPPERS | HYBRIDS | HYBRID_WRAPPERS
     named = ", ".join(name for name, family in NAMED.items() if family in tested)
     return _LISTED.sub(f"({named} …: [{len(tested)} families]", README.read_text(encoding="utf-8"))
@@ -176,7 +176,7 @@ def rows() -> Iterator[tuple[str, str]]:
 
 
 def path(name: str, decoder: Decoder) -> str:
-    """What of a family machine code computes on a CPU that has AVX2, and why not the rest."""
+    """Return a table row of what machine code computes of a family on a CPU with AVX2, and why not the rest."""
     _, cache = decoder.prefill(PREFIX, reserve=1)
     backend = decode_backend(decoder, cache)
     backend.step(PREFIX[0])
@@ -191,7 +191,7 @@ def _attended(layers: LayerBackends) -> str:
 
 
 def exactly(decoder: Decoder) -> str:
-    """The modes of a model that keeps states, as far as the gate finds that it goes on from a state."""
+    """Return the modes of a recurrent model; the gate decides whether it can continue from a saved state."""
     return EXACT if check_invariants(decoder, "", PREFIX, CHUNKS).passed else FULL_ALONE
 
 
@@ -215,7 +215,7 @@ def _row(name: str, config: Any, decoder: Decoder, modes: str, tested: str) -> s
 
 
 def layers_of(decoder: Decoder) -> str:
-    """What the layers are, in words."""
+    """Describe the layers in words."""
     words = [_seen(decoder), *_scores(decoder.kinds), *_positions(decoder), *_shapes(decoder)]
     return ", ".join(word for word in words if word)
 
@@ -255,7 +255,7 @@ def _shapes(decoder: Decoder) -> Iterator[str]:
 
 
 def _read(decoder: Decoder, selector: Selector) -> str:
-    """What a mode reads of the prompt, windows being an eighth of it; nothing of states."""
+    """Return the bytes and share of the prompt that a mode reads, with windows of an eighth of it; without states."""
     own = [kind for kind in decoder.kinds if kind.source is None]
     kinds = [kind if kind.window is None else replace(kind, window=PROMPT // 8) for kind in own]
     some, whole = read(kinds, prompt(PROMPT, CHUNK), selector), PROMPT * kept(decoder)

@@ -4,7 +4,7 @@
 
 All paragraphs of the set are one corpus, a paragraph a chunk (see samples/benchmarks/recall.py). FTS5 is given the
 terms of kvtool, joined by spaces (`unicode61`, no columns kept), and ranks with its `bm25()`. The second hop is
-kvtool's in both rows. Prints one row an index, in Markdown: recall@1 and @5 by words alone, and with the second hop;
+kvtool's in both rows. Prints one row an index, in Markdown: recall@1 and @5 by words only, and with the second hop;
 bytes on disk; milliseconds for a question's scores, and for an added document until it is on the disk.
 """
 

@@ -60,7 +60,7 @@ def small(name: str) -> Decoder:
 
 
 def prompt(context: int, chunk: int) -> Plan:
-    """A prefix and chunks of so many tokens, all stored, and a question."""
+    """Return the plan of a prefix and chunks of `chunk` tokens, all stored, and a question."""
     texts = [tuple(range(start, start + chunk)) for start in range(0, context, chunk)]
     first, *others = (Candidate(ids, ids_digest(ids), ids_digest(()), "raw") for ids in texts)
     return build_plan(first, others, range(QUESTION))

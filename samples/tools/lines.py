@@ -4,7 +4,7 @@
     python samples/tools/lines.py --budgets
 
 A tree is a checkout of the repository; the one that this script is in by default. The lines of kvtool/docs/design.md.
-`--budgets` prints the lines of each room for `LINES` in tests/test_rooms.py.
+`--budgets` prints each room's lines, as `LINES` in tests/test_rooms.py has them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def lines_of(source: str) -> Counter[str]:
-    """Lines by kind: `code`, `imports`, `docstrings`, `other` (blank, or a comment alone)."""
+    """Lines by kind: `code`, `imports`, `docstrings`, `other` (blank, or only a comment)."""
     kinds: dict[int, str] = {}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):

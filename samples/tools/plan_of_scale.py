@@ -70,7 +70,7 @@ def main() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is given; see the options."""
+    """Given values; see the options."""
 
     chunks: float
     chunk_tokens: float
@@ -94,12 +94,12 @@ class Plan:
         return self.chunks / max(1, floor(PACK_BYTES / self.size(model, level)))
 
     def gpu_hours(self, model: Model, chunks: float) -> float:
-        """Of a prefill: two operations a parameter and token."""
+        """Return the GPU hours of a prefill, at two operations a parameter and token."""
         operations = 2 * model.parameters * self.chunk_tokens * chunks
         return operations / (self.tflops * 1e12 * self.utilisation) / HOURS
 
     def by_level(self) -> str:
-        """What it takes to keep all chunks at one level, and to fetch some."""
+        """Return a table of the cost to keep all chunks at one level, and to fetch some."""
         rows = []
         for model in MODELS:
             for level in model.bits:
@@ -130,7 +130,7 @@ class Plan:
         return "\n".join(("| model | GPU hours of the prefill | $ | days on 64 GPUs |", "| --- " * 4 + "|", *rows))
 
     def by_store(self) -> str:
-        """One store, with one writer and one catalogue, and all of them."""
+        """Return a table of one store, with one writer and one catalogue, and of all stores."""
         stores = ceil(self.chunks / self.store_chunks)
         shards = count_for(int(self.store_chunks * (1 + 1 / FILE_CHUNKS)))
         packs = ceil(self.store_chunks * DESCRIBED / PACK_BYTES)

@@ -3,7 +3,7 @@
     python samples/tools/quality_tables.py [--default union:0.15] "HotpotQA, Qwen"=hp.jsonl "MuSiQue, Qwen"=mu.jsonl …
 
 For each file a table of its runs, and one of all questions together, of the runs that every file has. Then what the
-default loses against `full`, those questions apart that `full` answers rightly and wrongly, and what the rules of
+default loses against `full`, separately for questions that `full` answers rightly and wrongly, and what the rules of
 `--holdout` choose. Brackets hold 95 % intervals of 10,000 bootstrap resamples, drawn in pairs, question by question. Of
 a file only the questions count that every one of its runs has answered.
 """
@@ -121,7 +121,7 @@ def half_cells(name: str, rows: Rows, max_kl: float) -> Iterator[Sequence[str]]:
 
 
 def apart(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How many of these answers contain a gold one."""
+    """Return the share of these answers that contain a gold one, with its interval."""
     scores = numbers_of(rows, "contains")
     if not scores:
         return ""

@@ -3,9 +3,9 @@
     python samples/tools/ranges.py --pin torch==2.13.0 oldest FOLDER -- -n 2
 
 makes a virtual environment in FOLDER with this package, its extras but `peers`, and every library at its lower bound
-(`newest`: with what pip takes by itself), and runs the quick tests of what leans on them in it. `--pin` holds a library
-to a version, `--brief` takes fewer tests, which touch every library all the same, `--extend` goes on with what FOLDER
-has; what stands behind `--` goes to pytest. It takes some gigabytes, where pip knows no torch without CUDA.
+(`newest`: with pip's own choice), and runs the quick tests of the code that uses them in it. `--pin` holds a library
+to a version, `--brief` takes fewer tests, which still touch every library, `--extend` reuses what FOLDER
+has; arguments after `--` are pytest's. It takes some gigabytes, where pip knows no torch without CUDA.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ BRIEF = (
 )
 TESTING = ("pytest", "pytest-xdist", "hypothesis", "openai", "trustme", "flask", "flask-cors", "moto[s3]")
 NOT_BUILT = ("peers", "dev")
-# Old libraries may say that their own libraries have moved on since, which is nothing to their user.
+# Old libraries may warn of their own outdated libraries, which a user cannot change.
 QUIET = [f"-Wignore::{name}" for name in ("DeprecationWarning", "PendingDeprecationWarning", "FutureWarning")]
 _BOUND = re.compile(r"([\w.-]+(?:\[[\w,]+\])?)>=([\w.]+)")
 
 
 def settings() -> dict[str, Any]:
-    """What `pyproject.toml` says of the project."""
+    """Read the project table of `pyproject.toml`."""
     project: dict[str, Any] = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     return project
 
 
 def extras() -> list[str]:
-    """Those that are tried."""
+    """List the extras that are tried."""
     return [name for name in settings()["optional-dependencies"] if name not in NOT_BUILT]
 
 

@@ -2,8 +2,8 @@
 
     python samples/tools/rooms.py OUT.svg [--package kvtool] [--order cli,bench,…,errors]
 
-The order is that of `tests/test_rooms.py`, its last room at the top. Modules that stand alone in `kvtool/core` and
-have no place in it are one room, "loose files". Every import counts, wherever it stands.
+The order is that of `tests/test_rooms.py`, its last room at the top. Single modules in `kvtool/core` that have
+no place in it are one room, "loose files". Every import counts, also one inside a function.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tested_order() -> list[str]:
 
 
 def imports(package: Path, rooms: set[str]) -> Arrows:
-    """How many imports lead from one room to another."""
+    """Count the imports from one room to another."""
     arrows: Arrows = Counter()
     for path in sorted(package.rglob("*.py")):
         here = room_of(("kvtool", *path.relative_to(package).with_suffix("").parts), rooms)
@@ -106,7 +106,7 @@ def marker(name: str, colour: str) -> str:
 
 
 def arc(start: int, end: int, count: int) -> str:
-    """One arrow beside the column of rooms; the more imports, the thicker."""
+    """Return one arrow next to the column of rooms; the more imports, the thicker."""
     down = end > start
     side = 1 if down else -1
     edge = MIDDLE + side * BOX // 2

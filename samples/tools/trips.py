@@ -1,11 +1,11 @@
 """Which files of kvtool a question, a document and a record pass on their way; see --help.
 
 A trip leads through some rooms. A file is *entered* when a file of those rooms calls one of its functions while none of
-its functions is on the stack of that thread; what happens behind it in a room below is that room's own affair, and the
-trip goes on when the call returns. Calls from one file are one entry: a loop over chunks counts once, calls from two
-files count twice. A method counts for the file of its object's class; a value's own check (`__post_init__`) does not
-count. Left out are the rooms that know neither a store nor a model, and what talks to the terminal. The session and its
-store are held by every step: they are files of the trip, but no steps, so who calls them is not counted.
+its functions is on the stack of that thread; calls that it makes in a room below are not counted, and the trip
+continues when the call returns. Calls from one file are one entry: a loop over chunks counts once, calls from two files
+count twice. A method counts for the file of its object's class; a value's own check (`__post_init__`) does not count.
+Left out are the rooms that know neither a store nor a model, and what talks to the terminal. The session and its
+store are held by every step: they are files of the trip, but no steps, so calls of them are not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TEXT = "The mill at Orrin was built by Ada Brook in 1842. It ground barley for t
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """A way through the house.
+    """A call path through the rooms.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Trip:
     through : the rooms that the trip leads through.
     start, end : functions, as `file:name`; the trip is what is called from the start of one to the return of the
         other. "" for the command itself.
-    beyond : functions behind which another trip begins.
+    beyond : functions at which another trip begins.
     """
 
     about: str
@@ -75,7 +75,7 @@ TRIPS = {
 
 @dataclass(slots=True)
 class Tracer:
-    """Notes who calls whom between files, in all threads."""
+    """Recorder of calls between files, in all threads."""
 
     trip: Trip
     root: str
@@ -85,7 +85,7 @@ class Tracer:
     _beyond: dict[int, int] = field(default_factory=dict)  # thread: how many `beyond` are on its stack
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        """What `sys.setprofile` calls."""
+        """Record a call or a return; `sys.setprofile` calls this."""
         if event not in ("call", "return") or self._done or (here := self._file(frame)) is None:
             return
         name, thread = f"{here}:{frame.f_code.co_name}", threading.get_ident()
@@ -134,7 +134,7 @@ class Tracer:
 
 
 def room_of(file: str) -> str:
-    """The room of a file such as `query/answer.py`; a file that stands in none is its own."""
+    """Return the room of a file such as `query/answer.py`; a file outside all rooms is its own."""
     return file.partition("/")[0] if "/" in file else file.removesuffix(".py")
 
 

@@ -6,8 +6,8 @@
 CHANGELOG, `results` the pages of samples/results, `messages` the other strings of the product, `docstrings` its
 docstrings and comments, `tests` those of tests/ and samples/. All of them by default.
 
-A word is banned for the sense in which a stranger stumbles over it; its plain uses pass: "room" for a folder of
-kvtool/core ("room for" bytes fails), "warm" in code, "stand for", "apart from", "who" in a relative clause of a person.
+A word is banned for the sense in which a stranger stumbles over it; its plain uses pass: `room` for a folder of
+kvtool/core (`room for` bytes fails), `warm` in code, `stand for`, `apart from`, `who` in a relative clause of a person.
 Code, in backticks or indented by four columns, is not read, nor are the phrases of `PLAIN`. `OLD_TERMS` are names that
 the glossary has replaced.
 """

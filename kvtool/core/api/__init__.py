@@ -49,7 +49,7 @@ def open(
     ----------
     store : its folder, the user's own by default; or the URL of a shared store, which can only be asked.
     model : a hub name, a local folder, a GGUF file or `smollm2`; by default what the store was built with.
-    warn : told (text, hint) what should be known although all went on. By default that is a `KvtoolWarning`.
+    warn : called with (text, hint) of a problem that stopped nothing. By default it issues a `KvtoolWarning`.
     options : the fields of `ModelOptions`, as in the command line.
 
     Raises
@@ -118,9 +118,9 @@ class Cache(Held):
 
     @alone(QueryOptions)
     def conversation(self, **options: Unpack[arguments.QueryArguments]) -> Conversation:
-        """Begin a conversation, in which each question sees the turns before it and goes on from the cache that they
-        left; `options` are the fields of `QueryOptions`. Several may go on beside each other, each with a cache of its
-        own. It is not audited."""
+        """Begin a conversation, in which each question sees the turns before it and continues from their cache;
+        `options` are the fields of `QueryOptions`. Several conversations may be open at once, each with a cache of its
+        own. They are not audited."""
         from kvtool.core.query.conversation import Conversation
 
         return Conversation(self._lent, self._wanted(QueryOptions, options))

@@ -71,7 +71,7 @@ def _is_of_model(name: str) -> bool:
 
 
 class Held:
-    """A store and its model, until they are let go of."""
+    """A store and its model, held until they are released."""
 
     def __init__(self, path: Path | str, model: ModelOptions, warn: Warn | None = None) -> None:
         self.path = path
@@ -87,7 +87,7 @@ class Held:
         return f"kvtool.open({str(self.path)!r}){' (closed)' if self._closed else ''}"
 
     def close(self) -> None:
-        """Let go of the model and the store. Nothing can be asked of the cache after that."""
+        """Release the model and the store. Nothing can be asked of the cache after that."""
         with self._lock:
             self._finish_audits()
             self._release()
@@ -121,8 +121,8 @@ class Held:
 
     @contextmanager
     def _beside(self) -> Iterator[Path]:
-        """Lend the store's folder to what opens it by itself: the model stays loaded, and learns of what was
-        changed."""
+        """Lend the store's folder to a function that opens the store itself. The model stays loaded, and the session is
+        refreshed afterwards."""
         if isinstance(self.path, str):
             raise UsageError("a shared store can only be asked", "work on a local one, and push it")
         if self._session is not None:

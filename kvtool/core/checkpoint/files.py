@@ -137,7 +137,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises
     ------
-    ModelError : there are none, or shards that the index lists are missing.
+    ModelError : no file is found, or shards that the index lists are missing.
     """
     if (folder / _WEIGHTS).is_file():
         return [folder / _WEIGHTS]

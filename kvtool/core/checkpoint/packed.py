@@ -128,7 +128,7 @@ def _matched(matrix: QuantizedTensor, sought: _Sought) -> Iterator[tuple[str, Qu
 
 
 def _unpacked(matrix: QuantizedTensor) -> Iterator[torch.Tensor]:
-    """Unpack a matrix into the numbers of the converted folder, some rows at a time."""
+    """Unpack a matrix to bfloat16, as in the converted folder, some rows at a time."""
     out = torch.empty(_ROWS * matrix.columns, dtype=torch.bfloat16)
     for first in range(0, matrix.rows, _ROWS):
         last = min(first + _ROWS, matrix.rows)

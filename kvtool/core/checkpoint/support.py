@@ -24,7 +24,7 @@ _A_WAY = "another way to move a key"
 _FULL = "full_attention"
 _CHUNKED = "chunked_attention"
 _ATTENTION = (_FULL, "sliding_attention", _CHUNKED, "attention")
-_BOTH = "hybrid"  # keys and values beside a state in one layer
+_BOTH = "hybrid"  # keys and values and a state in one layer
 STATEFUL = frozenset({"linear_attention", "conv", _BOTH})
 _KEEPING_NOTHING = frozenset({"moe", "mlp"})
 _RECURRENT = (
@@ -134,7 +134,7 @@ def _states(config: Any) -> Iterator[Refusal]:
 
 def _masks(config: Any) -> Iterator[Refusal]:
     """Find reasons against masks other than causal ones, and against sparse or shared attention."""
-    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images alone
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # of images only
         yield "uses bidirectional attention", "a mask that is not causal"
     if getattr(config, "cross_attention_layers", None):
         yield "has layers that attend to images", "images"

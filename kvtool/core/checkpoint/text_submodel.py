@@ -119,7 +119,7 @@ def names_among(tables: Mapping[str, Mapping[str, Any]], shape: tuple[int, int])
 
 
 def _causal_class(text: Any, wrapper: Any) -> Any:
-    """Return the class of a causal language model for the configuration of a text model; made where there is none.
+    """Return the class of a causal language model for the configuration of a text model; make one if it is missing.
 
     Raises
     ------

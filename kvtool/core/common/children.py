@@ -18,7 +18,7 @@ HOME = Path(__file__).absolute().parents[3]  # where this kvtool is imported fro
 def python(program: str, *args: str) -> list[str]:
     """Make the command line of a Python that runs `program`, with `args` as `sys.argv[1:]`.
 
-    `python -c` puts the working directory first on its search path: a `json.py` in a folder of somebody's documents
+    `python -c` puts the working directory first on its search path: a `json.py` in a folder of documents
     would be run. The child starts isolated and is given this process's search path, so that it runs the same kvtool
     wherever that comes from (`PYTHONPATH`, an editable install, a notebook's own changes).
     """
@@ -33,11 +33,11 @@ def started(
     stderr: int | IO[bytes],
     env: dict[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a group of its own, so that Ctrl-C is this process's to hear; the group ends with this
-    process, however that ends, and at the latest when what is returned is let go of.
+    """Start a process in a group of its own, so that Ctrl-C reaches only this process. The group ends when this process
+    ends for any reason, and at the latest when the returned object is garbage-collected.
 
-    On Linux the kernel sees to that: it holds the reading end of a pipe whose writing end is here, and is told to kill
-    the group once nobody can write any more. (`PR_SET_PDEATHSIG` would kill it with the thread that has started it.)
+    On Linux the kernel does that: it holds the reading end of a pipe whose writing end is here, and kills the group
+    once no process can write any more. (`PR_SET_PDEATHSIG` would kill it with the thread that has started it.)
     Elsewhere a process that outlives this one has to notice that its stdin has ended.
 
     Raises
@@ -66,7 +66,7 @@ def started(
 
 
 def _kill_with(reading: int, group: int) -> None:
-    """Have a process group killed when nobody has the writing end of this pipe any more."""
+    """Have a process group killed when no process has the writing end of this pipe open any more."""
     if sys.platform == "linux":
         import fcntl
 

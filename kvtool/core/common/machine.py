@@ -3,7 +3,7 @@
 Formats are derived from the features of the CPU and its libraries, never from timing.
 
 Measured with torch 2.13, GFLOP/s of one core, 512 rows times a weight: bfloat16 480 and float32 105 where the CPU has
-`avx512_bf16`; bfloat16 82 where oneDNN may take AVX-512 alone, 25 with AVX2, 9 without; times a weight laid out the
+`avx512_bf16`; bfloat16 82 where oneDNN may use only AVX-512, 25 with AVX2, 9 without; times a weight laid out the
 other way, as the codec's, 2.6. float16 is at 25. What ATEN_CPU_CAPABILITY forbids changes none of these.
 """
 
@@ -111,7 +111,7 @@ def _features(forced: str | None) -> frozenset[str]:
 
 
 def _check(told: list[str]) -> None:
-    """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: what is misspelt would count as not there."""
+    """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: a misspelt feature would count as missing."""
     known = _plain(_TELLABLE) | _features(None)
     stray = next((name for name in told if not _plain([name]) <= known), None)
     if stray is not None:

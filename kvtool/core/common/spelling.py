@@ -47,7 +47,7 @@ def as_on_disk(given: Path) -> Path:
     """Spell a path as on the disk, if nothing is at it as it was typed.
 
     A keyboard composes letters that a file's name may have decomposed, as Macs store Korean and accents, or the other
-    way round; on most file systems these are two names. Where both spellings are there, or none, nothing is changed.
+    way round; on most file systems these are two names. If both spellings exist, or neither, nothing is changed.
     """
     try:
         if str(given).isascii() or os.path.lexists(given):

@@ -109,7 +109,7 @@ _OWN = "|".join(kind for kind in KINDS if kind not in _WEB)  # other programs sp
 _IN_TEXT = re.compile(
     rf"(?:[^\s'\"`(]*@)?\b(?:(?:{_OWN}):|[A-Za-z][A-Za-z0-9+.-]*://(?=\S*@))(?:[^\n]*@)?[^\s'\"`]*", re.I
 )
-# What whoever has it may do with an address as if it were theirs, also where a path was made of the address.
+# Secrets in an address that give their holder its owner's rights, also where a path was made of the address.
 _SIGNED = re.compile(
     r"([?&](?:sig|[\w-]*(?:signature|token|credential|password|key))=)[^\s&'\"`)]*[^\s&'\"`):;,.]", re.I
 )

@@ -1,4 +1,4 @@
-"""Encoders of chunks: threads of this process, or workers of Ray. New records depend on stored records alone."""
+"""Encoders of chunks: threads of this process, or workers of Ray. New records depend only on stored records."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ _SEED = 0
 def compress(
     path: Path, options: CompressOptions, events: Events | None = None, decoder: Decoder | None = None
 ) -> CompressReport:
-    """Encode a store's records at some levels. What is there already stays; run again to resume.
+    """Encode a store's records at some levels. Existing records stay; run again to resume.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ class _Job:
     # ---- what to work on ----
 
     def _chunks(self) -> list[bytes]:
-        """List the chunks that are asked for. The prompt's own beginning is left alone: it is exact in every prompt."""
+        """List the chunks that are asked for, without the prompt's own beginning, which is exact in every prompt."""
         known = [chunk for chunk in self.store.chunk_ids() if chunk != self.identity.prefix_id]
         if not self.options.chunks:
             return known

@@ -107,7 +107,7 @@ class LevelWriter:
         self._settle(back)
 
     def _settle(self, back: ReadBack, last: bool = False) -> None:
-        """Make what is there durable and read it back, many chunks at a time."""
+        """Make the written records durable and read them back, many chunks at a time."""
         if len(self._unread) < (1 if last else _AT_ONCE):
             return
         some, self._unread = self._unread, []
@@ -241,7 +241,7 @@ class ReadBack:
         stated: Sequence[tuple[float, float]],
         rows: Sequence[Ids | None],
     ) -> None:
-        """Refuse what is not within the error that its record states; 0: bit for bit. `rows`: those that are stored."""
+        """Refuse a chunk outside the error that its record states; 0: bit for bit. `rows`: those that are stored."""
         chunks = [*sources]
         for source in {source for source in sources.values() if source is not None}:
             numbers = [number for number, chunk in enumerate(chunks) if sources[chunk] == source]

@@ -98,8 +98,8 @@ class Rules:
 
 
 class Roots:
-    """Folders that are open to others than the user, who may read only what these folders show: nothing hidden, no
-    secret, and nothing that an ignore file leaves out. Ignore files are read once.
+    """Folders that others than the user may read, without hidden files, secrets, and what an ignore file leaves out.
+    Ignore files are read once.
 
     Where a file system takes no notice of case, a path has to be spelled as its folders list it: a rule for `drafts/`
     would not see `Drafts/`.
@@ -206,6 +206,6 @@ def _is_pattern(line: str) -> bool:
 
     try:
         GitIgnoreSpec.from_lines([line])
-    except (ValueError, re.error):  # a range that runs backwards is compiled as it stands
+    except (ValueError, re.error):  # a range that runs backwards is compiled unchanged
         return False
     return True

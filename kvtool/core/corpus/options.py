@@ -54,7 +54,7 @@ class Shard:
     """A part of the files, one of `parts`; `index` counts from 0.
 
     A file's part is a digest of its path. So parts are disjoint and complete even if the folder changes between two
-    runs, and a file stays in its part when others are added or removed. Parts are of about equal numbers of files, not
+    runs, and a file stays in its part when others are added or removed. Parts have about equal numbers of files, not
     of bytes.
     """
 

@@ -274,7 +274,7 @@ def serve(seconds: int, memory: int) -> None:
     memory : bytes that the process may have.
     """
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # a library's output goes to stderr, which is not read
+    os.dup2(2, 1)  # a library's output is sent to stderr, which is not read
     _limit(memory)
     while line := sys.stdin.buffer.readline():
         asked = json.loads(line)

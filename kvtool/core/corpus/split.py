@@ -70,8 +70,8 @@ def split(text: str, settings: SplitSettings, count_tokens: CountTokens, kind: s
 
     Returns
     -------
-    Adjoining spans that cover the text, each of at most `max_tokens` tokens when stripped. Only a
-    single character that alone has more is left as it is.
+    Adjoining spans that cover the text, each of at most `max_tokens` tokens when stripped; only a single
+    character may have more.
     """
     if not text or text.isspace():
         return []

@@ -315,7 +315,7 @@ class ActorPool:
         self._busy[self._actors[task.actor].do.remote(task.method, task.arguments)] = task
 
     def _replace(self, actor: int, error: Any) -> None:
-        """Replace a dead actor, unless an earlier result has had it replaced already."""
+        """Replace a dead actor, unless it was replaced after an earlier failure."""
         if error.actor_init_failed:  # `Worker.__init__` cannot fail: the class was not found
             raise KvtoolError(
                 f"Ray's workers cannot run kvtool {kvtool.__version__}: {reason_of(error)}",

@@ -1,4 +1,4 @@
-"""Answers that were held against full prefill after they had been given, and the journal of them beside the store."""
+"""Audits: given answers compared with full prefill afterwards, and their journal next to the store."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Audit:
         return audit
 
     def _numbers(self) -> tuple[float, ...]:
-        """Return all that is to be a number. Raises KeyError: how much was recomputed is not told."""
+        """Return all that has to be a number. Raises KeyError: how much was recomputed is missing."""
         distances = (self.kl_first, self.kl_answer, self.top1_agrees, self.answer_equal)
         shares = (self.tokens["reused"], self.tokens["recomputed"], self.amount or 0)
         return (*distances, *shares, self.holes, self.sampled, self.milliseconds)

@@ -33,7 +33,7 @@ class Distance:
     agreement: float
 
     def to_json(self) -> dict[str, Any]:
-        """Tell what `query --compare` and `inspect quality` tell of it."""
+        """Return what `query --compare` and `inspect quality` report, as JSON."""
         return {"kl_first": self.kl_first, "kl_answer": self.kl_answer, "top1_agrees": self.first_agrees}
 
 
@@ -98,9 +98,9 @@ class Forced:
     distance: Distance
 
     def answer(self, max_tokens: int) -> Generated:
-        """Give the run's own greedy answer.
+        """Return the run's own greedy answer.
 
-        What it says in the reference's words needs no generation: that goes on from the first other token.
+        Tokens that agree with the reference's answer are not generated again; decoding begins at the first other one.
         """
         script = self.reference.answer.script
         agreed = next((n for n, (own, said) in enumerate(zip(self.best, script, strict=True)) if own != said), None)

@@ -59,7 +59,7 @@ class FuseTiming:
     ----------
     select : includes the question's own pass where a mode ranks by its attention.
     shift : spent in the compute on shifting reused rows; on a GPU, on launching that.
-    wait : how long the compute stood still for the loader.
+    wait : how long the compute waited for the loader.
     """
 
     read: float

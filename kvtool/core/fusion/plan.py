@@ -227,7 +227,7 @@ def with_stored_rows(store: RecordReader, candidates: Sequence[Candidate]) -> li
 
 
 def build_plan(prefix: Candidate, chunks: Sequence[Candidate], question: Sequence[int]) -> Plan:
-    """Lay out a prompt.
+    """Place the segments of a prompt one after the other.
 
     A cached segment is exact when the ids before it are the lead-in it was prefilled after, and its level loses
     nothing. Stored rows know their lead-in by digest.

@@ -261,7 +261,7 @@ class Shift:
         return probes.weights @ keys, probes.weights @ values
 
     def _kernel_of(self, probes: Probes) -> ShiftKernel | None:
-        """Return machine code that shifts these chunks; None where there is none, or `offsets` is overridden."""
+        """Return machine code that shifts these chunks; None if this machine has none, or `offsets` is overridden."""
         if self.decoder.device != "cpu" or not self.decoder.rotary.halves or type(self).offsets is not _MEANS:
             return None
         spans = ShiftSpans(probes.spans, probes.counts, probes.rows, probes.factors, self._table, probes.unrotate)

@@ -32,7 +32,7 @@ class RecordMissing(Exception):
 
     Attributes
     ----------
-    stored : True if the record exists all the same, and is not to be stored again.
+    stored : True if the record exists nevertheless, and is not to be stored again.
     unusable : this segment and further ones that cannot be used, each with its reason.
     """
 
@@ -164,7 +164,7 @@ class ChunkCache:
     Parameters
     ----------
     limit : bytes held at most; the least recently used chunk is evicted first, with all its layers.
-    mark : identifies the stored record of a chunk, level and layer; None where there is none.
+    mark : identifies the stored record of a chunk, level and layer; None if none is stored.
     device : a GPU that holds entries as long as its memory suffices; None: they are held where they were decoded.
     """
 

@@ -119,7 +119,7 @@ class Choices:
         if keeps:
             mode = self._lead_in_of_states(mode)
         dtype = self.known.dtype if self.known else kept_format(self._options.store_dtype or "auto", self.files)
-        if self.known and system == self.known.system:  # a template that tells the date says another one today
+        if self.known and system == self.known.system:  # a template that states the date states another one today
             parts = PromptParts(self.known.prefix, self.known.answer_header)
         else:
             parts = prompt_parts(self.tokenizer, system)

@@ -204,7 +204,7 @@ class _Job:
     def _keep_identity(self, writer: Writer) -> None:
         if self._is_other and not self._kept:
             writer.set_manifest(self.choices.identity.to_manifest())
-            if self.choices.made_by.is_foreign:  # a profile and losses of foreign records alone, if there are any
+            if self.choices.made_by.is_foreign:  # a profile and losses of foreign records only, if any
                 writer.set_codec_state({})
         self._kept = True
 
@@ -252,7 +252,7 @@ class _Job:
                 storer.close()
 
     def _forecast(self, store: Store | None, tokens: int) -> Forecast | None:
-        """Return the forecast for so many tokens; None if there are none, or the cost is unknown."""
+        """Return the forecast for so many tokens; None for 0 tokens, or if the cost is unknown."""
         if not tokens or self.choices.identity.keeps_states:
             return None
         identity = self.choices.identity

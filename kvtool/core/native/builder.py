@@ -347,7 +347,7 @@ class FunctionBuilder:
         return Value(self, vector(len(texts), element), f"<{', '.join(texts)}>")
 
     def poison(self, kind: str) -> Value:
-        """Make a value that nobody reads."""
+        """Make an undefined value, for one that is never read."""
         return Value(self, kind, "poison")
 
     def alloca(self, kind: str, count: Value | int = 1) -> Value:

@@ -1,7 +1,7 @@
 """Matrix products (GEMM) in float32: a tile of the result stays in registers while rows and columns stream by.
 
-The order of the sums depends on nothing but the depth, so that a row comes out the same whatever rows stand beside it;
-in float32 the same bit for bit on every CPU that has fused multiply-add. One core; weights are laid out once
+The order of the sums depends only on the depth, so a row's result does not depend on the other rows of the product;
+in float32 it is the same bit for bit on every CPU that has fused multiply-add. One core; weights are laid out once
 (`panels`).
 """
 
@@ -28,8 +28,8 @@ class Tile:
 
     Attributes
     ----------
-    pairs : what is multiplied are bfloat16, two beside each other along the depth in the place of a float32; sums are
-        float32 (AVX-512 BF16).
+    pairs : the factors are bfloat16, two neighbours along the depth in the place of a float32; sums are float32
+        (AVX-512 BF16).
     """
 
     rows: int
@@ -59,7 +59,7 @@ def tile_of(isa: Isa) -> Tile:
 
 
 def panels(weights: F32, tile: Tile) -> F32:
-    """Lay out weights `[depth, columns]` as `[panels, steps, tile.columns]`, zeros behind the last column.
+    """Arrange weights `[depth, columns]` as `[panels, steps, tile.columns]`, with zeros after the last column.
 
     Pairs are rounded to bfloat16, the first in the lower half of a float32's bits; an odd depth ends with a zero.
     """

@@ -97,8 +97,8 @@ def _best(capability: str, names: tuple[str, ...]) -> Isa | None:
 
 
 def isa_here() -> Isa | None:
-    """Return the best instruction set with vectors, for kernels that without them would be slower than torch's; None:
-    there is none."""
+    """Return the best instruction set with vectors, for kernels that without them would be slower than torch's; None
+    if the CPU has none."""
     isa = best_isa()
     return None if isa is SCALAR else isa
 

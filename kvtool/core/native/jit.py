@@ -1,8 +1,8 @@
 """Just-in-time compilation of LLVM IR to machine code in this process, without a C compiler, and its cache on disk.
 
-LLVM takes a tenth of a second for what is read back in a millisecond. What is read here is run: it is taken only from a
-folder of the user's own that nobody else can write to, and only if its digest, which covers what it was made of, is
-right; anything else is as if nothing were there.
+LLVM takes a tenth of a second for what is read back in a millisecond. Code that is read here is run: so it is taken
+only from a folder of the user's own that nobody else can write to, and only if its digest, which covers its source, is
+right; any other file is ignored.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ R = TypeVar("R")
 _MOST_BYTES = 2**22  # of one piece of code
 _MOST_FILES = 256
 _DIGEST = 32
-_FOR_READING = os.O_RDONLY  # no link is followed, and nobody waits for the other end of a pipe
+_FOR_READING = os.O_RDONLY  # follows no link, and does not wait for the other end of a pipe
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _FOR_READING |= getattr(os, _flag, 0)
 
@@ -149,7 +149,7 @@ def keep_code(key: str, code: bytes) -> None:
 
 
 def _folder(make: bool) -> Path | None:
-    """Return the folder of kept code; None if there is none that only the user may write to."""
+    """Return the folder of kept code; None if it is missing or another user may write to it."""
     try:
         folder = cache_dir() / "native"
         if make:
@@ -172,7 +172,7 @@ def _digest(key: str, code: bytes) -> bytes:
 
 
 def _make_room(folder: Path) -> None:
-    """Let go of the oldest: code of versions that are no longer there."""
+    """Delete the oldest files: code of versions that are no longer installed."""
     files = [Path(entry.path) for entry in os.scandir(folder) if not entry.is_dir(follow_symlinks=False)]
     if len(files) >= _MOST_FILES:
         for path in sorted(files, key=lambda one: one.stat().st_mtime)[: _MOST_FILES // 2]:

@@ -1,4 +1,4 @@
-"""Jobs of machine code: their fields are named once, for the code that reads them and for who writes them."""
+"""Jobs of machine code: their fields are named once, for the code that reads them and the code that writes them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Job:
         return len(self.fields)
 
     def load(self, k: FunctionBuilder, job: Value, first: int = 0) -> Fields:
-        """All fields, loaded; the first one lies `first` words behind the pointer."""
+        """Load all fields; the first one is `first` words after the pointer."""
         words = job.of("i64")
         places = enumerate(self.fields.items(), first)
         return Fields({name: words.at(place).of(kind).load(align=_WORD) for place, (name, kind) in places})
@@ -130,8 +130,8 @@ def aligned(count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
 
 
 def scratch(name: str, count: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-    """This thread's memory of that name, `[count]`: asked of the system anew each time, it would take as long as what
-    is computed in it. What stood there before may still."""
+    """Return this thread's memory of that name, `[count]`, with any old content. To allocate it anew each time would
+    take as long as what is computed in it."""
     wanted = np.dtype(dtype)
     held: npt.NDArray[np.uint8] | None = getattr(_own, name, None)
     if held is None or held.nbytes < count * wanted.itemsize:

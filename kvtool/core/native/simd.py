@@ -20,7 +20,7 @@ _GELU = (0.7978845608028654, 0.044715)  # √(2/π)
 
 
 def fma(left: Value, right: Value | float, onto: Value | float) -> Value:
-    """left · right + onto, lane by lane; rounded once where the CPU can, and more than one number is there."""
+    """left · right + onto, lane by lane; rounded once for vectors, if the CPU can."""
     if left.lanes == 1:
         return left * right + onto
     kind = f"v{left.lanes}f32" if left.lanes else "f32"

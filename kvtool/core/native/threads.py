@@ -32,9 +32,9 @@ from kvtool.core.native.job import LINE, Packed, aligned
 _WORDS_OF = "turn function job places over yields waits posts inside entered asleep semaphore".split()
 _AT = {name: place for place, name in enumerate(_WORDS_OF)}
 _WORDS = LINE // 8
-_LOOKS = 32  # at the control block before another thread is let run
+_LOOKS = 32  # at the control block before another thread may run
 _PATIENCE = 1000  # such rounds without a job, about 1 ms, before a helper sleeps
-_MANY = 1000  # looks of one who waits for others to be done, before another thread is let run
+_MANY = 1000  # looks of a thread that waits for others to finish, before another one may run
 _SEMAPHORE = 4 * LINE  # bytes, at least those of a sem_t
 
 
@@ -65,7 +65,7 @@ class ThreadPool:
             raise
 
     def _worker(self) -> None:
-        """Help until the pool ends; the thread keeps the control block alive, since nobody waits for its end."""
+        """Help until the pool ends; the thread keeps the control block alive, since no other thread joins it."""
         self._code["worker"](self._control_address)
 
     def run(self, function: Function, job: int, threads: int) -> None:
@@ -107,7 +107,7 @@ def use_pool(threads: int) -> Iterator[ThreadPool | None]:
 
 
 def _taken(helpers: int) -> ThreadPool | None:
-    """A pool that nobody uses; None where there is no code for one, or no thread to be had: nobody needs help."""
+    """Take an unused pool; None if it cannot be compiled, or no thread can start: the caller works without help."""
     if not _system() or not runnable():
         return None
     with contextlib.suppress(IndexError):
@@ -250,7 +250,7 @@ def _places(control_block: Value) -> dict[str, Value]:
 
 
 def _submit(isa: Isa) -> FunctionBuilder:
-    """Open a job, wake who sleeps, take part, close the job, and wait for those inside."""
+    """Open a job, wake sleeping helpers, take part, close the job, and wait for the helpers inside."""
     k = FunctionBuilder("submit", isa, "i64* control_block, ptr function, ptr job, i64 places")
     at, looks = _places(k.args.control_block), k.alloca("i64")
     for name in ("function", "job", "places"):
@@ -307,7 +307,7 @@ def _worker(isa: Isa) -> FunctionBuilder:
     begin("rest")
     k.call_void(at["yields"].load())
     go("look")
-    begin("announce")  # before it looks once more: who opens a job looks for those that sleep after it is open
+    begin("announce")  # before it looks once more: a caller opens a job first, then looks for sleeping helpers
     k.atomic_add(at["asleep"], 1, "seq_cst")
     missed = is_new(atomic_load(at["turn"])) | atomic_load(at["over"]).ne(0)
     go("back", missed, "wait")

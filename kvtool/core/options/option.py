@@ -57,9 +57,9 @@ def option(
 
     Parameters
     ----------
-    default : its value where nobody gives another.
+    default : its value if none is given.
     help : one sentence.
-    group : the heading of the command's help that it stands under; empty: its class's.
+    group : the heading of the command's help that lists it; empty: its class's.
     flag : empty: made of the name; `--this/--that` names both flags of a yes or no; None: it has none.
     synonyms : further flags that mean the same and are not shown, such as older names.
     setting : whether a variable and a configuration file can give it, too; a text names it there, None: as its class
@@ -68,7 +68,7 @@ def option(
     choices, pattern, check, lowest, highest : what a value has to fulfil; `check` returns the complaint, or nothing.
     suggest : values for completion and for "did you mean".
     unit : how it may be written besides a plain number: `10m`, `15%`, `20GB`; a path is expanded, and one in a file
-        is relative to that file, as is the path behind the `@` of a text.
+        is relative to that file, as is the path after the `@` of a text.
     read : makes the value of what a flag, a variable or a file says; Python gives the value itself.
     instead : what the help says of the default.
     several : the hint where a list of its choices is given, though it takes one.
@@ -272,15 +272,15 @@ def _boolean(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Base of a room's options: a frozen dataclass whose values are checked whoever makes it.
+    """Base of a room's options: a frozen dataclass that checks its values when it is made.
 
     Raises
     ------
     UsageError : a value is of the wrong type or out of range, or two contradict each other.
     """
 
-    sections: ClassVar[tuple[str, ...]] = ()  # the tables of a configuration file that its settings may stand in
-    group: ClassVar[str] = ""  # the heading that its options stand under
+    sections: ClassVar[tuple[str, ...]] = ()  # the tables of a configuration file that may hold its settings
+    group: ClassVar[str] = ""  # the heading of the help that lists its options
     settings: ClassVar[bool] = True  # whether variables and files can give them
 
     def __init_subclass__(cls, sections: tuple[str, ...] = (), group: str = "", settings: bool = True) -> None:

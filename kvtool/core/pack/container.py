@@ -44,7 +44,7 @@ def writing(path: Path, force: bool) -> Iterator[Callable[[str, bytes], None]]:
 
     Raises
     ------
-    UsageError : there is something already, and nobody said `force`, or it is no file; or no such folder.
+    UsageError : the path exists without `force`, or is no file; or its folder does not exist.
     NoSpaceError : the disk is full.
     """
     if os.path.lexists(path) and not force:
@@ -137,7 +137,7 @@ class PackReader:
         return self._file.read(len(wanted)) == wanted
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._zip.close()
         self._file.close()
 

@@ -69,7 +69,7 @@ def export(
     Raises
     ------
     StoreNotFoundError : nothing was ever ingested.
-    UsageError : a word of `only` means nothing, or the file is there already or lies in the store.
+    UsageError : a word of `only` means nothing, or the file is there already or is in the store.
     NoSpaceError : the disk is full.
     """
     started, report = time.perf_counter(), ExportReport(str(pack))

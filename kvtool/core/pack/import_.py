@@ -59,7 +59,7 @@ def merge(
     UsageError : a source is the store itself, is inside or around it, or is neither a store nor a pack; nothing was
         written then.
     StoreNotFoundError : nothing was ever ingested into a source; nothing was written then.
-    UntrustedError : a signature is required, and there is none of a trusted key.
+    UntrustedError : a signature is required, and no trusted key has signed.
     DamagedError : a pack's index, or what it says of its model, is damaged: nothing of it was written.
     StoreFormatError : a source was made with another model or other settings, or a newer kvtool wrote the pack; the
         sources before it were imported.

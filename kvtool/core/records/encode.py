@@ -117,12 +117,12 @@ def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequen
 def other_lead_in(decoder: Decoder, parts: PromptParts, own: Ids, shared: bool) -> LeadIn:
     """Make the lead-in for comparison: how far does a text before a chunk move its values?
 
-    The plain prefix, for a store whose chunks have a text of their own before them (`warm`, a file); else the warm one.
+    For a store whose chunks follow a text of their own (`warm`, a file) that is the plain prefix; else the warm one.
 
     Parameters
     ----------
     own : ids of the store's lead-in.
-    shared : nothing else precedes its chunks.
+    shared : no other text precedes its chunks.
     """
     plain, warm = (lead_in_ids(mode, decoder.loaded.tokenizer, parts) for mode in ("prefix", "warm"))
     return LeadIn(decoder, plain if shared and len(own) > len(plain) else warm)

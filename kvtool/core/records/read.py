@@ -52,7 +52,7 @@ def kept_rows(store: RecordReader, chunk_ids: Sequence[bytes], level: str) -> li
 
 
 def exact_level(store: RecordReader, chunk_id: bytes) -> str | None:
-    """Find a stored lossless level; None: there is none."""
+    """Find a stored lossless level; None if none is stored."""
     return next(iter(exact(store.levels(chunk_id))), None)
 
 

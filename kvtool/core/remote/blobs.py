@@ -81,12 +81,12 @@ class Blobs(Protocol):
     """Protocol of a shared store's named values. Names are ASCII, with `/` between their parts. Methods raise
     RemoteError.
 
-    A value is never changed, only put again with the same bytes or deleted; `head` alone is replaced. So a reader sees
+    A value is never changed, only put again with the same bytes or deleted; only `head` is replaced. So a reader sees
     either all of a push or nothing of it. Digests protect the values, not the shared store.
 
     Attributes
     ----------
-    url : as people are shown it.
+    url : the address that messages and reports show.
     """
 
     url: str
@@ -120,8 +120,8 @@ class Blobs(Protocol):
         ...
 
     def hold(self, name: str) -> None:
-        """Take or renew a lease, which everybody sees until its time is over. Its name is a key of `LEASES`, `-` and
-        an id. A lease is no value: `names` does not list it."""
+        """Take or renew a lease, which all users of the store see until it expires. Its name is a key of `LEASES`, `-`
+        and an id. A lease is no value: `names` does not list it."""
         ...
 
     def held(self) -> set[str]:

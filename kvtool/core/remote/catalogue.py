@@ -10,8 +10,8 @@ blob                                    holds
 ``profile/DIGEST``                      a codec profile
 ``pack/DIGEST``                         KV records of chunks at one level, one after the other, as in the local store;
                                         or descriptions: files' entries with their documents, chunks' token ids
-``file/KEY-MARK``, ``chunk/ID-MARK``    such a description alone, as older versions pushed it
-``kv/ID/LEVEL-MARK/LAYER``              such a record alone: as older versions pushed it, or too large for a pack
+``file/KEY-MARK``, ``chunk/ID-MARK``    a single such description, as older versions pushed it
+``kv/ID/LEVEL-MARK/LAYER``              a single such record: as older versions pushed it, or too large for a pack
 ======================================  ================================================================
 
 A mark is a digest of the value, so no name ever means two values, and readers of an earlier catalogue keep theirs.
@@ -135,7 +135,7 @@ class Chunk:
     ----------
     mark : of the description.
     place : of the description; None: it is a value of its own, or of a catalogue of what is not packed.
-    foreign : the owner of the catalogue did not make it, but has it from somebody else; also of a file.
+    foreign : the owner of the catalogue did not make it, but received it from another user; also of a file.
     """
 
     mark: str

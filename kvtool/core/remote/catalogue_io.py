@@ -104,7 +104,7 @@ def in_force(blobs: Blobs, digest: str) -> Catalogue:
 
 
 def root_of(blobs: Blobs, digest: str) -> Catalogue:
-    """Read the catalogue of a digest; of a sharded one the root alone.
+    """Read the catalogue of a digest; of a sharded one only the root.
 
     Raises
     ------

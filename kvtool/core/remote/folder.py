@@ -307,7 +307,7 @@ class Writing:
             again_if_gone(lambda some=some: self._write_some(parts, some))  # type: ignore[misc]
 
     def close(self) -> None:
-        """Let go of the threads."""
+        """End the threads."""
         self._pool.shutdown()
 
     def _write_some(self, parts: tuple[str, ...], values: Mapping[str, bytes]) -> None:
@@ -332,7 +332,7 @@ class Writing:
 
 
 def new_name() -> str:
-    """Return a name for a temporary file that nobody can foresee."""
+    """Return an unpredictable name for a temporary file."""
     return f"{TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}"
 
 

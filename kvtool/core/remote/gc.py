@@ -202,7 +202,7 @@ class Lease:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Hold it; entered when nobody else deletes."""
+        """Hold it; entered when no other process deletes."""
         self.renew()
         try:
             # A deletion stops at its next values. A lease that outlives a dead process was taken by a wrong clock.

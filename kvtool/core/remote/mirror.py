@@ -116,7 +116,7 @@ class MirrorUpdater:
     Parameters
     ----------
     digest : of the catalogue, by which the shared store names it.
-    root : the catalogue; of a sharded one the root alone.
+    root : the catalogue; of a sharded one only the root.
     timeout : seconds to wait for a value.
 
     Attributes

@@ -166,7 +166,7 @@ class Prefetcher:
                 reader.close()
 
     def _read(self, reader: Reader, wanted: list[BlobRequest]) -> None:
-        """Take what was asked for; what is asked meanwhile is sent at once, before the link falls idle."""
+        """Read the requested blobs; requests that come meanwhile are sent at once, before the link falls idle."""
         waiting = deque(wanted)
         while waiting and not self._stopped:
             while not self._asked.empty():

@@ -43,7 +43,7 @@ from kvtool.core.session.identity import StoreIdentity
 
 _COMMITTED_AT_ONCE = 1024  # descriptions in one transaction
 _HELD_BYTES = 2**26  # of descriptions that wait to be put into order; of many
-# Bytes for each, a quarter of what the catalogue takes in memory: pages are met a few times then.
+# Bytes for each, a quarter of the catalogue's own memory: so each page is visited only a few times.
 _HELD_OF_EACH = 2**9
 _UNPACKED_AT_ONCE = 2**26  # bytes of documents that are held unpacked
 _MOST_OF_FILE = 2**25  # bytes that the documents of a foreign file unpack to, a thousand times what a page of text has
@@ -70,7 +70,7 @@ def pull(
     Parameters
     ----------
     levels : of the KV that is fetched, with the coarser ones that they refine; None: all; none: descriptions only.
-    delete : forget the files that the shared store does not have.
+    delete : remove the files that the shared store does not have.
     trust : whom the user trusts; None: nobody, so that the store's own documents and their KV stay as they are.
     timeout : seconds to wait for a value.
     yes : `delete` may take more than half of the store's files.
@@ -78,8 +78,8 @@ def pull(
     Raises
     ------
     StoreNotFoundError : nothing was pushed there.
-    UsageError : more than half would be forgotten, and nobody said `yes`.
-    UntrustedError : a signature is required, and there is none of a trusted key.
+    UsageError : more than half would be removed without `yes`.
+    UntrustedError : a signature is required, and no trusted key has signed.
     RemoteError : the shared store does not answer. What came stays.
     StoreFormatError : the store is of another model.
     """
@@ -242,8 +242,8 @@ class _Pull:
     def _in_order(self, groups: Sequence[Group]) -> Iterator[list[tuple[Group, bytes]]]:
         """Yield small values, some for a transaction, sorted by key as far as memory allows.
 
-        Keys are digests: those of a document are on as many pages of the store, each of which is read, checked and
-        written for it alone. If the shared store stops answering, what has come is yielded first.
+        Keys are digests, so a document's keys are on as many pages of the store; unsorted, each page would be read,
+        checked and written for one key. If the shared store stops answering, what has come is yielded first.
         """
         most = max(_HELD_BYTES, _HELD_OF_EACH * len(groups))
         held, size, failure = list[tuple[Group, bytes]](), 0, None
@@ -339,7 +339,7 @@ class _Pull:
             raise DamagedError("its description did not come")
         origin = self.origins.of(chunk)
         if not origin.is_foreign and self.store.origin(chunk_id).is_foreign:
-            raise DamagedError("its description did not come")  # what is here of it is somebody else's
+            raise DamagedError("its description did not come")  # what is stored here of it is another user's
         parts = [records[at : at + chunk.layers] for at in range(0, len(records), chunk.layers)]
         by_level = dict(zip(group.levels, parts, strict=True))
         for level, of_level in by_level.items():
@@ -384,8 +384,8 @@ class _Pull:
         return size
 
     def _commit(self, files: Sequence[tuple[Group, FileEntry, list[DocumentEntry]]]) -> None:
-        """Files with their documents in one transaction, which costs as much as one of a single file; where that
-        cannot be, each alone, so that what one of them is does not keep the others out."""
+        """Write files with their documents in one transaction, which costs as much as one of a single file. If that
+        fails, write each in its own, so that a bad one does not keep the others out."""
         try:
             if files:
                 self.writer.commit_files([(entry, documents) for _, entry, documents in files])
@@ -513,8 +513,8 @@ class Origins:
 
     Parameters
     ----------
-    own : of what the catalogue's owner made. What he has from somebody else is nobody's whom the user trusts.
-    place : where the catalogue is from, as people call it.
+    own : of what the catalogue's owner made. What the owner has from others counts as untrusted.
+    place : where the catalogue is from, for messages.
     """
 
     def __init__(self, own: Origin, place: str, *, mirror: bool = False) -> None:

@@ -62,8 +62,8 @@ def push(
     ------
     RemoteError, NoSpaceError : the shared store does not answer, or is full. What was sent stays.
     StoreFormatError : it holds a store of another model, or other things than a store.
-    UsageError : it would lose more than half, and nobody said `yes`; or it is signed by another key, or by one that
-        was not given.
+    UsageError : it would lose more than half without `yes`; or it is signed by another key, or by one that was not
+        given.
     """
     started = time.perf_counter()
     report = TransferReport("push", blobs.url, dry_run=dry_run)
@@ -132,7 +132,7 @@ class _Push:
                 self._publish(head, theirs, self.sender.send(mine, theirs), delete=False)
 
     def _check_signer(self, theirs: Catalogue, delete: bool) -> None:
-        """Refuse to take a signature away, and to sign what somebody else has put there."""
+        """Refuse to remove a signature, and to sign what another user has pushed."""
         url = self.blobs.url
         if self.key is None and theirs.proof is not None:
             raise UsageError(f"{url} is signed by {theirs.proof.signer}", "push with --sign KEY, or to another place")
@@ -254,7 +254,7 @@ def without_superseded(joined: Catalogue, mine: Catalogue) -> Catalogue:
 def join_chunks(mine: Chunk, theirs: Chunk) -> Chunk:
     """Join the levels of both. Nested ones may refine each other, so where they differ they are all of one side.
 
-    A chunk that somebody else made is never joined with the pusher's own, but replaced by it."""
+    A chunk that another user made is never joined with the pusher's own, but replaced by it."""
     if mine.foreign != theirs.foreign:
         return theirs if mine.foreign else mine
     levels: dict[str, Level] = theirs.levels | mine.levels
@@ -288,7 +288,7 @@ class DryRunBlobs:
         return True
 
     def held(self) -> set[str]:
-        """Return no leases: a dry run is in nobody's way."""
+        """Return no leases: a dry run conflicts with nothing."""
         return set()
 
     def hold(self, name: str) -> None:

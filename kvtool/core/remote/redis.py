@@ -29,7 +29,7 @@ if not HIREDIS_AVAILABLE:  # its parser is the one that is bounded
 PREFIX = "kvtool"  # before every key; `?prefix=` in the URL names another
 _LEASES = "push"  # the sorted set of what is held, by the server's time at which it is over
 _ANSWERS = {"getrange": bytes, "strlen": int, "unlink": int}  # the type of a command's answer
-# What redis-py and hiredis raise of answers that nobody expects.
+# Errors that redis-py and hiredis raise on malformed answers.
 _STRANGE = (
     *(TypeError, ValueError, LookupError, AttributeError),
     *(RecursionError, MemoryError, OverflowError, AssertionError),
@@ -246,7 +246,7 @@ class RedisReader:
 
     def close(self) -> None:
         if self._connection is not None:
-            if self._asked:  # answers are on their way that nobody will read
+            if self._asked:  # answers are on their way that will not be read
                 self._connection.disconnect()
             self._pool.release(self._connection)
             self._connection = None
@@ -329,5 +329,5 @@ class BoundedParser(_HiredisParser):
         return done
 
     def handle_push_response(self, response: Any, **more: Any) -> Any:
-        """Refuse what nobody has asked for: nothing is subscribed to."""
+        """Refuse unrequested messages: nothing is subscribed to."""
         raise errors.InvalidResponse("it sends what nobody has asked for")

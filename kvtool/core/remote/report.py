@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass
 class Counts:
-    """Values that went over, and those that were there already."""
+    """Counts of values that were transferred, and of those that were there already."""
 
     moved: int = 0
     unchanged: int = 0
@@ -72,6 +72,6 @@ class TransferReport:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object, as `--json` shows it."""
         facts = asdict(self)
-        if self.direction == "import":  # of what lies on the disk
+        if self.direction == "import":  # from a path on the disk
             facts["path"] = facts.pop("url")
         return facts

@@ -134,7 +134,7 @@ class Sender:
         return values.holds_level(self.store, bytes.fromhex(key), chunk, level)
 
     def _send_records(self, chunks: dict[str, Chunk], gaps: set[Member]) -> dict[str, Chunk]:
-        """Send gaps, the coarser levels first; the chunks as they are there then."""
+        """Send gaps, the coarser levels first; return the chunks as the shared store then has them."""
         lost, places = set[Member](), dict[Member, Place | None]()
         ordered = by_document(self.store, {key for key, _ in gaps})
 
@@ -166,7 +166,7 @@ class Sender:
         return {key: _placed(key, chunk, places, lost) for key, chunk in chunks.items()}
 
     def _send_packs(self, packs: Iterable[Packed]) -> Iterator[tuple[Packed, bool]]:
-        """Send several at a time. Each is given when it is there; False: a push that was cut off has sent it."""
+        """Send several at a time. Yield each on arrival; False: an interrupted push had sent it before."""
         for some in _together(packs):
             sizes = self._sound_sizes([packed.pack.name for packed in some])
             lacking = {packed.pack.name: packed.value for packed in some if sizes[packed.pack.name] != packed.pack.size}
@@ -223,7 +223,7 @@ class Sender:
 
 
 def _together(packs: Iterable[Packed]) -> Iterator[list[Packed]]:
-    """Yield some packs at a time, of as many bytes as a few have; a larger one is sent alone."""
+    """Yield packs in groups of a few packs' bytes; a larger pack is a group of its own."""
     some, size = list[Packed](), 0
     for packed in packs:
         if some and size + packed.pack.size > _AT_ONCE * PACK_BYTES:

@@ -151,7 +151,7 @@ def catalogue_digest(canonical: bytes) -> bytes:
 
 
 def seal_of(records: Sequence[bytes]) -> str:
-    """Return the digest of a level's records, 32 bytes in hex: unlike their own, one that nobody can forge."""
+    """Return the digest of a level's records, 32 bytes in hex: unlike their checksums, it cannot be forged."""
     state = hashlib.blake2b(digest_size=32)
     for record in records:
         state.update(record)

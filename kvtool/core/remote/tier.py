@@ -213,7 +213,7 @@ class Tier:
     # ---- afterwards ----
 
     def keep_fetched(self) -> None:
-        """Write chunks whose layers have all arrived; a store that is full or locked goes on fetching."""
+        """Write chunks whose layers have all arrived; a store that is full or locked still fetches."""
         if self._fetched or self._store.notes_are_long:  # which a writer adds when it ends
             try:
                 self._fetch_rest()
@@ -224,8 +224,8 @@ class Tier:
     def _fetch_rest(self) -> None:
         """Fetch the layers that no row saw, of chunks that will fit here, so that they are whole.
 
-        Every reader of a store would have to tell half a chunk from a whole one, and another question sees more rows
-        of it. KV that is not kept would be fetched by every question.
+        Otherwise every reader of a store would have to distinguish half a chunk from a whole one, and another question
+        sees more rows of it. KV that is not kept would be fetched by every question.
         """
         rest = self._rest()
         if not rest or self._there is None or self._store.read_only or not self._fetching.acquire(blocking=False):

@@ -339,7 +339,7 @@ def survey_chunk(
     Parameters
     ----------
     known_chunk : its entry in `known`, of :func:`survey`.
-    foreign : it was made by somebody else.
+    foreign : another user made it.
     asked : only these levels, with the coarser ones that they refine; None: all.
     read : is given the records of each level that was read.
     """
@@ -349,7 +349,7 @@ def survey_chunk(
     if known_chunk is not None and known_chunk.foreign != foreign:
         if foreign:
             return known_chunk  # nothing of others is added to the pusher's own
-        known_chunk = None  # records of one size need not be the same ones: those are somebody else's
+        known_chunk = None  # records of the same size may differ: those are another user's
     mark, layers = digest_of(data), layers_in(unseal(chunk_id, Kind.CHUNK, data))  # such is its value, byte for byte
     sizes = store.level_sizes(chunk_id)
     known = known_chunk.levels if known_chunk is not None else {}
@@ -383,7 +383,7 @@ def survey_chunk(
 
 def _as_known(mine: _Described, known: _Described | None) -> _Described:
     """Return the shared store's very entry if it is the same, so that a million of them are in memory once; else `mine`
-    with the place of the same description. An entry that was made here is not foreign because somebody pushed it."""
+    with the place of the same description. An entry that was made here does not become foreign by a push."""
     if known is None or known.mark != mine.mark:
         return mine
     placed = replace(mine, place=known.place, foreign=mine.foreign and known.foreign)

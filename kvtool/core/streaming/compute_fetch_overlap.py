@@ -1,8 +1,8 @@
 """The adaptive policy with a processor that is not idle while the link fetches: it computes from the other end.
 
 Cake (arXiv 2410.03065, section 4) computes a prompt's KV from its beginning and loads it from its end until both meet.
-kvtool's chunks are computed alone, so any may be: the link begins with the most relevant chunk, the processor with the
-least relevant one. What is computed is exact, so it is worth more than the coarse level that stood there.
+kvtool's chunks do not depend on each other, so any may be computed: the link begins with the most relevant chunk, the
+processor with the least relevant one. A computed chunk is exact, so it is worth more than the coarse level it replaces.
 """
 
 from __future__ import annotations
@@ -29,15 +29,14 @@ class _Running:
 
 
 class OverlapPolicy(Adaptive):
-    """Fetches as `Adaptive` does, and computes chunks beside it.
+    """Policy that fetches as `Adaptive` does, and computes chunks meanwhile.
 
-    - With an objective: the processor goes on until it. Chunks that are missing come first, then those that stand at a
-      level that loses something. Nothing is begun that is not expected in time, or that the link is expected to bring
-      sooner without a loss. Where text alone would meet the
-      objective, it is stopped when only the pass over all that is missing is sure to be in time: so a processor that is
-      slower than expected costs nothing.
+    - With an objective: the processor works until then. Chunks that are missing come first, then those held at a lossy
+      level. Nothing is begun that is not expected in time, or that the link is expected to bring sooner without a loss.
+      Where computing all from text would meet the objective, it is stopped when only the pass over all that is missing
+      is sure to be in time: so a processor that is slower than expected costs nothing.
     - Without one: until all is there. A chunk is computed where the link is expected to bring it later than that. A
-      link that is overdue is expected to take as long again, so that one that stands still costs little.
+      link that is overdue is expected to take as long again, so that a stalled one costs little.
     - What the link was asked for is computed only where it is expected later: of the two the later one is given up.
     """
 
@@ -151,7 +150,7 @@ class OverlapPolicy(Adaptive):
         return [ladder for ladder in self._open() if ladder.chunk not in meanwhile]
 
     def _meanwhile(self, until: float) -> set[int]:
-        """Chunks that are not there, nor asked for, and that the processor is expected to have computed by then."""
+        """Return chunks neither there nor requested that the processor is expected to have computed by then."""
         found: set[int] = set()
         free = self._free()
         if self._running is not None and free <= until:

@@ -73,7 +73,7 @@ class Ladder:
         return bool(self.rungs) and self.rungs[0].loss > 0
 
     def missing(self, held: Set[str], rung: Rung) -> int:
-        """Bytes that a rung still takes when the parts of the `held` levels are there."""
+        """Return the bytes that a rung still needs when the parts of the `held` levels are there."""
         return sum(part.size for part in rung.absent(held))
 
     def reached(self, held: Set[str]) -> int:
@@ -98,11 +98,11 @@ class Estimator(Protocol):
 
 
 class Ewma:
-    """Exponentially weighted moving average: forgets a single odd transfer, follows a change with a delay.
+    """Exponentially weighted moving average: a single odd transfer fades, a change is followed with a delay.
 
     Parameters
     ----------
-    newest : weight of the newest transfer; with 1 it alone counts (CacheGen, arXiv 2310.07240, section 5.3).
+    newest : weight of the newest transfer; with 1 only it counts (CacheGen, arXiv 2310.07240, section 5.3).
     """
 
     def __init__(self, newest: float = _NEWEST) -> None:
@@ -144,7 +144,7 @@ def make_estimator(name: str) -> Estimator:
 
     Raises
     ------
-    UsageError : there is none of that name.
+    UsageError : no estimator has that name.
     """
     if name not in PREDICTORS:
         raise UsageError(f"there is no predictor {name!r}", f"known: {', '.join(PREDICTORS)}")
@@ -153,13 +153,13 @@ def make_estimator(name: str) -> Estimator:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """A request to the remote tier: these parts of one chunk, which then stands at `level`.
+    """A request to the shared store: these parts of one chunk, which is then held at `level`.
 
     Attributes
     ----------
     give_up_at : seconds since the question's start after which waiting for it should end, as seen at the request; None:
         never. `Policy.give_up_at` knows what has come since then, and is what a driver keeps to.
-    estimated_bytes_per_second : the estimate at the request, before the margin; None: there was none.
+    estimated_bytes_per_second : the estimate at the request, before the margin; None: no estimate yet.
     """
 
     chunk: int
@@ -224,9 +224,9 @@ class Policy(ABC):
         self._margin = margin
         self._ladders = {ladder.chunk: ladder for ladder in task.ladders}
         self._held: dict[int, set[str]] = {chunk: set() for chunk in self._ladders}
-        self._reached = dict.fromkeys(self._ladders, -1)  # the rung that a chunk stands at
+        self._reached = dict.fromkeys(self._ladders, -1)  # the rung at which a chunk is held
         self._reaching = dict.fromkeys(self._ladders, -1)  # the same once all that is under way has arrived
-        self._missing = frozenset(self._ladders)  # chunks that stand at none
+        self._missing = frozenset(self._ladders)  # chunks held at no rung
         self._flying: list[Flight] = []
         self._closed: set[int] = set()  # chunks of which nothing more is asked
         self._now = 0.0
@@ -239,7 +239,7 @@ class Policy(ABC):
         """Return the fetch to start now, `now` seconds after the question's start."""
 
     def compute(self, now: float) -> int | None:
-        """Return the chunk to compute alone from its text from now on; None: none for now."""
+        """Return the chunk whose text to compute now, without other chunks; None: none for now."""
         return None
 
     def ended(self, chunk: int, seconds: float, now: float, whole: bool) -> None:
@@ -248,7 +248,7 @@ class Policy(ABC):
         Parameters
         ----------
         seconds : its duration, without the decoding in between.
-        whole : False: it failed, or was stopped. Nothing of it is there then.
+        whole : False: it failed, or was stopped; nothing of it is kept.
         """
         raise NotImplementedError("nothing was to be computed")
 
@@ -258,7 +258,7 @@ class Policy(ABC):
 
     @property
     def computed(self) -> frozenset[int]:
-        """Chunks that were computed beside the fetching, whatever level they have reached."""
+        """Return the chunks that were computed during the fetching, whatever level they have reached."""
         return frozenset()
 
     @property
@@ -283,7 +283,7 @@ class Policy(ABC):
         Parameters
         ----------
         started : the later of its request and the end of the one before it on the same link.
-        arrived : False: it failed, or was given up. Nothing of it is there then.
+        arrived : False: it failed, or was given up; nothing of it is kept.
         """
         flight = next(flight for flight in self._flying if flight.fetch == fetch)
         self._flying.remove(flight)
@@ -311,7 +311,7 @@ class Policy(ABC):
         return self._ladders[chunk].rungs[number].level if number >= 0 else None
 
     def _count(self, chunk: int) -> None:
-        """Note where a chunk stands after a fetch of it has begun or ended."""
+        """Note a chunk's rungs after a fetch of it has begun or ended."""
         ladder = self._ladders[chunk]
         self._reached[chunk] = ladder.reached(self._held[chunk])
         self._reaching[chunk] = ladder.reached(self._coming(ladder))
@@ -330,7 +330,7 @@ class Policy(ABC):
         return fetch
 
     def _coming(self, ladder: Ladder) -> set[str]:
-        """Levels of a chunk's parts that are there or under way."""
+        """Return the levels of a chunk's parts that are there or under way."""
         flying = [flight.fetch for flight in self._flying if flight.fetch.chunk == ladder.chunk]
         return self._held[ladder.chunk].union(part.level for fetch in flying for part in fetch.parts)
 
@@ -350,7 +350,7 @@ class Policy(ABC):
         return max(self._last_end, self._flying[0].at)
 
     def _arrival(self, now: float, size: int, rate: float) -> float:
-        """When so many bytes asked for now are expected, behind what is outstanding."""
+        """Return when so many bytes, requested now, are expected after all outstanding ones."""
         waiting = sum(flight.fetch.size for flight in self._flying)
         free = max(now, self._busy_since + waiting / rate) if self._flying else now
         return free + size / rate

@@ -18,9 +18,9 @@ _NONE: frozenset[int] = frozenset()
 
 
 class Adaptive(Policy):
-    """Bases, then refinements; text where it is sooner, or where only text is sure to meet the objective.
+    """Policy of bases, then refinements; text where it is sooner, or where only text is sure to meet the objective.
 
-    - Where text alone would meet the objective, that is promised: a base is fetched where that is expected to be sooner
+    - Where computing all from text meets the objective, that is promised: a base is fetched where it is expected sooner
       than computing the chunk, and given up at the last moment at which computing all that is not there is in time.
     - Where it would not, the link is hoped for: bases are fetched while they could all come in time if it became
       `OPTIMISM` times as fast as it has been. Should text come into reach on the way, it is taken at the last moment as
@@ -184,7 +184,7 @@ class Adaptive(Policy):
     # ---- chunks ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> list[Ladder]:
-        """Return the chunks that stand at no level yet, but may."""
+        """Return the chunks that are held at no level yet, but may be fetched."""
         return [self._ladders[chunk] for chunk in self._missing - self._closed]
 
     def _to_come(self) -> list[Ladder]:

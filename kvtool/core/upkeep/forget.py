@@ -1,4 +1,4 @@
-"""Documents that are forgotten, with the chunks that nobody else refers to."""
+"""Removal of documents, with the chunks that no other document refers to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvtool.core.upkeep.selectors import named_documents
 
 
 class MuchError(UsageError):
-    """More than half of several documents would be forgotten, and nobody has said that they are to be."""
+    """Error: more than half of several documents would be removed, without the user's consent."""
 
 
 def plan_forget(inventory: Inventory, sources: Iterable[str]) -> Plan:
@@ -41,17 +41,17 @@ def forget(
     lock_wait: float = 0.0,
     before: Callable[[Store, Sequence[str]], None] | None = None,
 ) -> Plan:
-    """Forget the documents that these words select, and bring the index up to date; returns what went.
+    """Remove the documents that these words select, and bring the index up to date; return what was removed.
 
     Parameters
     ----------
-    yes : also where more than half of several documents would go.
+    yes : also if more than half of several documents would be removed.
     dry_run : change nothing; the plan's `refusal` says why this would not be done, where it would not.
-    before : called under the writer's lock with the sources that are about to be forgotten; if it raises, none is.
+    before : called under the writer's lock with the sources that are about to be removed; if it raises, none is.
 
     Raises
     ------
-    UsageError : a word means nothing, or a document is pinned; MuchError: much would go unasked.
+    UsageError : a word means nothing, or a document is pinned; MuchError: much would be removed without `yes`.
     StoreNotFoundError, StoreLockedError, DamagedError : see `core/cache`.
     """
     with Store.open(path) as store:

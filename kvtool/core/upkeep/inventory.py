@@ -32,7 +32,7 @@ class ChunkHolding:
     ----------
     levels : bytes that dropping each level frees.
     used : seconds of its last use; when it came, where it was never used.
-    pinned : nothing of it may go.
+    pinned : nothing of it may be dropped.
     measured : its lossy levels of which the loss is known.
     warmth : how lately and how often it was used (`cache/access_log.py`).
     """
@@ -81,12 +81,12 @@ class Inventory:
     loose : chunks that no document refers to, but for the prompt's own beginning.
     stretches : of answered prompts, each with its seconds of last use and its bytes; in the eviction order.
     used : bytes of the folder's files.
-    free : bytes of them that a compaction gives back as things are.
+    free : bytes of them that a compaction would free now.
     shared : chunks of these documents to which documents that are not in this inventory refer as well.
     others : how many documents are not in it.
     unfinished : chunks that only unfinished files refer to.
     beginning : the chunk before every prompt's first, which stays.
-    profile : digest and bytes of the codec's current profile; None: there is none, or it is not looked at.
+    profile : digest and bytes of the codec's current profile; None: none is stored, or it is not looked at.
     """
 
     documents: tuple[DocumentHolding, ...]
@@ -149,8 +149,8 @@ def take_inventory(store: Store) -> Inventory:
 
 
 def inventory_of(store: Store, sources: Iterable[str]) -> Inventory:
-    """Read what a plan needs to know of these documents alone; what else is stored is not looked at, but for the ids of
-    all chunks. When things were used is left out.
+    """Read what a plan needs to know of only these documents; of the rest only the ids of all chunks are read. Times of
+    use are left out.
 
     Raises
     ------

@@ -33,9 +33,9 @@ class PruneOptions(ForgetOptions, settings=False, group=WHICH):
     Attributes
     ----------
     max_size : bytes; None: the store's own budget, down to its low watermark.
-    max_age, unused : seconds; documents that were not changed, or not used, for so long are forgotten; with `max_size`
+    max_age, unused : seconds; documents that were not changed, or not used, for so long are removed; with `max_size`
         last and only as far as that needs.
-    cold : seconds; what was not used for so long is kept at its coarsest measured level alone.
+    cold : seconds; what was not used for so long is kept only at its coarsest measured level.
     compact : give free pages back to the disk where the size asks for it.
     """
 

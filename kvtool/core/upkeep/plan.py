@@ -130,13 +130,13 @@ class PruneRequest:
 
 
 def plan_prune(inventory: Inventory, wanted: PruneRequest) -> Plan:
-    """Steps in their order, the coldest first within each, and no step beyond the goal.
+    """Plan the steps in their order, the least used first within each, and no step beyond the goal.
 
-    Chunks without a reference are dropped first, then documents that are to be forgotten whatever the size, then what
-    interrupted ingests have stored of files, if the goal needs it, then stretches of answered prompts (unused, or
+    Chunks without a reference are dropped first, then documents that are to be removed whatever the size, then what
+    interrupted ingests have stored of files, if the goal needs it, then states of answered prompts (unused, or
     needed for the goal), then the fine levels of unused chunks. The rest is dropped only as far as the goal needs it:
     exact records of chunks that have a level with a measured loss, finer levels before coarser, all KV of chunks whose
-    text stays, the codec's profile if no KV is left, and last the documents that may be forgotten. The local cache of a
+    text stays, the codec's profile if no KV is left, and last the documents that may be removed. The local cache of a
     shared store drops all of a chunk's KV at once: a coarse level that is left there saves less fetching than the KV of
     a chunk that is asked for more often (samples/results/front.md). It keeps its profile, which the next fetched record
     names.
@@ -239,7 +239,7 @@ class Planner:
         return bool(profiled(levels) if chunk == self.inventory.beginning else levels)
 
     def documents(self, forgets: Callable[[DocumentHolding], bool]) -> Step:
-        """Forget documents, the coldest first, with the chunks that nobody refers to then."""
+        """Remove documents, the least used first, with the chunks that no document refers to then."""
         step = Step("documents")
         for document in self.inventory.documents:
             if self.wanted.as_needed and self._enough:

@@ -74,7 +74,7 @@ class PruneReport:
 
 
 def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneReport:
-    """Make a store smaller, by what is coldest and in the order of :func:`plan_prune`.
+    """Make a store smaller: drop the least used first, in the order of :func:`plan_prune`.
 
     Parameters
     ----------
@@ -82,9 +82,9 @@ def prune(path: Path, options: PruneOptions, now: float | None = None) -> PruneR
 
     Raises
     ------
-    UsageError : nothing says how far, or much would go unasked.
-    NoSpaceError : a size was asked for alone, and cannot be reached: nothing was dropped. Or the disk has no room for
-        the copy without free pages; what was dropped is dropped.
+    UsageError : no option says how far, or much would be dropped without `yes`.
+    NoSpaceError : only a size was asked for, and it cannot be reached: nothing was dropped. Or the disk has no space
+        for the copy without free pages; what was dropped is dropped.
     DamagedError : a document cannot be read, so what it refers to is unknown; nothing was dropped.
     """
     now = time.time() if now is None else now
@@ -174,7 +174,7 @@ def _explain(
 
 
 def _weigh(report: PruneReport, inventory: Inventory, store: Store) -> None:
-    """Count the chunks that questions will read with more loss than they allow, now that levels of them went."""
+    """Count the chunks that questions will read with more loss than they allow, after levels of them were dropped."""
     gone: dict[bytes, set[str]] = {}
     for chunk, level in (drop for step in report.steps for drop in step.drops):
         gone.setdefault(chunk, set()).add(level)
@@ -188,7 +188,7 @@ def _weigh(report: PruneReport, inventory: Inventory, store: Store) -> None:
 
 
 def _compacted(writer: Writer, steps: Sequence[Step]) -> int:
-    """Give free pages back to the disk. Raises NoSpaceError, which says what is dropped all the same."""
+    """Give free pages back to the disk. Raises NoSpaceError, which states what is dropped nevertheless."""
     try:
         return writer.compact()
     except NoSpaceError as error:
@@ -349,11 +349,11 @@ def compact(path: Path, *, lock_wait: float = 0.0) -> Compacted:
     """Drop what nothing refers to, and give free pages back to the disk.
 
     The second copy is not counted against the size budget: it is gone, or the first one is, before anything else is
-    written. The disk has to have room for it.
+    written. The disk needs space for it.
 
     Raises
     ------
-    NoSpaceError : it has not; what nothing refers to is dropped all the same.
+    NoSpaceError : the disk has no space for it; what nothing refers to is dropped all the same.
     """
     with Store.open(path) as store, store.writer(lock_wait) as writer:
         before = space.folder_bytes(store.path)

@@ -49,7 +49,7 @@ def _measured(day: Day, shape: str, context: int) -> dict[str, Any]:
 
 
 def _ways(day: Day) -> list[tuple[str, str]]:
-    """How a step is taken, and the attention's kernel; without a GPU nothing can be captured."""
+    """List pairs of a way to take a step and an attention kernel; without a GPU no graph can be captured."""
     ways = [("static", "")]
     return [*ways, ("graph", "sdpa"), ("graph", "triton")] if day.device.startswith("cuda") else ways
 
@@ -58,7 +58,7 @@ def _stepped(
     decoder: Decoder, ids: list[int], count: int, how: str, kernel: str
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Logits of the last step, and times: of the first three steps, and of one of the others."""
-    os.environ[ATTENTION] = kernel  # of this way alone: the next one sets its own
+    os.environ[ATTENTION] = kernel  # only of this way: the next one sets its own
     _, cache = decoder.prefill(ids, count)
     backend: Any = {"plain": TorchBackend, "graph": CudaGraphBackend, "static": _Static}[how](decoder, cache)
     synchronize(decoder.device)

@@ -62,7 +62,7 @@ def _made(day: Day, case: Case, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     query = torch.randn((1, case.rows, case.heads, case.head_dim), generator=draw, device=day.device).transpose(1, 2)
     sides = torch.randn((2, 1, case.kv_heads, case.keys + 8, case.head_dim), generator=draw, device=day.device)
     at = torch.randperm(case.keys, generator=draw, device=day.device)[: case.rows].sort().values
-    # As a query's plan has it: the question behind everything.
+    # As a query's plan has it: the question after everything else.
     at[-min(case.rows, 32) :] = torch.arange(case.keys - min(case.rows, 32), case.keys, device=day.device)
     at = (
         at.unique()

@@ -82,7 +82,7 @@ def unpack(wheels: Path) -> Path:
 
 
 def missing() -> list[str]:
-    """A line for everything that is not there, or is older than what this tree was tested with by a whole version."""
+    """List what is missing, or at least a major version older than what this tree was tested with, a line each."""
     lines = []
     for name, module in (THERE | CARRIED | LARGE).items():
         if importlib.util.find_spec(module) is None:
@@ -102,7 +102,7 @@ def missing() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that is there."""
+    """Return the version of every installed library."""
     return {
         name: _version(name) for name, module in (THERE | CARRIED | LARGE).items() if importlib.util.find_spec(module)
     }

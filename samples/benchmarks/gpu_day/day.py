@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-BROKEN = 75  # exit status: the device is lost to this process, another one goes on
+BROKEN = 75  # exit status: the device is lost to this process, another process continues
 _LOST = ("CUDA error", "Triton Error [CUDA]", "cudaError", "CUBLAS_STATUS", "unspecified launch failure")
 
 
 class OutOfTime(Exception):
-    """What is done is kept; `--resume` goes on."""
+    """Out of time: finished steps are kept, and `--resume` continues."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What is there; nothing where the file is not."""
+        """Read the results of a file; none if it does not exist."""
         stages = json.loads(path.read_text(encoding="utf-8"))["stages"] if path.exists() else {}
         return cls(path, stages)
 
@@ -46,7 +46,7 @@ class Day:
 
     Attributes
     ----------
-    dry : small sizes, on the CPU: whether it runs is what is asked, not how fast.
+    dry : small sizes, on the CPU: tests that it runs, not how fast.
     deadline : of `time.monotonic`.
     run : names this call; a step that failed in it is not tried twice.
     scratch : a folder on the disk whose speed counts.

@@ -101,14 +101,14 @@ def _by_workers(day: Day) -> dict[str, Any]:
 
 
 def _held(decoder: Decoder, store: Store, prompt: BenchPrompt, mode: str, repeat: int) -> float:
-    """With all chunks on the device already: what is left is rotation and compute."""
+    """Measure with all chunks on the device already: only rotation and compute are left."""
     source = ChunkCache(StoreSource(store, decoder, ProfileCache(store)), sys.maxsize, device=held_on(decoder))
     _seconds(decoder, store, prompt, mode, source)
     return statistics.median(_seconds(decoder, store, prompt, mode, source) for _ in range(repeat)) * 1e3
 
 
 def _cold(decoder: Decoder, path: Path, prompt: BenchPrompt, mode: str, repeat: int) -> float | None:
-    """With the store's pages put out of the cache: nobody has it mapped then, so it is opened anew each time."""
+    """Measure with the store's pages dropped from the cache: it must not be mapped, so it is opened anew each time."""
     times = []
     for _ in range(repeat):
         if not all(dropped(file) for file in path.rglob("*") if file.is_file()):

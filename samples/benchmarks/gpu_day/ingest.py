@@ -1,4 +1,4 @@
-"""Ingest beside plain batched prefill of the same chunks, tokens a second."""
+"""Ingest compared with plain batched prefill of the same chunks, tokens a second."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _measured(day: Day, shape: str, tokens: int) -> dict[str, Any]:
 
 
 def _identity(decoder: Decoder) -> StoreIdentity:
-    """Of a store whose lead-in are so many random tokens as a real one has."""
+    """Return the identity of a store whose lead-in is random tokens, as many as a real one has."""
     ids = _random(decoder.config.vocab_size, 64, 7)
     lead_in = LeadInIds("prefix", ids)
     fingerprint, dtype = decoder.loaded.fingerprint, decoder.loaded.dtype

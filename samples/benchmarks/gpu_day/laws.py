@@ -53,7 +53,7 @@ def _result(job: Future[dict[str, Any]] | None) -> dict[str, Any]:
 
 
 def _tested(device: str, chosen: str, limit: int) -> dict[str, Any]:
-    """How many passed and failed, which failed, and the end of what pytest said."""
+    """Return how many tests passed and failed, which failed, and the end of pytest's output."""
     folders = ["tests/laws"] if chosen != _REST else ["tests/laws", "tests/fusion"]
     command = [
         sys.executable,
@@ -67,7 +67,7 @@ def _tested(device: str, chosen: str, limit: int) -> dict[str, Any]:
         "pretended" if device == "cpu" else device,
     ]
     command += ["-W", "default", "-p", "no:cacheprovider", "--tb", "short"]
-    # Threads of one test beside the others' only cost; interpreted Triton is not what is tested here.
+    # Threads of several tests at once only compete; interpreted Triton is not what is tested here.
     environment = {**os.environ, "OMP_NUM_THREADS": "2"}
     try:
         done = subprocess.run(

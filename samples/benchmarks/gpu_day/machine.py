@@ -1,4 +1,4 @@
-"""What is there, and what it could do: memory, bus, products by dtype, disk."""
+"""The machine's hardware and what it can do: memory, bus, products by dtype, disk."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _reading(path: Path) -> float:
 
 
 def dropped(path: Path) -> bool:
-    """Put a file's pages out of the page cache; False where that cannot be asked for. Nobody may have it mapped."""
+    """Drop a file's pages from the page cache; False if the system cannot. No process may have the file mapped."""
     if not hasattr(os, "posix_fadvise"):
         return False
     with path.open("rb") as file:

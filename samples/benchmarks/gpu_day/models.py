@@ -99,7 +99,7 @@ def _answer(reply: Any) -> Any:
 
 
 def _json(day: Day, *command: str, at: Sequence[str] | None = None) -> Any:
-    """What a command prints; raises with what it said where it fails. `at`: where it computes, if not on the device."""
+    """Run a command and return its JSON; if it fails, raise with its output. `at`: its device, if not the day's."""
     device = at if at is not None else [] if command[0] == "store" else ["--device", day.device]
     done = subprocess.run(
         [sys.executable, "-m", "kvtool", *command, *device],

@@ -32,7 +32,7 @@ def contexts(day: Day) -> tuple[int, ...]:
 
 
 def decoder(day: Day, shape: str, dtype: str = "bfloat16") -> Decoder:
-    """With the tests' tokenizer, of 512 tokens: a passage or two are tokenised on the way."""
+    """Make a decoder with the tests' tokenizer of 512 tokens, since a passage or two are tokenised on the way."""
     keep_freed_memory()  # as loading a model does
     loaded = build_shape(shape, day.device, "float32" if day.dry else dtype, SEED)
     return Decoder(replace(loaded, tokenizer=tiny_tokenizer()))

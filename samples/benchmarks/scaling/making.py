@@ -1,7 +1,7 @@
 """A folder of small files, and the store that `kvtool ingest` would make of it: by the store's writer, without a model.
 
-Chunks, ids and descriptions are those of an ingest; only the KV is made up, of numbers drawn once. Whether the store is
-what an ingest would have made is asked of an ingest: it has to find nothing changed.
+Chunks, ids and descriptions are those of an ingest; only the KV is made up, of numbers drawn once. An ingest checks
+that the store is what it would have made: it has to find nothing changed.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_files(folder: Path, count: int) -> None:
 
 
 def restore(folder: Path, number: int) -> None:
-    """Write a file's text; where it holds just that already, this leaves it alone."""
+    """Write a file's text, unless the file holds just that already."""
     path, text = path_of(folder, number), text_of(number)
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")

@@ -25,12 +25,12 @@ INCLUDES = (
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What is simulated besides the traces.
+    """The simulated cases besides the given traces.
 
     Attributes
     ----------
-    ready_mbps : the steady link over which it is told how soon the context is there: CacheGen's own (section 7).
-    case : the trace whose transfers are told one by one.
+    ready_mbps : the steady link for which the time until the context is there is reported: CacheGen's own (section 7).
+    case : the trace whose transfers are listed one by one.
     """
 
     ready_mbps: float = 3000.0
@@ -39,13 +39,13 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class StreamOptions:
-    """What is varied.
+    """Parameters of the simulation.
 
     Attributes
     ----------
     slo_ms : objectives; every trace is run once for each.
     depth : fetches outstanding at once.
-    scenario : the link and the trace that are told of by themselves.
+    scenario : the link and the trace that are reported separately.
     """
 
     slo_ms: tuple[float, ...]
@@ -86,7 +86,7 @@ class StreamRow:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """How soon the context is there over a steady link: fetched and decoded, or computed from text."""
+    """Time until the context is there over a steady link: fetched and decoded, or computed from text."""
 
     policy: str
     ready_ms: float
@@ -123,7 +123,7 @@ class StreamBench:
         return tuple(dict.fromkeys(trace.kind for trace in self.traces))
 
     def row(self, policy: str, kind: str = ALL, slo_ms: float | None = None) -> StreamRow:
-        """One policy over a class of traces at an objective."""
+        """Return the row of one policy over a class of traces at an objective."""
         return next(row for row in self.rows if (row.policy, row.kind, row.slo_ms) == (policy, kind, slo_ms))
 
     def to_json(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ class _Result:
 def bench_stream(
     context: Context, traces: Sequence[LinkTrace], options: StreamOptions, advance: Callable[[], None] = lambda: None
 ) -> StreamBench:
-    """Run every policy over every trace at every objective; `advance` is told after each trace and objective.
+    """Run every policy over every trace at every objective; `advance` is called after each trace and objective.
 
     Raises
     ------
@@ -188,7 +188,7 @@ def bench_stream(
 def _outcomes(
     context: Context, trace: LinkTrace, slo_ms: float, options: StreamOptions
 ) -> Iterator[tuple[str, Outcome]]:
-    """What every policy makes of a trace at one objective, its name first."""
+    """Yield every policy's name and outcome of a trace at one objective."""
     for name in (ADAPTIVE, LINK, CACHEGEN, *context.fixed, TEXT):
         task = context.task(slo_ms / 1e3, name if name in context.fixed else None)
         yield name, simulate(_policy(name, task, options), task, trace, options.depth)

@@ -58,7 +58,7 @@ def case_table(result: StreamBench) -> Iterator[tuple[Any, ...]]:
 
 
 def stream_notes(result: StreamBench) -> Iterator[str]:
-    """What was simulated, and what the numbers mean."""
+    """Yield what was simulated, and what the numbers mean."""
     options = result.options
     yield (
         f"{result.context}: {result.tokens} tokens in {counted(result.chunks, 'chunk')}, "

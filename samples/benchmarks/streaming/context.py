@@ -81,7 +81,7 @@ class Context:
     Attributes
     ----------
     ladders : with every level that a policy may choose from.
-    fixed : by level, the chunks at that level alone.
+    fixed : by level, the chunks with only that level.
     passes : how fast prompts are computed.
     decode : seconds a token by level; a level that is not there takes none.
     sources : where sizes, losses and speeds are from, for people.
@@ -110,17 +110,17 @@ class Context:
         return self.passes.seconds(rows + QUESTION_TOKENS, keys + _keys(start, QUESTION_TOKENS))
 
     def alone(self, chunk: int) -> float:
-        """Seconds of computing one chunk by itself."""
+        """Return the seconds to compute one chunk without others."""
         tokens = self.ladders[chunk].tokens
         return self.passes.seconds(tokens, _keys(0, tokens))
 
     def text_seconds(self) -> float:
-        """What computing the context from its text adds to the question's own pass."""
+        """Return the seconds that computing the context from its text adds to the question's own pass."""
         everything = frozenset(ladder.chunk for ladder in self.ladders)
         return self.compute(everything) - self.compute(frozenset())
 
     def task(self, objective: float | None, level: str | None = None) -> Task:
-        """What one request asks for; `level`: from the chunks at that level alone."""
+        """Return the task of one request; `level`: the only level that it may fetch."""
         ladders = self.ladders if level is None else self.fixed[level]
         return Task(ladders, self.compute, objective, lambda tokens, at: tokens * self.decode.get(at, 0.0), self.alone)
 
@@ -233,7 +233,7 @@ def _store_chunks(
 
 
 def _parts(store: Store, chunk: bytes, level: str, sizes: Mapping[str, int]) -> tuple[Part, ...]:
-    """What a level is decoded from, the coarsest first. All layers of a level refine the same one."""
+    """Return the parts from which a level is decoded, the coarsest first. All layers of a level refine the same one."""
     from kvtool.core.codec import CODECS
 
     found = store.read_kv(chunk, level, 0)

@@ -73,7 +73,7 @@ class CacheGenRule(Policy):
 
 
 def _alike(ladder: Ladder, rung: Rung) -> Rung:
-    """A chunk's rung of the same level; where there is none the coarsest that loses no more, or its finest."""
+    """Return a chunk's rung of the same level; without one the coarsest that loses no more, or its finest."""
     same = (one for one in ladder.rungs if one.level == rung.level)
     fine = (one for one in ladder.rungs if one.loss <= rung.loss)
     return next(same, None) or next(fine, ladder.rungs[-1])

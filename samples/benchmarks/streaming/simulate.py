@@ -25,14 +25,14 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy made of a trace.
+    """Outcome of a policy over a trace.
 
     Attributes
     ----------
     ready_s : until all that was fetched is decoded. `ttft_s` : until the pass after it is over.
-    met : within the objective; None: there is none.
+    met : within the objective; None: no objective.
     loss : mean over tokens of the levels' losses; text loses nothing.
-    text_tokens : that were computed from text, beside the fetching or in the pass after it.
+    text_tokens : that were computed from text, during the fetching or in the pass after it.
     vain_tokens : of chunks whose computation was begun, and stopped; some of their layers were computed in vain.
     bytes : of what arrived.
     """
@@ -49,7 +49,7 @@ class Outcome:
     log: list[dict[str, Any]]
 
     def to_json(self) -> dict[str, Any]:
-        """Put it as `stream.py` tells it: times in milliseconds, chunks by their number in the context."""
+        """Return what `stream.py` reports: times in milliseconds, chunks by their number in the context."""
         return {
             "ready_ms": self.ready_s * 1e3,
             "ttft_ms": self.ttft_s * 1e3,
@@ -93,7 +93,7 @@ class _Link:
         self.sent.append(_Sent(fetch, now, now + next(self._latencies)))
 
     def first_event(self, policy: Policy, now: float) -> tuple[float, _Sent, bool]:
-        """What ends first: (when, what, whether it has arrived)."""
+        """Return the fetch that ends first: (when, the fetch, whether it has arrived)."""
         return min(self._events(policy, now), key=lambda event: event[0])
 
     def _events(self, policy: Policy, now: float) -> Iterator[tuple[float, _Sent, bool]]:
@@ -143,7 +143,7 @@ class _Processor:
         self.left -= max(0.0, now - max(since, min(self.decoded_at, now)))
 
     def event(self, policy: Policy, now: float) -> tuple[float, bool]:
-        """When what is computed ends or is stopped, and whether it is whole then."""
+        """Return when the computation ends or is stopped, and whether it is whole then."""
         assert self.chunk is not None
         end, limit = max(now, self.decoded_at) + max(self.left, 0.0), policy.stop_at(self.chunk)
         return (end, True) if limit is None or end <= limit else (max(limit, now), False)
@@ -157,13 +157,13 @@ class _Processor:
 
 
 def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH, slower: float = 1.0) -> Outcome:
-    """Fetch over a trace, decode each chunk and compute others beside the fetching of the next ones, then compute what
-    is left.
+    """Fetch over a trace, decode each chunk and compute others while the next ones are fetched, then compute what is
+    left.
 
     Parameters
     ----------
     policy : fresh, of the same task.
-    slower : how much longer computing beside the fetching takes than the task says.
+    slower : factor by which computing during the fetching takes longer than the task says.
     """
     tokens = {ladder.chunk: ladder.tokens for ladder in task.ladders}
     link, processor, now = _Link(trace), _Processor(task, slower), 0.0
@@ -188,7 +188,7 @@ def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH, s
 
 
 def _next_event(policy: Policy, link: _Link, processor: _Processor, now: float) -> tuple[float, _Sent | None, bool]:
-    """What comes first: (when, the fetch or None, whether it is whole); None: the computation, or time has passed."""
+    """Return the first event: (when, the fetch or None, whether it is whole); None: the computation, or a wait."""
     events: list[tuple[float, _Sent | None, bool]] = []
     if link.sent:
         events.append(link.first_event(policy, now))
@@ -221,7 +221,7 @@ def _outcome(policy: Policy, task: Task, ready: float, arrivals: tuple[Arrival, 
 
 
 def meets(seconds: float, objective: float) -> bool:
-    """Whether a time is within the objective, but for the rounding of sums."""
+    """Return True if a time is within the objective, but for the rounding of sums."""
     return seconds <= objective + 1e-9
 
 

@@ -26,13 +26,13 @@ _DECODED = [name for name, level in LEVELS.items() if not level.verbatim]
 
 @dataclass(frozen=True, slots=True)
 class GivenSpeeds:
-    """What was asked for.
+    """Speeds that the user gave.
 
     Attributes
     ----------
     gpu : one of `GPUS`, where `prefill` is None.
     prefill : tokens a second, however long the context.
-    decode : bytes a second of the KV that comes out; None: decoding is not counted.
+    decode : bytes a second of decoded KV; None: decoding is not counted.
     """
 
     gpu: str = "a100"
@@ -58,11 +58,11 @@ class GivenSpeeds:
         )
 
     def by_level(self, bytes_per_token: float) -> dict[str, float]:
-        """Seconds a token that decoding takes, by level; one that is not there takes none."""
+        """Return the seconds of decoding a token, by level; a level that is not listed takes none."""
         return {} if self.decode is None else dict.fromkeys(_DECODED, bytes_per_token / self.decode)
 
     def told(self, otherwise: str) -> Iterator[str]:
-        """Where the speeds are from; `otherwise`: that of prompts where it was not given."""
+        """Yield the sources of the speeds; `otherwise`: that of prompts if no speed was given."""
         yield otherwise if self.prefill is None else f"prefill {self.prefill:g} tokens/s, as given"
         if self.decode is None:
             yield "decoding is not counted"
@@ -70,14 +70,14 @@ class GivenSpeeds:
             yield f"decoding to {self.decode / 1e9:g} GB/s of KV, as given"
 
     def told_of_gpu(self) -> str:
-        """Where the speed of prompts on the GPU is from."""
+        """Return the source of the speed of prompts on the GPU."""
         if self.gpu == "a100":
             return f"prefill at the FLOP/s of {LLAMA_7B_SOURCE}"
         return f"prefill at the share of an {self.gpu.upper()}'s peak FLOP/s that is reached by {LLAMA_7B_SOURCE}"
 
 
 def sizes_of(config: Any) -> dict[str, int]:
-    """What FLOPs and bytes of a `transformers` configuration follow from."""
+    """Return the sizes of a `transformers` configuration that decide FLOPs and bytes."""
     return {
         "hidden": config.hidden_size,
         "layers": config.num_hidden_layers,

@@ -1,7 +1,7 @@
-"""What a link carries over time: a trace, and its file.
+"""Bandwidth trace of a link over time, and its file.
 
 A trace file is text: `# key: value` lines (name, class, latency_ms, jitter_ms, seed; all may be left out), then rows
-`seconds,mbps`, each valid until the next one and the last one for good. A head line `seconds,mbps` may stand above.
+`seconds,mbps`, each valid until the next one and the last one for good. A head line `seconds,mbps` may come first.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class LinkTrace:
         return bisect.bisect_right(self.steps, second, key=lambda step: step[0]) - 1
 
     def end(self, start: float, size: int) -> float:
-        """When `size` bytes are through that begin at `start`."""
+        """Return when `size` bytes that begin at `start` have passed."""
         left, now = size / _BYTES, start
         for number in range(self._step(start), len(self.steps) - 1):
             mbps, until = self.steps[number][1], self.steps[number + 1][0]

@@ -32,14 +32,14 @@ _MODULES = {LLAMA: "llama", TRANSFORMERS: "plain", KVTOOL: "fused"}
 
 
 def main() -> None:
-    """Run the job that the command line names with the JSON behind it; one JSON object on stdout."""
+    """Run the job that the command line names, with the JSON after its name; print one JSON object."""
     job, told = JOBS[sys.argv[1]], json.loads(sys.argv[2])
     try:
         found = job(told)
     except KvtoolError as error:
         found = {"error": {"message": error.message, "hint": error.hint, "exit_code": error.exit_code}}
     print(json.dumps(found), flush=True)
-    os._exit(0)  # libraries' threads and tear-down are nobody's business here
+    os._exit(0)  # skips the libraries' threads and tear-down
 
 
 def measure(told: dict[str, Any]) -> dict[str, Any]:
@@ -121,22 +121,22 @@ _RESET_PEAK = "5"  # proc(5), clear_refs
 
 
 def resident() -> int | None:
-    """Bytes of memory that this process has now, files mapped into memory included."""
+    """Return the bytes of resident memory now, files mapped into memory included."""
     return _book("VmRSS")
 
 
 def peak_resident() -> int | None:
-    """The most that it had since `reset_peak`."""
+    """Return the peak of resident memory in bytes since `reset_peak`."""
     return _book("VmHWM")
 
 
 def mapped() -> int | None:
-    """What of it are mapped files now."""
+    """Return the bytes of resident memory that are mapped files now."""
     return _book("RssFile")
 
 
 def reset_peak() -> None:
-    """Begin a new peak; where the kernel knows none, the peak of the whole process stands."""
+    """Begin a new peak; where the kernel cannot, the peak of the whole process counts."""
     with suppress(OSError):
         _CLEAR.write_text(_RESET_PEAK, encoding="ascii")
 

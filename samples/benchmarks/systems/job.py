@@ -28,12 +28,12 @@ from samples.benchmarks.systems.task import KVTOOL, LLAMA, OFF, ON, TRANSFORMERS
 KIND = "peers.py"
 INSTALL = f"{extra_line('peers')} builds it (cmake and a compiler are needed); or --peers transformers"
 _TUNED_TOKENS = 1024  # of the prompt that llama.cpp's settings are tried on, at most
-ONCE = 0  # the journal's number for what is measured once, beside the contexts
+ONCE = 0  # the journal's number for what is measured once, not for each context
 
 
 @dataclass(frozen=True, slots=True)
 class PeersOptions:
-    """What to measure.
+    """Options of the measurement.
 
     Attributes
     ----------
@@ -85,7 +85,7 @@ class Found:
 
 
 def runs(options: PeersOptions) -> int:
-    """How many runs there will be: the work of a progress bar."""
+    """Return how many runs there will be, for a progress bar."""
     beside = sum(3 if peer == LLAMA else 1 for peer in options.peers)
     return (beside + len(options.modes)) * len(options.contexts) * options.repeat
 
@@ -152,7 +152,7 @@ class Job:
         return key_of(contender, round_) in self.journal.rows.get(context, {})
 
     def found(self) -> Found:
-        """What is known by now: of the contexts that were asked for, all rounds that the file holds."""
+        """Return the results so far: for the requested contexts, all rounds that the file holds."""
         runs = [
             Run(contender, context, round_, Measured.from_json(row))
             for context in self._options.contexts
@@ -234,7 +234,7 @@ class Job:
 
 
 def facts_of(options: PeersOptions, files: ModelFiles, dtype: str) -> dict[str, Any]:
-    """What has to be the same when a file is gone on from; contexts and rounds may be added."""
+    """Return the facts that have to be the same to resume a file; contexts and rounds may be added."""
     return {
         "model": model_fingerprint(files, dtype),
         "text": hashlib.sha256(text().encode()).hexdigest(),
@@ -266,7 +266,7 @@ def llama_contenders(tried: Sequence[Mapping[str, Any]]) -> list[Contender]:
 _PROGRAM = "from samples.benchmarks.systems.child import main; main()"
 _KINDS = {kind.exit_code: kind for kind in (UsageError, ModelError, NoSpaceError, DamagedError)}
 _SAID = 500  # characters of what a dead process said last
-# How many threads the libraries in the processes make, where nobody tells them otherwise.
+# Variables that set how many threads the libraries in the processes make by default.
 _POOLS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 

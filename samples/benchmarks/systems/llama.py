@@ -66,7 +66,7 @@ class Llama:
         return self.compute((token,))
 
     def compute(self, ids: Sequence[int]) -> int:
-        """Append tokens; the likeliest one behind them."""
+        """Append tokens; return the likeliest next one."""
         numbers = np.array(ids, np.int32)
         for start in range(0, len(numbers), _BATCH):
             part = np.ascontiguousarray(numbers[start : start + _BATCH])
@@ -82,7 +82,7 @@ class Llama:
         llama_cpp.llama_memory_seq_rm(memory, _SEQUENCE, tokens, -1)
 
     def saved(self, prompt: PeerPrompt, path: Path) -> Saved:
-        """Save the state behind the documents, which the context holds; load it and answer the question."""
+        """Save the state after the documents, which the context holds; load it and answer the question."""
         documents = np.array(prompt.documents, np.int32)
         pointer = documents.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token))
         self.keep(len(documents))
@@ -127,7 +127,7 @@ def load(task: Task, capacity: int) -> LlamaRunner:
 
 
 def build() -> str:
-    """What llama.cpp says of how it was built for which CPU."""
+    """Return llama.cpp's own description of its build and CPU features."""
     return " ".join(llama_cpp.llama_print_system_info().decode("utf-8", "replace").split())
 
 

@@ -58,5 +58,5 @@ def load(task: Task, capacity: int) -> PlainRunner:
 
 
 def built() -> str:
-    """What torch says of the instructions that its own kernels take."""
+    """Return torch's CPU capability, which its own kernels use, and its threads."""
     return f"CPU capability {torch.backends.cpu.get_cpu_capability()}, threads {torch.get_num_threads()}"

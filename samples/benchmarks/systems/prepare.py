@@ -1,4 +1,4 @@
-"""What all contenders are given: prompts of real text, and a store that holds their chunks."""
+"""Input of all contenders: prompts of real text, and a store that holds their chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from samples.benchmarks.systems.task import PeerPrompt, Piece, hold_to, prompts_
 
 STORE = "store"
 _SEED = 0
-_WEIGHED = 8  # chunks that the levels' sizes are told of
+_WEIGHED = 8  # chunks from which the levels' sizes are reported
 
 
 def prepared(told: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Rows of results: medians over the rounds, and each contender beside the others. No torch."""
+"""Rows of results: medians over the rounds, and each contender compared with the others. No torch."""
 
 from __future__ import annotations
 
@@ -211,6 +211,6 @@ def _bytes(measured: Sequence[Measured], value: Callable[[Measured], int | None]
 
 
 def _alike(said: Sequence[int], reference: Sequence[int]) -> int:
-    """How many tokens from the first on are the same."""
+    """Return the length of the common prefix of two sequences of tokens."""
     pairs = list(zip(said, reference, strict=False))
     return next((number for number, (one, other) in enumerate(pairs) if one != other), len(pairs))

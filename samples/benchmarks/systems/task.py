@@ -1,4 +1,4 @@
-"""What one process is told to measure, and what it gives back: both cross a pipe as JSON. No torch."""
+"""Task of one measuring process, and its result: both cross a pipe as JSON. No torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kvtool.core.common.types import Ids
 LLAMA, TRANSFORMERS, KVTOOL = "llama.cpp", "transformers", "kvtool"
 PEERS = (LLAMA, TRANSFORMERS)
 AUTO, ON, OFF = "auto", "on", "off"  # llama.cpp's flash attention
-DEFAULT_UBATCH = 512  # rows that llama.cpp computes at once, unless it is told
+DEFAULT_UBATCH = 512  # rows that llama.cpp computes at once by default
 LLAMA_DEFAULT = f"{LLAMA}, defaults"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """Somebody who answers a prompt.
+    """A system that answers a prompt.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """What tables call it; the same for the same settings."""
+        """Return its name in tables; the same for the same settings."""
         if self.kind == KVTOOL:
             return f"{KVTOOL} {self.mode}"
         if self.kind == TRANSFORMERS:
@@ -54,7 +54,7 @@ class Task:
     ----------
     folder : what `prepare` has made.
     threads : of all arithmetic.
-    new_tokens : decoded behind the first one.
+    new_tokens : decoded after the first one.
     model, dtype, offline : as kvtool's options name them; `gguf` is the same model's file, where it is one.
     ratio, link_tokens, link : of kvtool's modes.
     """
@@ -88,7 +88,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class PeerPrompt:
-    """A prompt: its stored pieces, the prompt's own beginning first, and the question behind them."""
+    """A prompt: its stored pieces, the prompt's own beginning first, and the question after them."""
 
     pieces: tuple[Piece, ...]
     question: Ids
@@ -104,7 +104,7 @@ class PeerPrompt:
         return self.documents + self.question
 
     def shortest(self) -> PeerPrompt:
-        """The beginning, one chunk and the question: what everybody warms up with."""
+        """Return the beginning, one chunk and the question: the warm-up of every contender."""
         return PeerPrompt(self.pieces[:2], self.question)
 
     @classmethod
@@ -115,7 +115,7 @@ class PeerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A prompt state of llama.cpp in a file: what it takes, and the first token behind it.
+    """A prompt state of llama.cpp in a file: what it takes, and the first token after it.
 
     Attributes
     ----------
@@ -132,14 +132,14 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one process found. Milliseconds and bytes; memory is None where nobody can tell.
+    """Measurements of one process. Milliseconds and bytes; memory is None if it is unknown.
 
     Attributes
     ----------
     import_ms, model_load_ms : of the libraries, then of the model, until it can be run.
-    warm_ms : the first prompt, a short one, and the first two tokens behind it: in none of the times below.
+    warm_ms : the first prompt, a short one, and the first two tokens after it: in none of the times below.
     ttft_ms, ttft_cpu_ms : from the prompt's ids to the first token's, by the clock and in processor time.
-    decode_ms : of `new_tokens` tokens behind the first.
+    decode_ms : of `new_tokens` tokens after the first.
     base_bytes, loaded_bytes, peak_bytes : resident memory of the process with its libraries, with the model, and at its
         peak from then on up to the last token, files mapped into memory included; `mapped_bytes`: of these, in the end.
     ids : the tokens that it chose.
@@ -170,7 +170,7 @@ class Measured:
 
 
 def prompts_file(folder: Path) -> Path:
-    """Where `prepare` has put the prompts, by context."""
+    """Return the path of the prompts that `prepare` has written, by context."""
     return folder / "prompts.json"
 
 
@@ -182,7 +182,7 @@ def read_prompt(task: Task) -> PeerPrompt:
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Who a contender is, and what it found besides times."""
+    """Facts of a contender, and its results besides times."""
 
     version: str
     build: str
@@ -195,13 +195,13 @@ class Runner(Protocol):
     """A contender with its model loaded."""
 
     def first(self, prompt: PeerPrompt) -> int:
-        """Forget what was before, and compute a prompt; the likeliest token behind it."""
+        """Clear the context, and compute a prompt; return the likeliest next token."""
 
     def next(self, token: int) -> int:
-        """Append a token; the likeliest one behind it."""
+        """Append a token; return the likeliest next one."""
 
     def about(self, prompt: PeerPrompt) -> About:
-        """What is to be said of it; called last, behind all that is timed."""
+        """Return facts for the report; called last, after all that is timed."""
 
 
 def hold_to(threads: int) -> None:

@@ -1,4 +1,4 @@
-"""A fusion mode: rows at equal distances are recomputed, whatever stands there: what a choice has to beat."""
+"""A fusion mode that recomputes rows at equal distances, whatever their tokens: a baseline for choices."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvtool.core.fusion.selectors.base import Selector, share_of
 
 @dataclass(frozen=True, slots=True)
 class Spread(Selector):
-    """Recompute a share of every chunk that is not exact, its first row and others evenly behind it.
+    """Recompute a share of every chunk that is not exact: its first row, and others evenly spaced after it.
 
-    The field has the name of an option that there is (`--ratio`), so it is set by that.
+    The field has the name of an existing option (`--ratio`), so that option sets it.
     """
 
     name: ClassVar[str] = "spread"

@@ -1,4 +1,4 @@
-"""A codec: the model's own numbers behind Zstandard, low and high bytes apart. Lossless, and records stand alone."""
+"""A codec: the model's own numbers in Zstandard, low and high bytes separate. Lossless; no record needs another."""
 
 from __future__ import annotations
 

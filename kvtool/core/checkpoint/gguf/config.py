@@ -28,7 +28,7 @@ _TOLD = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
-# All values of gpt-oss: the reader of `transformers` fails on numbers of this architecture.
+# All values of gpt-oss: the reader of `transformers` fails on this architecture's numbers.
 _GPT_OSS = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
@@ -50,7 +50,7 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
 
     Parameters
     ----------
-    alone : the file, in a folder of its own.
+    alone : path of the file, in a folder without other files.
 
     Raises
     ------
@@ -166,7 +166,7 @@ def restore_rope(gguf: Path, header: GgufHeader, config: Any) -> None:
     told = (whole if isinstance(whole, dict) else rope) | _scaling(gguf, header, config)
     if not isinstance(whole, dict):
         config.rope_parameters = told | _base(header) | _part(header, config)
-        if hasattr(config, _ORIGINAL):  # Phi-3's own, which goes before that of its RoPE
+        if hasattr(config, _ORIGINAL):  # Phi-3's own, which takes precedence over that of its RoPE
             setattr(config, _ORIGINAL, told.get(_ORIGINAL, config.max_position_embeddings))
         return
     near = rope[_SLIDING] | _base(header, "_swa")

@@ -64,7 +64,7 @@ def converted(gguf: Path, once: Once = unnoticed) -> Path:
     Raises
     ------
     ModelError : no such file, damaged, hostile, or of an architecture that cannot be used.
-    NoSpaceError : the cache has no room for the converted model.
+    NoSpaceError : the cache has no space for the converted model.
     """
     if not gguf.is_file():
         raise ModelError(f"there is no file {gguf}", "check the path")

@@ -16,11 +16,11 @@ from kvtool.core.checkpoint.gguf.config import GPT_OSS, POSITIONS
 from kvtool.core.checkpoint.gguf.header import GgufHeader, TensorInfo
 from kvtool.core.errors import ModelError
 
-_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")  # which the reader takes apart, or puts together
+_EXPERTS = re.compile(r"\.ffn_(gate|up|down)_exps\.weight$")  # which the reader splits, or joins
 _GEMMA4_ROUTER = {".ffn_gate_inp.scale": ".router.scale", ".ffn_down_exps.scale": ".router.per_expert_scale"}
 _KEPT_BY_OTHERS = re.compile(r"\.attn_(k|v|k_norm|v_norm)\.weight$")
 _GATES = ".ffn_gate_exps.weight"
-_REPORTED = "CONVERSION"  # how the reader ends where weights were not put together; the report goes to its log
+_REPORTED = "CONVERSION"  # ends the reader's report, which it logs, where weights were not joined
 _BLOCK = re.compile(r"^blk\.(\d+)\.")
 
 
@@ -29,11 +29,11 @@ def load_weights(gguf: Path, header: GgufHeader, config: Any, alone: Path) -> An
 
     Parameters
     ----------
-    alone : the file, in a folder of its own.
+    alone : path of the file, in a folder without other files.
 
     Raises
     ------
-    ModelError : weights are missing, or left over, or more are described than there are.
+    ModelError : weights are missing or left over, or the header describes more than the file holds.
     """
     import torch
 

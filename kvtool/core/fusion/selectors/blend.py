@@ -26,7 +26,7 @@ class Blend(Selector):
     Attributes
     ----------
     ratio : share of the cached context tokens recomputed at the last layer, 0 … 1; ⌈ratio · N⌉ rows.
-    check_layer : ≥ 1; at layer 0 keys and values depend on the embedding alone and never deviate.
+    check_layer : ≥ 1; at layer 0 keys and values depend only on the embedding and never deviate.
     metric : squared error of V (the authors' code), K or both, or absolute error of rotated K.
     """
 

@@ -22,7 +22,7 @@ class Union(Infoflow):
     Attributes
     ----------
     ratio, from_depth, pooling : see Infoflow.
-    weighting : power of the sensitivity; 0: attention alone.
+    weighting : power of the sensitivity; 0: attention only.
     union_links : link tokens of every chunk, which rank first; 0 by default, since a warm lead-in makes them useless.
     """
 
