@@ -109,7 +109,7 @@ def test_an_arithmetic_that_is_none_is_damage(made: object) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"rows": [70_000]},  # no part's key has room for it
+        {"rows": [70_000]},  # too large for a part's key
         {"states": [-1]},
         {"states": ["0"]},
         {"tokens": -7},

@@ -166,7 +166,7 @@ def test_a_profile_is_read_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", [*TRANSFORMED, *(name for name in PLAIN if name.startswith("anchor"))])
 def test_records_are_written_as_they_were(name: str, back_end: None) -> None:
-    """But for the last bit of the errors that they state: float32 sums, which not every CPU takes in the same order."""
+    """But for the last bit of the errors that they state: float32 sums, which not every CPU adds in the same order."""
     profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()
     made, old = (Record.parse(data) for data in (written(profile)[name], stored(name)))
     assert made.errors == pytest.approx(old.errors, rel=1e-6)

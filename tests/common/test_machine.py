@@ -1,4 +1,4 @@
-"""Which number format a CPU multiplies fast, told by its features and by what its libraries may use."""
+"""The number format that a CPU multiplies fast, from its features and from what its libraries may use."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> CachedPrompt:
 
 
 def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """The same for a row wherever it stands."""
+    """Return the same for a row in any place."""
     return logits.cos()
 
 

@@ -16,7 +16,7 @@ MODEL = "f" * 64
 
 
 def made(at: int = 0, **changes: object) -> Audit:
-    """An audit; only what is told differs."""
+    """Make an audit; only the given fields differ."""
     values: dict[str, object] = {
         "at": at,
         "question": "Who?",
