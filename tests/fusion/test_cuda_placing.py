@@ -106,7 +106,7 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
     plan = own.plan(lead_in=BOS)
     for _ in range(2):  # the first question brings the records to where they are held
         own.fuse(plan, Reuse(), hot)
-    assert crossed == [64 * len(plan.cached)] * LAYERS  # the table alone; the second question needs no thread
+    assert crossed == [64 * len(plan.cached)] * LAYERS  # only the table; the second question needs no thread
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Documents that are broken, locked, or made to hurt: each is refused by name, alone, in bounded time and memory."""
+"""Documents that are broken, locked, or made to hurt: only these are refused, by name, in bounded time and memory."""
 
 from __future__ import annotations
 

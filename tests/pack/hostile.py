@@ -52,7 +52,7 @@ class Scene:
 
 
 def make_scene(folder: Path, tiny: Path) -> Scene:
-    """Both have the same true document, computed by themselves."""
+    """Make two stores, `mine` and `theirs`, that have the same true document."""
     own, mine = folder / "docs" / "clock.md", folder / "mine"
     own.parent.mkdir()
     own.write_text(TRUE + "\n")

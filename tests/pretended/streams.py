@@ -46,7 +46,7 @@ class Stream:
             while self.done < upto:
                 work, self.queue[self.done] = self.queue[self.done], _nothing
                 self.done += 1
-                with torch.inference_mode():  # as whoever asked for it
+                with torch.inference_mode():  # as for the caller that queued it
                     work()
 
     def wait_stream(self, other: Stream) -> None:
@@ -157,7 +157,7 @@ _streams: list[Stream] = [_default]
 
 
 def new(*ignored: Any, **named: Any) -> Stream:
-    """A stream beside the others."""
+    """Make another stream."""
     _streams.append(Stream())
     return _streams[-1]
 

@@ -250,7 +250,7 @@ def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, mon
     assert ask(path).json["controller"]["fusion"] in ("full", "prefix")
 
 
-# ---- beside others -----------------------------------------------------------------------------------------------
+# ---- in comparisons and batches, and from Python -----------------------------------------------------------------
 
 
 @pytest.mark.slow

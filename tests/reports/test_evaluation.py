@@ -49,7 +49,7 @@ def test_torn_anywhere(path: Path) -> None:
 
 
 def test_a_last_line_of_nothing(path: Path) -> None:
-    """A machine that went down may leave zeros."""
+    """A machine that crashed may leave zeros."""
     whole = filled(path)
     path.write_bytes(whole + b"\0\0\0\n")
     journal = Journal(path, FACTS)

@@ -29,7 +29,7 @@ def held(
 
 
 def inventory(*chunks: ChunkHolding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
-    """A document for each chunk, named as it, unless they are given; the coldest first."""
+    """Make an inventory: a document for each chunk, named as it, unless they are given; the least used first."""
     by_id = {chunk.chunk_id: chunk for chunk in chunks}
     refs = {chunk.chunk_id.rstrip(b".").decode(): [chunk.chunk_id] for chunk in chunks}
     if documents is not None:
