@@ -73,7 +73,7 @@ def read(store: Store, *paths: str) -> None:
 
 
 def log(store: Store, word: str, count: str) -> None:
-    """Append to a journal beside the records."""
+    """Append to a journal next to the records."""
     say("start")
     for number in range(int(count)):
         if not append_side(store, "audit/both.jsonl", {"word": word, "number": number}):

@@ -28,7 +28,7 @@ TEXT = "The mill stands on the river."
 
 
 def alone(folder: Path, name: str) -> Path:
-    """Where one bad thing is put, with nothing good beside it."""
+    """Return the path for one bad file, in a new folder with nothing else in it."""
     folder.mkdir()
     return folder / name
 

@@ -157,7 +157,7 @@ def pack_tensors(data: bytes) -> None:
 
 
 def leases(data: bytes) -> None:
-    """The object in which leases stand."""
+    """Parse the object that holds leases."""
     object_store._leases(data, 1.0)
 
 

@@ -26,12 +26,12 @@ class Site:
 
     Attributes
     ----------
-    url : by which it is read, through whatever stands in the way.
+    url : by which it is read, through any link or proxy.
     home : by which it is written; the same but for a web server, of which nothing but reading is known.
     port : of its server; 0: it has none.
     ask_at : lets it be reached through another port.
     folder : of its values, where that can be touched.
-    way : a proxy that knows HTTP, in front of its server.
+    way : a proxy that knows HTTP, before its server.
     pulled, asked : what comes in a pull of all, and in a question: bytes, or reads of a folder.
     """
 
@@ -52,7 +52,7 @@ class Site:
 
     @property
     def reading_port(self) -> int:
-        """Of what stands in front of its server."""
+        """Return the port of the proxy before its server, if it has one, otherwise the server's."""
         return self.way.port if self.way is not None else self.port
 
 

@@ -1,7 +1,7 @@
 """Every fault of a shared store, and how it is made on every backend, or why it cannot be: the table of the tests.
 
 A row is a fault, a column a backend of `backends.py`. A cell is looked up by the backend's name, then by its kind
-(`file`, `redis`, `http`), and is either what makes the fault or a sentence that says why there is none.
+(`file`, `redis`, `http`), and is either what makes the fault or a sentence that says why it cannot happen.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ READING: Mapping[str, Row] = {
         "file": "a link in the folder's place is the user's own, and followed",
         "redis": "it knows no such answer",
         "http": Cell(http.sent_elsewhere),
-        "s3": Cell(http.sent_elsewhere, "refuses: 403"),  # a signature is for one host, and stays behind
+        "s3": Cell(http.sent_elsewhere, "refuses: 403"),  # a signature is for one host, and is not sent to another
     },
     "parts are ignored": {
         "file": _NO_CHOICE,
@@ -207,7 +207,7 @@ SENDING: Mapping[str, Row] = {
 _ONLY_FILES = "values are bytes of the server's, and nothing else can have their name"
 _ITS_FILES = "what its server makes of such a file is its own matter"
 
-# What stands in a value's place, made of it and of another one of its kind; None: nothing. Any backend holds bytes.
+# A value's replacement, made of it and of another one of its kind; None: nothing. Any backend holds bytes.
 Harm = Callable[[bytes, bytes], bytes | None]
 VALUES: Mapping[str, Harm] = {
     "gone": lambda value, other: None,

@@ -18,7 +18,7 @@ class Scene:
 
     Attributes
     ----------
-    site : where the tier is; `link`: what stands before its server, if it has one.
+    site : where the tier is; `link`: the proxy before its server, if it has one.
     middle : bytes that come through the link, or reads of the folder, until half of all has come.
     patch, later : undone, and called, when the trouble is over.
     """
@@ -38,7 +38,7 @@ class Scene:
         return self.site.folder
 
     def through(self) -> Link:
-        """What stands before the server."""
+        """Return the link before the server."""
         assert self.link is not None
         return self.link
 

@@ -1,4 +1,4 @@
-"""The store in front of a tier keeps what is asked for, within its budget."""
+"""The local cache of a shared store keeps what is asked for, within its budget."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_question_that_is_larger_than_the_budget_is_answered_and_drives_nothin
 
 
 def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
-    """A front that is full goes on taking over what the tier describes."""
+    """A full local cache continues to take over what the shared store describes."""
     for number in range(6):
         ask(url, number, [])
     keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 300_000)

@@ -63,7 +63,7 @@ def test_a_push(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever reads finds the store of before or the one of after, and all of it; the next push does the rest."""
+    """A reader finds the store of before or the one of after, and all of it; the next push does the rest."""
     push(store, blobs)
     forget(store, "f2")
     with store.writer() as writer:

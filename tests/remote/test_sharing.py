@@ -287,7 +287,7 @@ def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
         check_file(pulled, "f1")
 
 
-# ---- what is left behind ----------------------------------------------------------------------------------------
+# ---- what is left over ------------------------------------------------------------------------------------------
 
 
 def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs, tmp_path: Path) -> None:

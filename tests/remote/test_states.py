@@ -55,7 +55,7 @@ def send(store: Store, url: str) -> None:
 
 
 def seen(url: str) -> dict[str, Any]:
-    """What the store in front of a tier knows."""
+    """Return what the local cache of a shared store knows."""
     with open_shared(url) as tier:
         return tier.codec_state()
 

@@ -190,7 +190,7 @@ def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> 
 def test_a_tier_that_goes_before_what_others_refine_has_come(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finer record is of no use without the coarser one, and is kept with it alone."""
+    """A finer record is of no use without the coarser one, and is kept only with it."""
     command("compress", "--fit", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
     url = f"file://{tmp_path / 'shared'}"
     command("store", "push", url, "--store", store).fine()
@@ -248,7 +248,7 @@ def test_a_store_in_front_that_another_writes_is_sent_what_is_seen(store: Path, 
 
 
 def test_what_nobody_saw_is_damaged(store: Path, in_folder: str) -> None:
-    """The answer is there; the chunk is not kept, and that is told."""
+    """The answer is there; the chunk is not kept, and that is reported."""
     wanted, reads = read_here(store, fusion="reuse")
     chunk, _, layer = min(whole(reads) - {*reads})
     wreck(in_folder, chunk, "raw", layer)

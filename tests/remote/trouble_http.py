@@ -93,7 +93,7 @@ def cut_off(scene: Scene) -> None:
 
 
 def ignores_parts(scene: Scene) -> None:
-    """Whoever asks for a part gets the whole."""
+    """Answer a request for a part with the whole."""
 
     def answer(request: Request) -> Answer | None:
         headers = {name: value for name, value in request.headers.items() if name not in ("range", "x-ms-range")}

@@ -29,7 +29,7 @@ def _key(scene: Scene, name: str) -> str:
 
 
 def wants_a_password(scene: Scene) -> None:
-    """Of whoever comes from now on."""
+    """Ask new clients for a password."""
     there = client(scene)
     there.config_set("requirepass", "zqxwva")
     scene.later.callback(there.config_set, "requirepass", "")
@@ -102,7 +102,7 @@ def is_none(scene: Scene) -> None:
 
 
 def is_full(scene: Scene) -> None:
-    """And forgets nothing to make room."""
+    """Set its limit to 1 byte; it evicts nothing."""
     there = client(scene)
     there.config_set("maxmemory", 1)
     scene.later.callback(there.config_set, "maxmemory", 0)

@@ -36,7 +36,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def raw(served: Served, *lines: str, data: bytes = b"", key: str = KEY) -> socket.socket:
-    """A connection on which a request has been sent as it stands."""
+    """Return a connection on which a request has been sent exactly as given."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.create_connection((host, int(port)), timeout=PATIENCE)
     head = "\r\n".join([*lines, f"Host: {host}:{port}", f"Authorization: Bearer {key}", "", ""])
@@ -199,7 +199,7 @@ def test_a_body_that_is_too_long(ready: Path) -> None:
 
 
 def run(app: ASGIApp, receive: Receive, send: Send) -> RequestStats:
-    """Run one request through what stands before the endpoints; returns what was noted of it."""
+    """Run one request through the middleware; return what was noted of it."""
     noted: list[RequestStats] = []
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     whole = LoggingMiddleware(BodyTimeout(app, 0.01), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
@@ -227,7 +227,7 @@ def test_a_body_that_never_comes() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
-    """It is told so, unless its response has begun; and the log says it."""
+    """The response says so, unless it has begun; and the log says it."""
     sent: list[Any] = []
     noted: list[RequestStats] = []
 

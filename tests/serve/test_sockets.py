@@ -32,7 +32,7 @@ def streamed(served: Served, **more: Any) -> bytes:
 
 
 def slow(served: Served) -> socket.socket:
-    """A client with little room for what it does not read, which has asked."""
+    """Return a client with a small receive buffer that has sent a question and does not read."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.socket()
     made.settimeout(PATIENCE)
@@ -45,7 +45,7 @@ def slow(served: Served) -> socket.socket:
 
 
 def is_up(served: Served) -> None:
-    """Check that it answers whoever sends all at once: those who wait for a body are not tried here."""
+    """Check that it answers a request that is sent at once: one whose body is awaited is not tried here."""
     with served.client as client:
         assert client.get("/health").status_code == 200
 
@@ -104,7 +104,7 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     ids=["nothing", "half a line", "half a head", "no end"],
 )
 def test_a_head_that_does_not_come(ready: Path, half: bytes) -> None:
-    """Nor behind a request that was answered."""
+    """Nor after a request that was answered."""
     whole = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     with serving(ready, client_timeout=SHORTLY) as served:
         host, port = served.url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""Part A: a fault, then everything is verified, read and asked; beside the same of the sound subject."""
+"""Part A: a fault, then everything is verified, read and asked; compared with the same of the sound subject."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def small_disk(at: Path, size: int) -> Iterator[Path]:
 
 
 class Small:
-    """A disk that has room for the start and a part of what the command adds. Needs root."""
+    """A disk that holds the start and a part of what the command adds. Needs root."""
 
     how = "small disk"
 

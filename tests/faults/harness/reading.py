@@ -169,7 +169,7 @@ def _answer(session: Session, question: str, options: QueryOptions, facts: Facts
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An injured store beside the sound one."""
+    """Comparison of a damaged store with the sound one."""
 
     wrong_tensors: tuple[str, ...]
     wrong_passages: tuple[str, ...]

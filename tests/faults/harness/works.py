@@ -24,7 +24,7 @@ from tests.faults.harness.flips import pulled, verified
 from tests.faults.harness.reading import Facts, Known, read_all
 from tests.faults.harness.subject import LOOK, Subject, copy, kvtool
 
-_EXACT = ("--store-dtype", "float32")  # what is stored is what was computed: answers behind it are those of none
+_EXACT = ("--store-dtype", "float32")  # stored exactly as computed: answers are those of no store
 _TEMPORARY = re.compile(r"\.tmp-.*|\..+-[0-9]+-[0-9a-f]{8}")
 LONG_AGO = 30 * 86400.0  # seconds
 
@@ -93,7 +93,7 @@ class Work:
     asks: tuple[str, ...] = ()
 
     def run(self, bases: Bases, folder: Path, told: Path) -> int:
-        """In a child: the exit code; each file that is committed is told, after it is."""
+        """Run it in a child and return the exit code; each committed file's path is logged to `told`."""
         real = Writer.commit_file
 
         def commit_file(self: Writer, entry: object, documents: object) -> None:
@@ -283,7 +283,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def make_old(folder: Path) -> None:
-    """What may still be somebody's is left alone for a while; let that be over."""
+    """Age temporary files: kvtool keeps recent ones, which may still be in use."""
     for path in folder.rglob("*"):
         if _TEMPORARY.fullmatch(path.name):
             before = path.stat().st_mtime - LONG_AGO
