@@ -1,4 +1,4 @@
-"""Entries: every value survives its bytes, and bytes that are none are damage."""
+"""Entries: every value survives encoding, and invalid bytes are reported as damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store in one process: what was put reads back, and what nobody needs is removed."""
+"""The store in one process: what was put reads back, and unused chunks are removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words on the terminal while a command is silent: there from the first half second, and in nobody's way."""
+"""Words on the terminal while a command is silent: shown after half a second, and removed before output."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def script(run: Callable[[list[str]], int], *args: object, stdin: bytes = b"") -
 
 @contextlib.contextmanager
 def terminal(columns: int) -> Iterator[Callable[[], str]]:
-    """A terminal of so many columns as stdout; what is given says what was written to it, without colours."""
+    """Make stdout a terminal of so many columns; yield a function that returns what was written, without colours."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     written = bytearray()

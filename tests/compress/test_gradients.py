@@ -1,4 +1,4 @@
-"""Gradients of cached keys and values: those of a plain call of the model, whatever else is in the pass."""
+"""Gradients of cached keys and values: those of a plain call of the model, with any other chunks in the pass."""
 
 from __future__ import annotations
 

@@ -262,7 +262,7 @@ def test_two_conversations_with_a_server(store: Path) -> None:
     assert damages(store) == []
 
 
-# ---- every family, through everything that keeps and sends stretches -----------------------------------------------
+# ---- every family, through everything that keeps and sends state checkpoints ---------------------------------------
 
 
 @pytest.fixture(params=FAMILIES)

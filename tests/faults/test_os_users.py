@@ -1,4 +1,4 @@
-"""Two users of one machine: what one of them keeps, the other neither reads, nor changes, nor replaces.
+"""Two users of one machine: one can neither read, change nor replace the files of the other.
 
 The tests make two users of the system and so need root; elsewhere they are skipped.
 """
@@ -37,7 +37,7 @@ NAMES = ("kvtool-test-a", "kvtool-test-b")
 
 
 class User(NamedTuple):
-    """Who is tried; `home` is its own, `common` everybody's; `python` is one that it may run."""
+    """A user of the system; `home` is its own folder, `common` is open to all; `python` is one that it may run."""
 
     name: str
     uid: int

@@ -202,7 +202,7 @@ case = cache(new_case)  # shared by tests that leave it whole
 
 @cache
 def on_cpu(name: str) -> Case:
-    """A shared case of a model that computes on the CPU, whatever device is tested."""
+    """Return a shared case of a model that computes on the CPU, even if another device is tested."""
     return Case(name, "float32", decoder_of(tiny_model(name), "cpu"))
 
 

@@ -124,7 +124,7 @@ def llama() -> Case:
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3"])
 def test_recompute_everything_is_full_prefill(family: str, name: str) -> None:
-    """Whatever was stored of a chunk: all of it is there then."""
+    """Then all of a chunk is there, even if only some rows of it were stored."""
     selector = lossless(name)
     assert selector is not None
     for lead_in in (BOS, PREFIX):

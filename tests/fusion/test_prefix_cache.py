@@ -53,7 +53,7 @@ def plan_of(chunks: Sequence[Ids] = CHUNKS, question: Ids = QUESTION, prefix: Id
 
 @dataclass
 class Shelf:
-    """Stretches in memory, as bytes."""
+    """State checkpoints in memory, as bytes."""
 
     infos: dict[bytes, StretchInfo] = field(default_factory=dict)
     parts: dict[tuple[bytes, Place], bytes] = field(default_factory=dict)

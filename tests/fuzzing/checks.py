@@ -1,4 +1,4 @@
-"""What has to hold of a store and of its answers, whatever was done to it."""
+"""Checks of what has to hold of a store and of its answers after any changes."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def _read_here(name: str) -> Target:
 
 
 def _read_apart(name: str, pack: Callable[[bytes], bytes] = bytes) -> Target:
-    """A reader that runs in a process of its own: what that answers is sound, whatever its library does."""
+    """Read in a process of its own: the answer is sound, whatever the reader's library does."""
 
     def run(data: bytes) -> None:
         answer = json.loads(json.dumps(_answer(Path("/in") / name, pack(data), MOST_TEXT)))

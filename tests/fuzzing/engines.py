@@ -1,4 +1,4 @@
-"""A long-lived session and a long-lived engine of `serve`, held against fresh ones after whatever others do to a store.
+"""A long-lived session and engine of `serve`, compared with fresh ones after each change that others make to a store.
 
     python -m tests.fuzzing.engines --seconds 3600 --seed 1 [--family NAME] [--steps 25-60]
 
@@ -334,7 +334,7 @@ class EngineLife:
         self._ingest()
 
     def _pack(self, dice: random.Random) -> None:
-        """What is forgotten comes back from a pack."""
+        """Restore removed documents from a pack."""
         pack = self.folder / "store.kvpack"
         self._command("store", "export", pack, "--force")
         self._command("store", "rm", self.corpus.any_path(dice), fine=False)

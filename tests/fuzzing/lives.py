@@ -267,7 +267,7 @@ class StoreLife:
         self._ingest(dice, system=self.system)
 
     def _forget(self, dice: random.Random) -> None:
-        """A document is forgotten, and comes back with the next ingest, or is asked for in vain."""
+        """Remove a document: it comes back with the next ingest, or a query for it fails."""
         source = dice.choice(sorted(self.committed))
         if len(self.committed) > 2 and not self._refused(lambda: dice.choice((self.near, self.far)).rm(source)):
             self.committed = {name: text for name, text in self.committed.items() if name != source}
@@ -325,7 +325,7 @@ class StoreLife:
     # ---- damage and kills ----
 
     def _command(self, *words: object) -> Done:
-        """Another process does it; whatever is open here is closed meanwhile."""
+        """Run a command in another process; all that is open here is closed meanwhile."""
         self.close()
         try:
             return children.command(*words, "--store", self.store)
@@ -461,7 +461,7 @@ class StoreLife:
             self._asked(cache, dice)
 
     def _pull(self, dice: random.Random) -> None:
-        """A tier of an earlier day: documents are those of now or of then."""
+        """Pull an older state of a shared store: documents are those of now or of then."""
         pushed: dict[str, str] | None = getattr(self, "pushed", None)
         if pushed is None or self._refused(lambda: self.near.pull(self.tier)):
             return

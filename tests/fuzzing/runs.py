@@ -135,7 +135,7 @@ def model_of(family: str) -> Path:
 
 
 def _scratch() -> Path:
-    """A folder in memory where there is one, for all of this process."""
+    """Return a folder for all of this process, in memory if possible."""
     if not _folders:
         memory = Path("/dev/shm")
         _folders.append(Path(tempfile.mkdtemp(prefix="kvtool-lives-", dir=memory if memory.is_dir() else None)))

@@ -1,4 +1,4 @@
-"""What a tier, a pack or another store hands over: head, catalogue, shards, values, members of an archive, leases."""
+"""Data of a shared store, a pack or another store: head, catalogue, shards, values, members of an archive, leases."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ def profile(data: bytes) -> None:
 
 
 def stretch_part(data: bytes) -> None:
-    """Tensors of a stretch."""
+    """Decode tensors of a state checkpoint."""
     with refused():
         decode_part(memoryview(bytearray(data)))
 

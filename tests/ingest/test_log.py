@@ -1,4 +1,4 @@
-"""`ingest --log`: one JSON event a line, whatever becomes of the run."""
+"""`ingest --log`: one JSON event a line, however the run ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunks of a file whose ingest was interrupted stay until the file is done, changed or forgotten."""
+"""Chunks of a file whose ingest was interrupted stay until the file is done, changed or removed."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_row_sees_the_keys_up_to_its_position(
 
 
 def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever suits this machine."""
+    """Use this kernel even if another one suits this machine better."""
     monkeypatch.setenv(ATTENTION, kernel)
 
 

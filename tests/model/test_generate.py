@@ -71,7 +71,7 @@ def test_a_checkpoints_habits_do_not_change_the_answer() -> None:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Generation that says the given ids, whatever the model thinks."""
+    """Let generation return the given ids, whatever the model computes."""
 
     def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
         shared = case("llama")

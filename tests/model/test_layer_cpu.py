@@ -1,4 +1,4 @@
-"""Rows computed the quick way are the model's own, and whatever it does not know the model computes itself."""
+"""Rows of the fused layers are the model's own, and an unknown layer runs the model's own forward."""
 
 from __future__ import annotations
 

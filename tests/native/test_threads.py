@@ -104,7 +104,7 @@ def helping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it comes to be: nobody waits for helpers."""
+    """Return True if a condition holds within 20 s: a pool does not wait for its helpers."""
     until = time.monotonic() + 20
     while not holds() and time.monotonic() < until:
         time.sleep(0.001)

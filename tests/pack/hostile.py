@@ -1,4 +1,4 @@
-"""A pack, a store and a shared store of somebody else, who would like to answer from another person's documents."""
+"""A pack, a store and a shared store of an attacker who wants to change the answers from a user's documents."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing that somebody else hands over changes what a user's own documents answer: packs, stores, shared stores."""
+"""Packs, stores and shared stores of others: none of them changes an answer from a user's own documents."""
 
 from __future__ import annotations
 

@@ -317,7 +317,7 @@ def test_a_missing_part_is_damage(store: Path) -> None:
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stretch whose parts came in several transactions."""
+    """Of a state checkpoint whose parts came in several transactions."""
     monkeypatch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)
     ask(store, FIRST)  # one transaction a part
     whole = keys_of(store)

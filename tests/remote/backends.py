@@ -1,4 +1,4 @@
-"""Every backend of shared stores, and a tier on each: the columns of the table of faults (`faults.py`)."""
+"""Every backend, and a shared store on each: the columns of the table of faults (`faults.py`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Server = Callable[[str], Any]  # one that is there for all tests: `pytest`'s `ge
 
 @dataclass
 class Site:
-    """A place for a tier.
+    """A place for a shared store.
 
     Attributes
     ----------
@@ -181,7 +181,7 @@ def az_url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=["redis", "s3"])
 def behind(request: pytest.FixtureRequest) -> Iterator[Link]:
-    """An empty tier of a server, read through a link; tests of lines ask for `FAR`."""
+    """Yield an empty shared store of a server, read through a link; tests of lines ask for `FAR`."""
     with _made(request.param, request) as site, closing(Link(site.port)) as link:
         site.ask_at(site, link.port)
         link.url, link.home = site.url, site.home

@@ -29,8 +29,8 @@ class Cell(NamedTuple):
     Attributes
     ----------
     make : brings it about.
-    said : of the error; "": nobody notices anything.
-    perhaps : it may be that nobody does.
+    said : text of the error; "": no error.
+    perhaps : the error may be absent.
     patience : seconds for which a value is waited for.
     """
 
@@ -230,7 +230,7 @@ FILES: Mapping[str, Row] = {
 
 
 def cell_of(row: Row, name: str) -> Cell | str:
-    """The cell of a backend. Raises KeyError where nobody has said anything."""
+    """Return the cell of a backend. Raise KeyError if the table has none."""
     return row[name] if name in row else row[BACKENDS[name].kind]
 
 

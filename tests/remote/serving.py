@@ -145,7 +145,7 @@ class Link:
         self.rate = 100
 
     def close(self) -> None:
-        """Break off what is open, and let nobody in."""
+        """Break off open connections, and accept no more."""
         with self._turn:
             _end(self._server)
             self._accepting.join(30)  # nobody holds the port then, and nobody comes

@@ -38,7 +38,7 @@ CHUNKS = [id_of(f"f{file}.{number}") for file in range(3) for number in range(2)
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store that every tier here holds."""
+    """Make the store that every shared store here holds."""
     path = new_store(tmp_path_factory.mktemp("pristine") / "store")
     with Store.open(path) as store, store.writer() as writer:
         writer.put_profile(PROFILE, b"a profile", CODEC | {"profile": PROFILE.hex()})
@@ -82,7 +82,7 @@ def scene(site: Site) -> Iterator[Scene]:
 
 
 def check(place: Path, pristine: Path, whole: bool = False) -> None:
-    """What is there is sound, and of the tier."""
+    """Check that all that is there is sound, and of the shared store."""
     if not place.exists() and not whole:
         return
     with Store.open(place) as store:

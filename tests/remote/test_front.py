@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A tier of 12 chunks that nobody has asked yet."""
+    """Make a shared store of 12 chunks that has not been read yet."""
     with Store.open(make_store(tmp_path / "store", FILES, 1, DIM)) as store:
         with store.writer() as writer:
             writer.set_manifest(IDENTITY)

@@ -1,4 +1,4 @@
-"""A shared tier that nobody should have trusted: whatever it says, a reader loses what is wrong, and nothing else."""
+"""A hostile shared store: whatever it holds, a reader loses what is wrong, and nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def store(built: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def blobs(built: Path, url: str) -> Iterator[Blobs]:
-    """A tier to do as one likes with, of each kind."""
+    """Yield a shared store of each kind, which a test may change."""
     with closing(open_blobs(f"file://{built / 'shared'}")) as shared, closing(open_blobs(url)) as opened:
         names = [name for name in shared.names() if name != "head.lock"]
         opened.put({name: value for name, value in zip(names, shared.get(names), strict=True) if value is not None})

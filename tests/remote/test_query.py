@@ -1,4 +1,4 @@
-"""Questions to a shared store: the answers of the local one, whatever happens to the tier."""
+"""Questions to a shared store: the answers of the local one, whatever happens to the shared one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_the_same_holes(path: Path, done: Done) -> Path:
 
 @pytest.fixture
 def shared(store: Path, url: str) -> str:
-    """A tier of each kind that holds the store's chunks; nobody here has asked it before."""
+    """Make a shared store of each kind that holds the store's chunks; it has not been asked before."""
     kvtool("store", "push", url, "--store", store).fine()
     return url
 

@@ -1,4 +1,4 @@
-"""A tier that several use: nothing of another's is deleted, whatever runs at the same time, and nothing piles up."""
+"""A shared store of several users: nothing of another's is deleted, with any concurrent runs, and nothing piles up."""
 
 from __future__ import annotations
 

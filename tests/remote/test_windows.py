@@ -68,14 +68,14 @@ def shared(store: Path, url: str) -> str:
 
 @pytest.fixture
 def in_folder(store: Path, tmp_path: Path) -> str:
-    """A tier of one kind, for what concerns them all alike."""
+    """Make a shared store of one kind, for tests that concern all kinds alike."""
     url = f"file://{tmp_path / 'shared'}"
     command("store", "push", url, "--store", store).fine()
     return url
 
 
 def asking(place: Path | str, told: list[str] | None = None, **options: Any) -> tuple[Reply, Asked]:
-    """An answer, and what a tier was asked for."""
+    """Return an answer, and what a shared store was asked for."""
     asked = Asked()
     real, rest = Prefetcher.ask, Tier._fetch_rest
 

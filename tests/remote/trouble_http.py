@@ -120,13 +120,13 @@ def says_nothing(scene: Scene) -> None:
 
 
 def refused(scene: Scene) -> None:
-    """Nobody listens."""
+    """Close the port: no server listens."""
     scene.later.callback(scene.through().heal)
     scene.through().close()
 
 
 def dies(scene: Scene) -> None:
-    """In the middle; nobody listens afterwards."""
+    """Close it in the middle of an answer; no server listens afterwards."""
     scene.later.callback(scene.through().heal)
     scene.through().after(scene.middle, scene.through().close)
 

@@ -36,7 +36,7 @@ def wants_a_password(scene: Scene) -> None:
 
 
 def allows_no(command: str) -> Make:
-    """Who is let in may not do this."""
+    """Revoke the default user's right to a command."""
 
     def make(scene: Scene) -> None:
         there = client(scene)

@@ -1,4 +1,4 @@
-"""The results file: whatever a kill leaves of it, what was finished is kept, and nothing foreign is touched."""
+"""The results file: after any kill, finished rows are kept, and no foreign file is touched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores against the formula, whatever the segments; keywords."""
+"""Scores against the formula, for any segments; keywords."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store:
 def test_a_damaged_name_of_the_embedding_model_is_told(
     store: Store, static_model: Path, spoil: Callable[[Path, int], None]
 ) -> None:
-    """Questions would be answered by words only, and nobody would know."""
+    """Questions would silently be answered by words only."""
     Finder(store).embed(str(static_model))
     (path,) = (store.path / "index").glob("embedder*")
     spoil(path, 8 * 20)

@@ -1,4 +1,4 @@
-"""Turns of a conversation over requests that bring all of them: kept or gone through anew, the answer is the same."""
+"""Turns of a conversation over requests that bring all of them: cached or recomputed, the answer is the same."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
 
 
 def test_a_conversation_that_is_held_again_counts_once(client: Client) -> None:
-    """Two who ask the same at once leave two of them."""
+    """Two clients that ask the same at once leave two of them."""
     client.talk(QUESTIONS[:1])
     held = client.engine.conversations
     ((conversation, size),) = held._held.values()
@@ -269,7 +269,7 @@ def test_a_conversation_that_is_too_long_starts_over_as_a_chat_does(client: Clie
 
 
 def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An assistant's turn longer than the context: its rows would be computed only to be let go of."""
+    """An assistant's turn longer than the context: its rows would be computed only to be dropped."""
     rows: list[int] = []
     for name in ("fill_cache", "compute"):
         plain = getattr(Decoder, name)
@@ -341,7 +341,7 @@ def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
 
 
 def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is looked at between two turns; what it has gone through is held for the next try."""
+    """Its time limit is checked between two turns; the computed turns are held for the next try."""
     give = Conversation.give
     with Client(ready) as client:
         client.ask(QUESTIONS[0])

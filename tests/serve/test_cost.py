@@ -229,7 +229,7 @@ def test_a_long_request_is_read_beside_the_loop(served: Served, monkeypatch: pyt
 
 
 def test_health_does_not_wait_for_embeddings(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many of them wait for the model, they do not take all threads."""
+    """Any number of them may wait for the model: they do not take all threads."""
     go, waiting = threading.Event(), threading.Semaphore(0)
 
     def embed(words: Sequence[str]) -> tuple[list[Any], int]:

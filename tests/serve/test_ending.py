@@ -150,7 +150,7 @@ def test_sigterm_ends_a_process_that_ingests(store: Path, tmp_path: Path, monkey
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Return True if no server listens there any more."""
     host, port = url.removeprefix("http://").split(":")
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()

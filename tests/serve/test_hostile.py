@@ -1,4 +1,4 @@
-"""What nobody means well by: strangers, malformed and oversized requests, clients that leave or do not read."""
+"""Hostile requests: strangers, malformed and oversized bodies, clients that leave or do not read."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def still_answers(served: Served) -> None:
         assert client.post(CHAT, json=body(max_tokens=2)).status_code == 200
 
 
-# ---- who may ask ----
+# ---- clients that may ask ----
 
 
 @pytest.mark.parametrize("key", ["", "Bearer", "Bearer kv-another", f"Basic {KEY}", f"Bearer {KEY}x"])
@@ -192,7 +192,7 @@ def test_no_http_at_all(served: Served, rubbish: bytes) -> None:
 def test_a_body_that_is_too_long(ready: Path) -> None:
     with serving(ready, max_body=2000) as served, served.client as client:
         assert client.post(CHAT, json=body(user="x" * 3000)).status_code == 413
-        parts = (b"x" * 500 for _ in range(10))  # of a length that nobody states
+        parts = (b"x" * 500 for _ in range(10))  # without a stated length
         answer = client.post(CHAT, content=parts, headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
         still_answers(served)

@@ -1,4 +1,4 @@
-"""Clients at real sockets: who reads by the byte, stops in the middle, hangs up, or sends several requests at once."""
+"""Clients at real sockets that read by the byte, stop in the middle, hang up, or send several requests at once."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def is_closed(made: socket.socket) -> bool:
     return True
 
 
-# ---- who does not read ----
+# ---- clients that do not read ----
 
 
 def test_a_client_that_reads_by_the_byte_delays_nobody(ready: Path) -> None:
@@ -95,7 +95,7 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     assert served.warnings == []
 
 
-# ---- who stops in the middle ----
+# ---- clients that stop in the middle ----
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_body_that_is_too_long_is_not_waited_for(ready: Path, how: str) -> Non
     assert served.warnings == []
 
 
-# ---- who hangs up ----
+# ---- clients that hang up ----
 
 
 def reset(made: socket.socket) -> None:

@@ -233,7 +233,7 @@ def test_refining(back_end: str, columns: int) -> None:
 
 
 def test_refining_by_any_number(back_end: str) -> None:
-    """Tables that hold more than -1, 0 and 1 are nobody's, but must not do harm."""
+    """No encoder writes tables that hold more than -1, 0 and 1, but they must not do harm."""
     random = np.random.default_rng(2)
     ids = random.integers(0, len(TABLES) - 2, 64).astype(np.uint16)
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)

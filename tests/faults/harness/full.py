@@ -98,7 +98,7 @@ def _try_mount() -> bool:
 
 @contextmanager
 def small_disk(at: Path, size: int) -> Iterator[Path]:
-    """A disk of so many bytes, in memory."""
+    """Mount a disk of so many bytes, in memory."""
     at.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(at)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

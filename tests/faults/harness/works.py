@@ -37,7 +37,7 @@ class Bases:
     corpus: Path  # edited since `half` was made of it
     half: Path  # a store of a part of the documents
     plain: Path  # a store with a profile, whose records are raw and of one level
-    thinned: Path  # a store that has forgotten documents
+    thinned: Path  # a store from which documents were removed
     half_tier: Path
     states: Path  # as `half`, of a model that keeps states
 
@@ -211,7 +211,7 @@ def _question(mode: str, folder: Path) -> list[object]:
 
 @dataclass
 class Kept:
-    """What a store or a tier holds, each with a digest; and what is wrong with it."""
+    """The contents of a store or a shared store, each with a digest; and what is wrong with it."""
 
     things: dict[str, str]
     documents: list[str]
@@ -276,7 +276,7 @@ def _take_stretches(store: Store, facts: Facts) -> None:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Files that a killed writer leaves and nobody needs."""
+    """Return unneeded files that a killed writer has left."""
     found = [str(one) for one in folder.rglob("*") if _TEMPORARY.fullmatch(one.name)]
     generations = list((folder / "store/data").glob("gen-*"))
     return found + [f"{len(generations)} generations"] * (len(generations) > 1)
