@@ -1,4 +1,4 @@
-"""What computes is apart from what is kept: a store made where bfloat16 is fast is used where it is not, and back."""
+"""Compute dtype is separate from storage dtype: a store made where bfloat16 is fast works where it is not, and back."""
 
 from __future__ import annotations
 

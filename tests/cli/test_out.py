@@ -1,4 +1,4 @@
-"""What reaches stdout and stderr, on any terminal and none."""
+"""Output on stdout and stderr, on any terminal and on none."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.cli.working import QUESTION, SHORT, command, environment
 
 
 class Terminal:
-    """What was written to a terminal."""
+    """A terminal that keeps what was written to it."""
 
     def __init__(self, encoding: str = "utf-8") -> None:
         self.encoding, self.text = encoding, ""

@@ -1,4 +1,4 @@
-"""What the tests of the commands share: a tiny model, a small corpus, a store made of it, and kvtool run on them.
+"""Fixtures of the tests of commands: a tiny model, a small corpus, a store made of it, and kvtool run on them.
 
 Most runs are in this process (`kvtool`): a process of its own imports torch, which takes seconds (`process`).
 """

@@ -1,4 +1,4 @@
-"""What was written once is read for ever: bytes of every lossy level, of a profile, and of the shipped tables.
+"""Golden bytes, which all later versions read: of every lossy level, of a profile, and of the shipped tables.
 
 The input and the profile are dyadic numbers of few bits, so products, sums and the inverse are exact on any machine, in
 whatever order they are taken. After a new format version, and only then: `python -m tests.codec.test_golden_levels`.

@@ -1,4 +1,4 @@
-"""What a level says of itself."""
+"""Levels of compression: their order, names and stated losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is compressed, with which profile, to which level, and what is reported of it."""
+"""The job of compression: its choice of chunks, profile and levels, and its report."""
 
 from __future__ import annotations
 

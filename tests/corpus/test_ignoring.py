@@ -1,4 +1,4 @@
-"""What a walk leaves out: ignore files, hidden names, lock files, secrets."""
+"""Files that a walk leaves out: by ignore files, hidden names, lock files, secrets."""
 
 from __future__ import annotations
 

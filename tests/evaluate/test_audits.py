@@ -1,4 +1,4 @@
-"""Which questions are audited, and the journal of audits. (Audits of answers: tests/query/test_audit.py.)"""
+"""Choice of the audited questions, and the journal of audits. (Audits of answers: tests/query/test_audit.py.)"""
 
 from __future__ import annotations
 

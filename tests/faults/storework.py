@@ -1,4 +1,4 @@
-"""What child processes of the store's trouble tests run: ``python storework.py STORE WORK …``."""
+"""Work of child processes in the tests of a store's faults: ``python storework.py STORE WORK …``."""
 
 from __future__ import annotations
 

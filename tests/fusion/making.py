@@ -1,4 +1,4 @@
-"""What tests of fusion share: prompts over the tiny models, chunk KVs kept in memory, sources that misbehave."""
+"""Helpers of the tests of fusion: prompts over the tiny models, chunk KVs kept in memory, sources that misbehave."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _COVERED = re.compile(r"#\d+\s+\w+\s+cov: (\d+) ft: \d+ corp: (\d+)")
 
 @dataclass
 class Row:
-    """What came of a target."""
+    """The outcome of a target."""
 
     target: str
     seconds: float = 0.0

@@ -1,4 +1,4 @@
-"""One target in a process of its own: ``python -m tests.fuzzing.child TARGET MODULE FOLDER [options of libFuzzer]``.
+"""A target in a process of its own: ``python -m tests.fuzzing.child TARGET MODULE FOLDER [options of libFuzzer]``.
 
 What Python raises is noted once for each place, and the run continues; a signal, two seconds without an end, or too
 much memory ends the process, and libFuzzer leaves the bytes in ``findings``.

@@ -88,7 +88,7 @@ def _obey(pipe: Connection) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """What came of a question; `error`: instead of an answer."""
+    """The outcome of a question; `error`: instead of an answer."""
 
     error: str = ""
     answer: str = ""

@@ -1,4 +1,4 @@
-"""What targets share: a folder of a process's own, and what counts as a polite refusal."""
+"""Helpers of targets: a folder of a process's own, and the errors that count as a refusal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What somebody else's model is made of: GGUF files, safetensors, and the JSON files of a model folder."""
+"""Files of foreign models: GGUF, safetensors, and the JSON files of a model folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer's logits have to be: by plain `transformers`, and by the same mode over KV that is computed anew."""
+"""Reference logits of an answer: by plain `transformers`, and by the same mode over KV that is computed anew."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _nothing() -> None:
 
 @dataclass
 class Log:
-    """What a GPU would have waited for, each with the line of kvtool that asked."""
+    """A log of the waits of a GPU, each with the line of kvtool that asked."""
 
     waits: list[tuple[str, str]] = field(default_factory=list)
     recorded: list[Any] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""How answers end: by the model, at their longest, where they repeat themselves, where a base model asks itself."""
+"""Ends of answers: by the model, at their longest, where they repeat themselves, where a base model asks itself."""
 
 from __future__ import annotations
 

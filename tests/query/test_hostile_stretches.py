@@ -1,4 +1,4 @@
-"""What a store says of a model's states under a right digest, and is wrong: found out, and computed again."""
+"""Wrong data about a model's states under a right digest: detected, and computed again."""
 
 from __future__ import annotations
 

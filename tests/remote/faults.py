@@ -29,7 +29,7 @@ class Cell(NamedTuple):
     Attributes
     ----------
     make : brings it about.
-    said : text of the error; "": no error.
+    said : pattern of the error's message; "": no error.
     perhaps : the error may be absent.
     patience : seconds for which a value is waited for.
     """

@@ -1,4 +1,4 @@
-"""What every backend of a shared store does."""
+"""The protocol of a shared store, on every backend."""
 
 from __future__ import annotations
 

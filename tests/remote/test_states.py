@@ -1,4 +1,4 @@
-"""What is known of codec levels, on its way from store to store."""
+"""Measured losses of codec levels, on their way from store to store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a shared store a windowed model is sent what a row of its pass sees; the rest once, when the answer is there."""
+"""Windowed models over a shared store: rows that the pass sees are sent first; the rest once, after the answer."""
 
 from __future__ import annotations
 

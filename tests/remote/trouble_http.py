@@ -1,4 +1,4 @@
-"""How a service that is spoken with by HTTP gets into trouble: it answers otherwise, or its line does."""
+"""Faults of an HTTP service: of its answers, or of its line."""
 
 from __future__ import annotations
 

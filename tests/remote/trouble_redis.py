@@ -1,4 +1,4 @@
-"""How a Redis gets into trouble; what happens to its line is as with any server (`trouble_http`)."""
+"""Faults of a Redis; those of its line are as with any server (`trouble_http`)."""
 
 from __future__ import annotations
 

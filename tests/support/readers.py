@@ -39,7 +39,7 @@ MODES = ("union", "reuse", "epic")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it.
+    """The outcome of a run.
 
     Attributes
     ----------

@@ -1,4 +1,4 @@
-"""What a store's size does not make dearer: counted in pages of the index by table, and in documents that are read."""
+"""Costs that do not grow with a store: counted in pages of the index by table, and in documents that are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prune takes, in which order: plans over made-up inventories, no store."""
+"""Plans of a prune: what it removes, in which order, over made-up inventories, no store."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ FINE = ("reported", "made anew", "no effect")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a fault: one of `WRONG` or `FINE`, and the words about it."""
+    """The outcome of a fault: one of `WRONG` or `FINE`, and the words about it."""
 
     fault: Fault
     what: str

@@ -20,7 +20,7 @@ from tests.faults.harness.works import Bases, Work
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What came of a full disk; `wrong` is to be empty."""
+    """The outcome of a full disk; `wrong` is to be empty."""
 
     what: str
     wrong: list[str] = field(default_factory=list)

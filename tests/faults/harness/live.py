@@ -1,4 +1,4 @@
-"""Which bytes of a `data.mdb` hold something, and what: a fault in a free page is not one that was missed.
+"""Bytes of a `data.mdb` that hold something, and what: a fault in a free page is not one that was missed.
 
 Written against LMDB's own description of its pages, and against none of kvtool's code.
 """

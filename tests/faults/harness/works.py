@@ -31,7 +31,7 @@ LONG_AGO = 30 * 86400.0  # seconds
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """What the commands start from."""
+    """The stores and files that the commands start from."""
 
     subject: Subject
     corpus: Path  # edited since `half` was made of it

@@ -1,4 +1,4 @@
-"""Which backend serves a call of attention, and why each one before it declines."""
+"""Choice of the backend for a call of attention, and why each one before it declines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer for each format: puts a fact's paragraphs into a file, and returns the place of its answer."""
+"""Writers, one for each format: puts a fact's paragraphs into a file, and returns the place of its answer."""
 
 from __future__ import annotations
 
