@@ -1,4 +1,4 @@
-"""What every test gets: a home of its own, so that none touches the user's, and no network."""
+"""Fixtures of every test: a home of its own, so that none touches the user's, and no network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tiny random models of every supported family, for tests: seconds to build, and different enough to tell apart."""
+"""Tiny random models of every supported family, for tests: seconds to build, and different enough to distinguish."""
 
 from __future__ import annotations
 
@@ -244,10 +244,10 @@ NATIVE = (
 
 
 def tiny_model(name: str, dtype: str = "float32", seed: int = 0) -> Any:
-    """A model of one of `FAMILIES`, or a whole wrapper, with large weights: attention is peaked, and prompts differ in
-    their logits.
+    """Build one of `FAMILIES`, or a whole wrapper, with large weights: attention is peaked, and prompts differ in their
+    logits.
 
-    The same weights for the same seed, in every dtype up to rounding; the caller's random state is left alone.
+    The same weights for the same seed, in every dtype up to rounding; the caller's random state is left unchanged.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -284,7 +284,7 @@ def _rounded(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _fill(path: str, weight: torch.Tensor) -> None:
-    """Scores of standard deviation about 2 (projections, or the norms behind them), logits of about 3."""
+    """Scores of standard deviation about 2 (projections, or the norms after them), logits of about 3."""
     if "q_norm" in path or "k_norm" in path:
         weight.normal_(1.5, 0.1)
     elif "norm" in path:

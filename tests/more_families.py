@@ -41,7 +41,7 @@ _GRANITE: dict[str, Any] = {"attention_multiplier": 0.2, "residual_multiplier": 
 
 _TEMPERED = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2.0, "original_max_position_embeddings": 2048}
 
-# The class of its configuration, and what it states beside the shape that all have.
+# The class of its configuration, and its settings in addition to the shape that all have.
 MORE: Mapping[str, tuple[str, dict[str, Any]]] = {
     "afmoe": ("AfmoeConfig", _WINDOWED),
     "apertus": ("ApertusConfig", {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}),

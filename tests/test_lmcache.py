@@ -1,4 +1,4 @@
-"""The serde for LMCache: sizes, errors and positions of chunks, alone and in LMCache's own L2."""
+"""The serde for LMCache: sizes, errors and positions of chunks, without LMCache and in its own L2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPE = torch.Size([2, LAYERS, TOKENS, HEADS * DIM])
 
 @dataclass
 class Chunk:
-    """Stands in for LMCache's memory object and for its layout."""
+    """A substitute for LMCache's memory object and for its layout."""
 
     tensor: torch.Tensor
 

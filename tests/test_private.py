@@ -1,4 +1,4 @@
-"""What begins with an underscore is its file's own business: no other file reaches for it."""
+"""Names that begin with an underscore are private to their file: no other file uses them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rooms stand in one order, and imports point down it (the picture is in kvtool/docs/design.md)."""
+"""Rooms have one order, and imports point down it (the picture is in kvtool/docs/design.md)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from samples.tools.lines import HERE, budgets
 
 PACKAGE = Path(kvtool.__file__).parent
 
-# A room may import whatever stands above it in this list, and nothing below.
+# A room may import the rooms above it in this list, and none below.
 ORDER = (
     *(
         "errors",
@@ -83,7 +83,7 @@ def room_of(parts: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True)
 class Import:
-    """An import of kvtool's own, wherever in a file it stands."""
+    """An import of kvtool's own, anywhere in a file."""
 
     module: str
     imported: str
@@ -143,7 +143,7 @@ def test_no_room_outgrows_its_budget() -> None:
 
 
 def test_kernels_never_import_transformers() -> None:
-    """Kernels are functions of tensors: an import of a model's library, wherever it stands in a file, fails."""
+    """Kernels are functions of tensors: an import of a model's library, anywhere in a file, fails."""
     imported = {
         (path.name, name.partition(".")[0])
         for path in (PACKAGE / "core" / "kernels").rglob("*.py")
@@ -196,7 +196,7 @@ def _all_names(node: ast.AST) -> list[str]:
 
 
 def test_no_module_imports_itself_over_others() -> None:
-    """Imports inside of functions and for types alone count too: the former would only hide a circle, and what needs
+    """Imports inside of functions and only for types count too: the former would only hide a circle, and what needs
     the other's types cannot be read without it."""
     graph: dict[str, set[str]] = {}
     for found in imports():

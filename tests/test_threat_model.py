@@ -1,4 +1,4 @@
-"""The threat model's table of who is trusted with what: each line names tests, and these are there."""
+"""The threat model's table of trust: each line names tests, and these exist."""
 
 from __future__ import annotations
 

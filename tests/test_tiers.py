@@ -19,7 +19,7 @@ MODES = {"reuse", "epic", "union", "blend", "full", "prefix"}
 
 
 class Item:
-    """As much of a case as a tier is chosen by."""
+    """The parts of a test case that decide its tier."""
 
     def __init__(self, function: str, indices: dict[str, int], marks: dict[str, Any], **params: Any) -> None:
         self.nodeid = f"tests/laws/test_one.py::{function}[{'-'.join(map(str, params.values()))}]"

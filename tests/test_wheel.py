@@ -1,4 +1,4 @@
-"""What is installed: the package, and none of the tests and samples."""
+"""The installed files: the package, and none of the tests and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cases run in `make test`, and which in `make test-all` alone.
+"""Choice of the cases that run in `make test`, and of those that run only in `make test-all`.
 
 `make test` leaves out what is marked `slow`: by hand, where a single case takes long, or here, where the cases of one
 function are many. Of those a covering array stays:
@@ -11,7 +11,7 @@ function are many. Of those a covering array stays:
 - A test marked `some(count)` runs with so many of its cases, at even distances.
 
 Cases of a family are a group for `--dist loadgroup`: one worker builds the model. All others are grouped by file, so
-that one worker builds what its tests share; the slow ones stand alone, since they are few and long.
+that one worker builds what its tests share; the slow ones are not grouped, since they are few and long.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ WRAPPERS: dict[str, Callable[[], Any]] = {
         text_config=t.Cohere2Config(**SHAPE, layer_types=_LAYERS, sliding_window=24, logit_scale=1.0),
         vision_config=t.SiglipVisionConfig(**_SEES),
     ),
-    "llama4": lambda: t.Llama4Config(  # its chunks and steps lie beyond what a prompt may have
+    "llama4": lambda: t.Llama4Config(  # its chunks and steps are longer than a prompt may be
         text_config=t.Llama4TextConfig(**SHAPE, **_LLAMA4),
         vision_config=t.Llama4VisionConfig(**_SEES | _WIDE, vision_output_dim=64),
     ),
@@ -106,5 +106,5 @@ def loaded_text(name: str, dtype: str = "float32", device: str = "cpu") -> Loade
 
 
 def text_model(name: str) -> Any:
-    """The text model alone."""
+    """Return the text model only."""
     return loaded_text(name).model

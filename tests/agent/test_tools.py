@@ -37,7 +37,7 @@ def talk(place: Path, say: Talk, *roots: Path) -> None:
 
 
 async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
-    """The structured result of a call that goes well."""
+    """Return the structured result of a call that succeeds."""
     result = await client.call_tool(tool, arguments)
     assert not result.is_error, result.content
     assert isinstance(result.structured_content, dict)
@@ -45,7 +45,7 @@ async def call(client: Client, tool: str, **arguments: Any) -> dict[str, Any]:
 
 
 async def refused(client: Client, tool: str, **arguments: Any) -> str:
-    """What a call that goes wrong says."""
+    """Return the error message of a call that fails."""
     result = await client.call_tool(tool, arguments)
     assert result.is_error
     return str(result.content[0].text)  # type: ignore[union-attr]
@@ -171,7 +171,7 @@ def test_status_and_documents_as_resources(store: Path, corpus: Path) -> None:
 
 @pytest.mark.slow
 def test_documents_are_listed_page_by_page(tmp_path: Path) -> None:
-    """Each once, also where some come and go between two pages; a cursor that no page had is told so."""
+    """Each once, even if some are added or removed between two pages; a cursor that no page gave is refused."""
     names = [f"/notes/{number:04}.md" for number in range(2 * LISTED + 7)]
     going = (names[5], names[LISTED + 5])
     files = {"going": dict.fromkeys(going, "Gone."), "rest": dict.fromkeys(set(names) - set(going), "One text.")}

@@ -18,7 +18,7 @@ from mcp.client.streamable_http import streamable_http_client
 
 from tests.cli.working import QUESTION, command, environment, kvtool
 
-_LONG = 120  # seconds: other tests run beside this one
+_LONG = 120  # seconds: other tests run at the same time
 _READING = """
 import sys
 from pathlib import Path

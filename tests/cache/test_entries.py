@@ -1,4 +1,4 @@
-"""Entries: every value survives its bytes, and bytes that are none are damage."""
+"""Entries: every value survives encoding, and invalid bytes are reported as damage."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_an_arithmetic_that_is_none_is_damage(made: object) -> None:
 @pytest.mark.parametrize(
     "changed",
     [
-        {"rows": [70_000]},  # no part's key has room for it
+        {"rows": [70_000]},  # too large for a part's key
         {"states": [-1]},
         {"states": ["0"]},
         {"tokens": -7},

@@ -1,4 +1,4 @@
-"""Reading while the map is changed, and reading cut short by Ctrl-C: nobody waits for ever."""
+"""Reading while the map is changed, and reading cut short by Ctrl-C: no thread waits for ever."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_who_waits_to_be_alone_is_not_starved() -> None:
 
 
 def test_the_map_changes_under_readers_in_a_loop(tmp_path: Path) -> None:
-    """Six readers that overlap: there is hardly a moment with nobody inside."""
+    """Six readers that overlap: at nearly every moment one of them is reading."""
     done = threading.Event()
     with Store.open(make_store(tmp_path / "store")) as opened:
 

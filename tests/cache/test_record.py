@@ -1,4 +1,4 @@
-"""The envelope: what goes in comes out, and nothing else ever does (laws 7 and 8)."""
+"""The envelope of a record: a read returns what was written, and nothing else ever (laws 7 and 8)."""
 
 from __future__ import annotations
 

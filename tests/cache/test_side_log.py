@@ -1,4 +1,4 @@
-"""Journals beside the records: many writers, bounded, and whole lines only."""
+"""Journals next to the records: many writers, bounded, and whole lines only."""
 
 from __future__ import annotations
 

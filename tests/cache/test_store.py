@@ -1,4 +1,4 @@
-"""The store in one process: what was put reads back, and what nobody needs goes."""
+"""The store in one process: what was put reads back, and unused chunks are removed."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_edit_remove_collect(tmp_path: Path) -> None:
 
 
 def test_a_change_by_an_older_kvtool_counts_as_one_of_documents(tmp_path: Path) -> None:
-    """It counts changes of documents alone, and knows no second number: the retrieval index must not stay as it is."""
+    """It counts changes of documents only, and knows no second number: the retrieval index must not stay as it is."""
     with Store.open(make_store(tmp_path / "store")) as store:
         with store.writer() as writer:
             writer.collect()
@@ -263,7 +263,7 @@ def test_collect_spares_what_waits_for_its_document(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(writer, "BATCH_BYTES", 1)
     with Store.create_or_open(tmp_path / "store") as store, store.writer() as pen:
         put(pen, "early")
-        assert store.has_chunk(id_of("early"))  # went out in a batch of its own
+        assert store.has_chunk(id_of("early"))  # written in a batch of its own
         assert pen.collect() == 0
         add_file(pen, "f", ["early"])
         assert pen.collect() == 0
@@ -316,7 +316,7 @@ def test_size_budget(tmp_path: Path) -> None:
         for number in range(stats["files"]):
             check_file(store, f"f{number}", dim=128)
         with store.writer(max_size=1) as pen:
-            pen.remove_file("f0")  # making room is always allowed
+            pen.remove_file("f0")  # freeing space is always allowed
             pen.drop_chunks(store.chunk_ids())
 
 

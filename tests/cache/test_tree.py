@@ -1,4 +1,4 @@
-"""Our own reading of LMDB's pages beside LMDB's: the same keys and values, whatever was put and deleted before."""
+"""Our own reading of LMDB's pages against LMDB's: the same keys and values, whatever was put and deleted before."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ _IN_YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scali
 
 @dataclass(frozen=True)
 class InGguf:
-    """A family in GGUF: the architecture's name there, its configuration, and metadata beside what all have; and what
-    tensors are packed as that are packed otherwise than the quantiser would (`packed_as`)."""
+    """A family in GGUF: the architecture's name there, its configuration, and metadata in addition to what all have.
+    `packed_as` names the format of tensors that the quantiser would pack otherwise."""
 
     architecture: str
     kind: str

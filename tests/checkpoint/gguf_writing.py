@@ -27,7 +27,7 @@ _TIGHT = {"q_proj": "Q4_K", "v_proj": "Q6_K", "down_proj": "Q5_K", "embed_tokens
 
 
 def written(path: Path, family: InGguf, more: Mapping[str, Array] | None = None) -> Any:
-    """Write a family's file, `more` tensors beside its own; its model, float32, with the weights that the file has."""
+    """Write a family's file, with `more` tensors; return its model, float32, with the weights that the file has."""
     torch.manual_seed(0)
     model = filled(transformers.AutoModelForCausalLM.from_config(family.config(), dtype=torch.float32)).eval()
     for name, scalar in model.named_buffers():
@@ -79,7 +79,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _positions(family: InGguf, config: Any) -> dict[str, Array]:
-    """What of positions stands in tensors."""
+    """Return the tensors that hold factors of RoPE."""
     rope = config.rope_parameters
     factors = {f"rope_factors_{name}.weight": rope.get(f"{name}_factor") for name in ("long", "short")}
     if family.architecture == "gemma4":

@@ -1,4 +1,4 @@
-"""What is given as a model: found, or refused with the reason."""
+"""References to models: each is found, or refused with the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's fingerprint: the same wherever it lies, another after any change that matters."""
+"""A model's fingerprint: the same in every folder, another after any change that matters."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def later(seconds: float) -> None:
 
 
 def test_a_part_of_the_weights_is_read_again_every_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing tells them apart but their bytes: a disk image that was put back."""
+    """Only their bytes differ, as after a disk image was restored."""
     path = tmp_path / "weights"
     path.write_bytes(bytes(4_000_000))
     first = file_digest(path)

@@ -24,7 +24,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(saved: Path, tmp_path: Path) -> Path:
-    """A model whose folder holds code that would tell of being run."""
+    """Make a model whose folder holds code that leaves a file when it is run."""
     made = Path(shutil.copytree(saved, tmp_path / "model"))
     ran = f"open({str(made / 'ran')!r}, 'w')\nclass Any: pass\n"
     (made / "evil.py").write_text(ran)

@@ -340,7 +340,7 @@ def test_gemma3_of_one_billion_has_no_scaling(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_largest_gemma_scales_as_llama_cpp_knows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its number of layers; here a small one is told to be it."""
+    """By its number of layers; here a small number is set as that of the largest."""
     family = IN_GGUF["gemma3"]
     monkeypatch.setitem(gguf_config._OWN_SCALE, "gemma3", 6)
     same(tmp_path, replace(family, settings=dict(family.settings) | {"query_pre_attn_scalar": 64}))

@@ -36,7 +36,7 @@ def test_a_file_is_its_model(name: str, tmp_path: Path) -> None:
 
 
 def test_experts_of_two_packings_are_refused_with_what_it_would_need(tmp_path: Path) -> None:
-    """Where `transformers` makes one weight of both; its own error tells of a report that nobody sees."""
+    """Where `transformers` makes one weight of both; its own error refers to a report that nobody sees."""
     mixed = replace(IN_GGUF["qwen3.5-moe"], packed_as={"blk.1.ffn_up_exps.weight": "Q5_K"})
     written(tmp_path / "x.gguf", mixed)
     with pytest.raises(ModelError, match=r"in 1 layers, first blk\.1\.ffn_gate_exps\.weight.*would need") as caught:

@@ -1,4 +1,4 @@
-"""Loading: devices, dtypes, the tokenizer, and what goes wrong."""
+"""Loading: devices, dtypes, the tokenizer, and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A folder converted from a GGUF file is held against what was made: damage is told, never computed with."""
+"""A folder converted from a GGUF file is checked against what was made: damage is reported, never computed with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed weights of a converted folder: every kind is found whatever its name and row order, and nothing wrong is."""
+"""Packed weights of a converted folder: every kind is found under any name and in any row order, and no other is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which architectures are refused, by reason, on the real configuration classes."""
+"""Refused architectures, by reason, on the real configuration classes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What computes is apart from what is kept: a store made where bfloat16 is fast is used where it is not, and back."""
+"""Compute dtype is separate from storage dtype: a store made where bfloat16 is fast works where it is not, and back."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def test_a_store_of_before_is_read_as_it_is(elsewhere: Path, model: Path, tmp_pa
 
 
 def fingerprint_of_before(files: ModelFiles, dtype: str) -> str:
-    """As it was made when a store kept what it computed in."""
+    """Return the fingerprint of the time when a store kept the dtype that it computed in."""
     config = {key: value for key, value in read_config(files.folder).items() if key not in hub._VOLATILE}
     names = [name for name in TOKENIZER_FILES if (files.folder / name).is_file()]
     parts = {

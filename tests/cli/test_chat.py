@@ -51,7 +51,7 @@ def test_answers_are_on_stdout_and_the_rest_on_stderr(store: Path) -> None:
     assert "sources: " not in done.out
     assert done.err.count("sources: ") == 2
     assert done.err.count("tokens kept") == 1
-    assert "Ctrl" not in done.err  # nobody sits there
+    assert "Ctrl" not in done.err  # stdin is no terminal
 
 
 def test_a_line_that_fails_stops_no_other(store: Path) -> None:
@@ -241,7 +241,7 @@ def test_without_a_place_for_history_it_goes_on(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_is_typed_while_it_answers_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next prompt has it; whatever ends the answer, the terminal is as it was."""
+    """The next prompt has it; the terminal is restored after every end of an answer."""
     master, slave = pty.openpty()
     with open(master, "wb", 0) as keys, open(slave, encoding="utf-8") as terminal:
         monkeypatch.setattr("sys.stdin", terminal)

@@ -99,7 +99,7 @@ def test_11_locked(store: Path, corpus: Path, tmp_path: Path, form: Any) -> None
     with Store.open(store) as held, held.writer():
         done = kvtool("ingest", tmp_path / "new.txt", "--store", store, "--lock-wait", "0", *form)
         done.failed(11)
-        kvtool("query", QUESTION, "--store", store, *SHORT).fine()  # reading waits for nobody
+        kvtool("query", QUESTION, "--store", store, *SHORT).fine()  # reads wait for no lock
 
 
 def test_12_another_model(store: Path, corpus: Path, tiny: Path, tmp_path: Path, form: Any) -> None:
@@ -174,7 +174,7 @@ def test_130_and_143(number: signal.Signals, code: int, tiny: Path, tmp_path: Pa
 
 
 def wait_for_documents(path: Path, wanted: int, seconds: float = 120) -> None:
-    """Until a running ingest has committed so many."""
+    """Wait until a running ingest has committed so many documents."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if (path / "data").exists():

@@ -1,4 +1,4 @@
-"""Rights of what is written: a store is as secret as the documents, whatever the umask."""
+"""File permissions: a store is as secret as the documents, under any umask."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reaches stdout and stderr, on any terminal and none."""
+"""Output on stdout and stderr, on any terminal and on none."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_nor_where_the_terminal_wraps_it(
     make: Make, letter: str, columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line that is too wide continues in the terminal's first column, so none is: not with wide letters either, which
-    are wide on some terminals alone."""
+    are wide only on some terminals."""
     monkeypatch.setenv("COLUMNS", columns)
     out, _, err = make(tty=True)
     out.passage([(letter * 200 + "source: b.md:1", 0), ("[" + letter * 50, 33)])

@@ -1,4 +1,4 @@
-"""What a person reads and types in a shell: a question, its answer, several of them, and what to type instead."""
+"""Reading and typing in a shell: a question, its answer, several of them, and what to type instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How chunks are found, from the command line: filters, order, vectors, where an answer comes from."""
+"""Retrieval of chunks from the command line: filters, order, vectors, where an answer comes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a source is cited to a person."""
+"""Citations of sources as a person reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words on the terminal while a command is silent: there from the first half second, and in nobody's way."""
+"""Words on the terminal while a command is silent: shown after half a second, and removed before output."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.cli.working import QUESTION, SHORT, command, environment
 
 
 class Terminal:
-    """What was written to a terminal."""
+    """A terminal that keeps what was written to it."""
 
     def __init__(self, encoding: str = "utf-8") -> None:
         self.encoding, self.text = encoding, ""

@@ -1,4 +1,4 @@
-"""What a question from a shell imports, and that modules which it does without are there for who asks for them."""
+"""Imports of a question from a shell; the modules that it does without can still be imported."""
 
 from __future__ import annotations
 

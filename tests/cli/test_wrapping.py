@@ -1,4 +1,4 @@
-"""Lines of an answer break between words, however its pieces come."""
+"""Lines of an answer break between words, in whatever pieces it arrives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the commands share: a tiny model, a small corpus, a store made of it, and kvtool run on them.
+"""Fixtures of the tests of commands: a tiny model, a small corpus, a store made of it, and kvtool run on them.
 
 Most runs are in this process (`kvtool`): a process of its own imports torch, which takes seconds (`process`).
 """
@@ -116,7 +116,7 @@ def script(run: Callable[[list[str]], int], *args: object, stdin: bytes = b"") -
 
 @contextlib.contextmanager
 def terminal(columns: int) -> Iterator[Callable[[], str]]:
-    """A terminal of so many columns as stdout; what is given says what was written to it, without colours."""
+    """Make stdout a terminal of so many columns; yield a function that returns what was written, without colours."""
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     written = bytearray()

@@ -1,4 +1,4 @@
-"""Levels 1 to 4, and the paper's: what comes back is within the error that the record states (law 7), whatever went in.
+"""Levels 1 to 4, and the paper's: any input comes back within the error that the record states (law 7).
 
 Records of the paper's scheme are read at levels 1 to 4, too: an earlier kvtool made them without a profile.
 """
@@ -108,7 +108,7 @@ def test_one_number_for_all(scheme: str, dtype: str, number: float) -> None:
         check_law(item, level, (side, side), *([of] if of else []))
         if of is None:
             assert relative(decoded(item, level)[0], side) < 0.005
-            assert len(item.payload) < 2500  # nothing is there to be told, and escapes do not tell it
+            assert len(item.payload) < 2500  # no information to encode, and escapes add none
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -184,7 +184,7 @@ def test_errors_are_those_of_rounding(groups: int) -> None:
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_several_chunks_in_one_call(scheme: str, dtype: str) -> None:
-    """As each alone, in order, with chunks of other profiles and none among them."""
+    """As each in its own call, in order, with chunks of other profiles and of none among them."""
     of = made_with(scheme)
     other = profile(groups=2 if scheme == "whole" else 1)
     sources = [of, None, of, other]
@@ -223,7 +223,7 @@ def test_several_chunks_with_what_the_profile_never_saw(groups: int) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
-    """What decoding them one by one gives, bit for bit: whether they stand alone, refine others, or have escapes."""
+    """What decoding them one by one gives, bit for bit: without a base, as refinements, or with escapes."""
     of = made_with(scheme)
     profiles = shelf(*([of] if of else []))
     kvs = [model().kv(layer, 40, dtype=DTYPES[dtype]) for layer in range(LAYERS)]
@@ -239,7 +239,7 @@ def test_all_layers_in_one_call(scheme: str, dtype: str) -> None:
 
 
 def test_a_chunk_takes_as_few_calls_as_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of machine code, without Python between layers; in numpy there is none to count."""
+    """Of machine code, without Python between layers; numpy makes no such calls."""
     items = [encoded(*model().kv(layer, 40), ["2"], profile(), layer)["2"] for layer in range(LAYERS)]
     calls: list[int] = []
     compiled = coder.kernel
@@ -330,7 +330,7 @@ def test_which_level_refines_which() -> None:
     assert bases(["1"], ("2",)) == {"1": "2"}
     assert bases(["4"], ("1", "2", "3")) == {"4": None}
     assert [CODECS[level].base_of(b"".join(encode_nested(*kv, 0, [level])[level])) for level in NESTED] == [None] * 4
-    made = Record.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left alone
+    made = Record.parse(b"".join(CODECS["cachegen-1"].encode(*kv, 0, of)))  # a profile is left unchanged
     assert (made.profile, made.base) == (NO_PROFILE, 0)
     assert CODECS["2"].encode(*kv, 0, of) == encode_nested(*kv, 0, ["2"], of)["2"]
 
@@ -521,7 +521,7 @@ def test_of_another_level_or_length() -> None:
         for shape in ((2, 29, 24), (2, 31, 24), (2, 30, 25), (3, 30, 24), *narrower):
             with pytest.raises(DamagedError):
                 decoded(dataclasses.replace(item, shape=shape), "2", *profiles)
-            with pytest.raises(DamagedError):  # not saved by a sound one in front
+            with pytest.raises(DamagedError):  # not saved by a sound one before it
                 CODECS["2"].decode([item, dataclasses.replace(item, shape=shape)], 0, shelf(*profiles))
 
 

@@ -1,6 +1,6 @@
 """Damaged and hostile records: refused, or read as tensors of the right shape; never another error, never much memory.
 
-A record's digest tells damage before the codec sees any of this; these tests are for the day when it does not.
+A record's digest reveals damage before the codec sees any of this; these tests are for the day when it does not.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def test_steps_and_side_information_beyond_all_bounds(name: str) -> None:
     assert outcome(level, [Encoded(bytes(data), sound.shape, sound.dtype)]) is None
 
 
-# ---- parsing alone -----------------------------------------------------------------------------------------------
+# ---- parsing only ------------------------------------------------------------------------------------------------
 
 
 def parsed(data: bytes) -> Record | None:
@@ -315,7 +315,7 @@ def test_any_header(
     ],
 )
 def test_fields_that_no_encoder_writes(at: int, form: str, values: tuple[float, ...]) -> None:
-    """Each by itself, in a record that is sound but for it."""
+    """One at a time, in a record that is otherwise sound."""
     for name in ("alone-1", "refined-1"):
         sound = bytes(sources()[name][1].payload)
         assert parsed(sound) is not None

@@ -1,4 +1,4 @@
-"""What was written once is read for ever: bytes of every lossy level, of a profile, and of the shipped tables.
+"""Golden bytes, which all later versions read: of every lossy level, of a profile, and of the shipped tables.
 
 The input and the profile are dyadic numbers of few bits, so products, sums and the inverse are exact on any machine, in
 whatever order they are taken. After a new format version, and only then: `python -m tests.codec.test_golden_levels`.
@@ -166,7 +166,7 @@ def test_a_profile_is_read_as_it_was() -> None:
 
 @pytest.mark.parametrize("name", [*TRANSFORMED, *(name for name in PLAIN if name.startswith("anchor"))])
 def test_records_are_written_as_they_were(name: str, back_end: None) -> None:
-    """But for the last bit of the errors that they state: float32 sums, which not every CPU takes in the same order."""
+    """But for the last bit of the errors that they state: float32 sums, which not every CPU adds in the same order."""
     profile = Profile.from_bytes(stored("profile")) if name in TRANSFORMED else handmade()
     made, old = (Record.parse(data) for data in (written(profile)[name], stored(name)))
     assert made.errors == pytest.approx(old.errors, rel=1e-6)

@@ -1,4 +1,4 @@
-"""What a level says of itself."""
+"""Levels of compression: their order, names and stated losses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtool.core.errors import UsageError
 
 
 def test_what_loses_nothing_comes_first_and_the_coarsest_last() -> None:
-    """Whoever gives up the finer levels first, or reads the finest there is, goes by this order."""
+    """Code that gives up the finer levels first, or reads the finest stored one, relies on this order."""
     assert [*LEVELS] == [*exact(), *lossy()]
     assert nested() == [*NESTED]
     assert [coarser(level) for level in NESTED] == [*NESTED[1:], None]

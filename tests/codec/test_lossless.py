@@ -138,7 +138,7 @@ def test_decoding_copies_nothing() -> None:
 
 
 def test_from_the_middle_of_a_record() -> None:
-    """A payload behind a header: a view that does not start the buffer."""
+    """A payload after a header: a view that does not start the buffer."""
     sides = torch.randn(2, 3, 4), torch.randn(2, 3, 4)
     record = bytearray(64) + bytearray(b"".join(Raw("raw").encode(*sides)))
     decoded = Raw("raw").decode_one(memoryview(record)[64:], (2, 3, 4), "float32")

@@ -91,7 +91,7 @@ def test_a_table_of_any_weights(weights: list[float], few: int) -> None:
     assert len(there) == 0 or len(there) == there[-1] - there[0] + 1
     share = given_weights / given_weights.sum()
     assert set(np.flatnonzero(share[:ESCAPE] >= 1 / 8000)) <= set(there)
-    if share[:ESCAPE].max() >= 1 / 8000:  # else there is no number at all, or that of 0 alone
+    if share[:ESCAPE].max() >= 1 / 8000:  # else there is no number at all, or only that of 0
         assert min(share[there[0]], share[there[-1]]) >= 1 / 8200
 
 

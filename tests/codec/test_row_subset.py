@@ -1,4 +1,4 @@
-"""Levels that leave rows out: the rows come back, and which they are; what cannot be is told."""
+"""Levels that leave rows out: the rows come back, with their numbers; impossible ones are refused."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def with_tail(tail: bytes, tokens: int = TOKENS) -> Encoded:
         with_tail(tail_of(ROWS, TOKENS)[:-1]),
         with_tail(tail_of(ROWS, TOKENS), TOKENS + 1),  # of a chunk of another length
         with_tail(tail_of(ROWS[:-1], TOKENS)),  # fewer rows than there are numbers of
-        with_tail(b"\xff" * 5 + struct.pack("<II4s", TOKENS, TOKENS, b"kvk\1")),  # bits behind the last token
+        with_tail(b"\xff" * 5 + struct.pack("<II4s", TOKENS, TOKENS, b"kvk\1")),  # bits after the last token
         with_tail(tail_of(ROWS, TOKENS)[:5] + struct.pack("<II4s", TOKENS, 8, b"kvk\1")),
         with_tail(struct.pack("<II4s", 2**32 - 1, 7, b"kvk\1")),
         with_tail(tail_of(ROWS, TOKENS)[:-1] + b"\2"),  # a later format

@@ -1,4 +1,4 @@
-"""Products of the decode: as torch makes them, on every instruction set, whatever goes with them."""
+"""Products of the decode: as torch makes them, on every instruction set, with every option."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def joined(records: list[Any]) -> list[bytes]:
 def test_a_record_does_not_depend_on_its_batch(
     back_end: str, groups: int, at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer by layer, some together, all together; beside longer chunks before it."""
+    """Layer by layer, some together, all together, and after a batch of longer chunks."""
     of, kvs = profile(groups=groups), some_layers(53)
     single = [encode_nested(*kv, layer, NESTED, of) for layer, kv in enumerate(kvs)]
     monkeypatch.setattr(encode, "AT_ONCE", at_once)

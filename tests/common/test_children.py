@@ -1,4 +1,4 @@
-"""A child of kvtool runs kvtool's code, and nothing that lies in the folder it was started from."""
+"""A child of kvtool runs kvtool's code, and nothing from the folder that it was started in."""
 
 from __future__ import annotations
 

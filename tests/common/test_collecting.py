@@ -1,4 +1,4 @@
-"""Garbage collection is paused, and goes on afterwards as it was."""
+"""Garbage collection is paused, and its earlier state is restored afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user is told to install goes where kvtool is."""
+"""Advice to install a package: the command installs it where kvtool is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which number format a CPU multiplies fast, told by its features and by what its libraries may use."""
+"""The number format that a CPU multiplies fast, from its features and from what its libraries may use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvtool.core.errors import UsageError
 
 @pytest.fixture(autouse=True)
 def _free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No limit of oneDNN's, whatever the tests run under."""
+    """Remove a limit of oneDNN's that the tests may run under."""
     for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
         monkeypatch.delenv(name, raising=False)
 
@@ -72,7 +72,7 @@ def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("told", ["avx2 avx521f", "avx2,fma", "avx2 AVX_512"])
 def test_what_no_cpu_has_is_refused(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Misspelt it would count as not there, and nobody would hear of it."""
+    """A misspelt name would silently count as missing."""
     monkeypatch.setenv("KVTOOL_CPU_FEATURES", told)
     with pytest.raises(UsageError) as caught:
         cpu_features()

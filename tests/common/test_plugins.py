@@ -28,7 +28,7 @@ Install = Callable[..., None]
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """`install(package, group, name, target, module=code)`: as a package manager leaves it behind."""
+    """`install(package, group, name, target, module=code)`: files as a package manager installs them."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def add(package: str, group: str, name: str, target: str, **modules: str) -> None:

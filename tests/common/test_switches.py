@@ -1,4 +1,4 @@
-"""Variables that choose how the same is computed: a value that there is not is said before anything is loaded."""
+"""Variables that choose how the same is computed: an unknown value is reported before anything is loaded."""
 
 from __future__ import annotations
 

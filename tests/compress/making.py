@@ -1,4 +1,4 @@
-"""What the tests of compression count and read by themselves, past the code that they test."""
+"""Counts and reads for the tests of compression that bypass the code that they test."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def levels_in(path: Path) -> dict[str, list[str]]:
 
 
 def rows(path: Path, level: str) -> dict[tuple[str, int], bytes]:
-    """Every record of a level as it stands in the store, envelope included."""
+    """Return every record of a level as it is stored, envelope included."""
     found = {}
     with Store.open(path) as store, store.snapshot() as snapshot:
         for key, data in snapshot.items(tables.RECORDS):
@@ -114,7 +114,7 @@ def check_sound(path: Path) -> None:
 
 
 def replace_record(path: Path, chunk: str, level: str, layer: int, change: Callable[[bytearray], None]) -> None:
-    """Put other bytes where a record stands, which no writer does."""
+    """Overwrite a stored record's bytes, which no writer does."""
     key = tables.record_key(bytes.fromhex(chunk), level, layer)
     data = bytearray(rows(path, level)[chunk, layer])
     change(data)
@@ -150,7 +150,7 @@ def drop(path: Path, level: str, *chunks: str) -> None:
 
 
 def spoil(path: Path, chunk: str, level: str, layer: int, at: int = -1) -> None:
-    """Another payload under a right digest: only the codec can tell."""
+    """Write another payload under a right digest: only the codec can detect it."""
     header, payload = decode_record(bytes.fromhex(chunk), rows(path, level)[chunk, layer])
     changed = bytearray(payload)
     changed[at] ^= 0xFF
@@ -186,7 +186,7 @@ def make_plain(tiny: Path, folder: Path, documents: int = 2, paragraphs: int = 4
 
 
 def make_fitted(plain: Path, folder: Path) -> Path:
-    """A store with a profile and with all levels beside the raw records."""
+    """Make a store with a profile and with all levels in addition to the raw records."""
     store = Path(shutil.copytree(plain, folder / "store"))
     run(store, *NESTED, fit=True)
     return store

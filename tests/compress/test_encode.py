@@ -1,4 +1,4 @@
-"""Encoding is nested, incremental and safe to interrupt; nothing exact goes before what stands for it was read back."""
+"""Encoding is nested, incremental and safe to interrupt; exact KV is deleted after its replacement was read back."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_several_levels_at_once_are_nested(fitted: Path) -> None:
 
 @pytest.mark.slow
 def test_one_after_the_other_is_as_at_once(fitted: Path) -> None:
-    """The coarser ones first; in any other order they stand alone and come back the same."""
+    """The coarser ones first; in any other order they refine no other level and come back the same."""
     expected = {level: rows(fitted, level) for level in NESTED}
     chunk = chunks_in(fitted)[0]
     whole = {level: decoded(fitted, chunk, level) for level in NESTED}
@@ -297,7 +297,7 @@ def test_nothing_exact_is_left_to_make_another_level_of(plain: Path) -> None:
 
 
 def test_chunks_without_any_record_are_told_apart_from_lossy_ones(plain: Path) -> None:
-    """What `store prune` left without KV comes back by an ingest into the same store; what is lossy alone does not."""
+    """A chunk that `store prune` left without KV comes back by an ingest into the same store; a lossy one does not."""
     bare, lossy, *_ = chunks_in(plain)
     run(plain, "2", keep_raw=False, chunks=(lossy,))
     drop(plain, "raw", bare)

@@ -1,4 +1,4 @@
-"""Gradients of cached keys and values: those of a plain call of the model, whatever else is in the pass."""
+"""Gradients of cached keys and values: those of a plain call of the model, with any other chunks in the pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def asked(decoder: Decoder, cached: int, rows: int, seed: int) -> CachedPrompt:
 
 
 def pull(logits: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """The same for a row wherever it stands."""
+    """Return the same for a row in any place."""
     return logits.cos()
 
 

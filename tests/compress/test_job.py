@@ -1,4 +1,4 @@
-"""What is compressed, with which profile, to which level, and what is reported of it."""
+"""The job of compression: its choice of chunks, profile and levels, and its report."""
 
 from __future__ import annotations
 
@@ -387,7 +387,7 @@ def test_chunks_that_there_are_not(plain: Path) -> None:
 
 
 def test_it_is_decoded_as_the_report_says(plain: Path) -> None:
-    """Bits and time are of the chunks that were asked for alone."""
+    """Bits and time are only of the chunks that were asked for."""
     one = chunks_in(plain)[0]
     report = run(plain, "lossless", chunks=(one,))
     kv = decoded(plain, one, "lossless")

@@ -1,4 +1,4 @@
-"""Documents of every format: their text, and where each part of it stands in the file."""
+"""Documents of every format: their text, and the place of each part of it in the file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_places_of_several_pages() -> None:
 def test_pages_without_text_are_told(reading: Reading) -> None:
     page = ["The mill stands by the river."]
     (document,) = reading.documents(Path("/a.pdf"), pdf([page, [], page]))
-    assert document.notes == ()  # an empty page is nothing to tell of
+    assert document.notes == ()  # an empty page needs no note
     with pytest.raises(UnreadableFile, match="scanned"):
         reading.documents(Path("/a.pdf"), scanned(3))
 
@@ -191,7 +191,7 @@ _HEAD = "Subject: Der Ofen steht\nFrom: a@example.org\n"
     [
         ("raw.eml", f"{_HEAD}\n인사말\n가마는 서쪽에 있다.\nBye\n".encode()),  # 8 bits, and no charset is named
         ("same.eml", f"{_HEAD}X-Note: a\n\n가마는 서쪽에 있다.\na\n".encode()),
-        ("short.eml", "Subject: 가마는\n\n가마는\n".encode()),  # the body stands in its headers, too
+        ("short.eml", "Subject: 가마는\n\n가마는\n".encode()),  # the headers contain the body's text, too
         ("crlf.eml", f"{_HEAD}\nfirst\n\n가마는 서쪽에 있다.\n".replace("\n", "\r\n").encode()),
         ("feeds.eml", f"{_HEAD}\nfirst\f\u2028\x85page\n가마는 서쪽에 있다.\n".encode()),
         ("box.mbox", f"From a\r\n{_HEAD}\nlone\rreturn\n가마는 서쪽에 있다.\n".encode()),
@@ -240,7 +240,7 @@ def indices(places: Places, place: str) -> list[int]:
 
 
 def test_a_name_is_found_however_its_letters_are_composed() -> None:
-    """As Macs take Korean names apart."""
+    """Macs decompose Korean names (NFD)."""
     source = "/in/" + unicodedata.normalize("NFD", "물레방아.md")
     document = DocumentEntry(source, "text", "가마", (ChunkRef(b"0" * 16, 0, 2, 2),))
     assert indices(Places(cast(Store, _Documents(document))), "물레방아.md:1") == [0]

@@ -1,4 +1,4 @@
-"""What a walk leaves out: ignore files, hidden names, lock files, secrets."""
+"""Files that a walk leaves out: by ignore files, hidden names, lock files, secrets."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_link_to_what_is_shown_is_read(shared: Path) -> None:
 
 
 def test_a_root_in_a_root_shows_what_it_has(shared: Path) -> None:
-    """Who opens a hidden folder by its name means it."""
+    """A user who names a hidden folder wants it to be read."""
     inner = shared / ".hidden"
     assert names(shared, find_files([inner], roots=[shared, inner])) == [".hidden/d.md"]
     assert ".hidden/d.md" not in names(shared, find_files([shared], roots=[shared, inner]))

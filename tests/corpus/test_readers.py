@@ -264,7 +264,7 @@ def test_a_large_file_whose_beginning_is_ascii(text: str, codec: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("ascii", ["", "x" * 200_000])
 def test_a_large_file_without_a_break(ascii: str) -> None:
-    """The sample tears a character, which tells nothing against the encoding."""
+    """The sample ends within a character, which is no evidence against the encoding."""
     text = CHINESE * 9000
     for shift in ("", "a"):
         assert read((ascii + shift + text).encode("gb2312")).text == ascii + shift + text

@@ -1,4 +1,4 @@
-"""Which files are found: names, links, loops, and what is no file."""
+"""The walk that finds files: names, links, loops, and what is no file."""
 
 from __future__ import annotations
 

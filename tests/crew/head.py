@@ -1,4 +1,4 @@
-"""A cluster of Ray's for tests, which lets in only who has its token, and what runs of whatever a test has started."""
+"""A Ray cluster for tests, which admits only clients with its token, and the running processes that a test started."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ WORKERS = ("--ray", "local", "--ray-workers", "2")
 
 
 def killing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Kill the first worker before the first result of its work is taken; lists who was killed."""
+    """Kill the first worker before the first result of its work is taken; lists the killed ones."""
     killed: list[int] = []
     plain = ActorPool.next
 

@@ -1,4 +1,4 @@
-"""Which questions are audited, and the journal of audits. (Audits of answers: tests/query/test_audit.py.)"""
+"""Choice of the audited questions, and the journal of audits. (Audits of answers: tests/query/test_audit.py.)"""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = "f" * 64
 
 
 def made(at: int = 0, **changes: object) -> Audit:
-    """An audit; only what is told differs."""
+    """Make an audit; only the given fields differ."""
     values: dict[str, object] = {
         "at": at,
         "question": "Who?",

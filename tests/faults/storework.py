@@ -1,4 +1,4 @@
-"""What child processes of the store's trouble tests run: ``python storework.py STORE WORK …``."""
+"""Work of child processes in the tests of a store's faults: ``python storework.py STORE WORK …``."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def read(store: Store, *paths: str) -> None:
 
 
 def log(store: Store, word: str, count: str) -> None:
-    """Append to a journal beside the records."""
+    """Append to a journal next to the records."""
     say("start")
     for number in range(int(count)):
         if not append_side(store, "audit/both.jsonl", {"word": word, "number": number}):

@@ -44,7 +44,7 @@ def fitted_store(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_main(args: list[str], home: str, error: str, kill_at: int) -> None:
-    """What a child runs: kvtool, killed when so many commits are done and the next one is wanted."""
+    """Run kvtool in a child, killed when so many commits are done and the next one begins."""
     os.environ.update(KVTOOL_HOME=home, HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
     import torch
 

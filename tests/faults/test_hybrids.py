@@ -1,4 +1,4 @@
-"""Models that keep states, in trouble: older stores, processes beside each other, full disks, prunes, merges, talks.
+"""Models that keep states, in trouble: older stores, concurrent processes, full disks, prunes, merges, talks.
 
 Kills are among the commands of `harness/works.py`; what is wrong under a right digest is in
 `tests/query/test_hostile_stretches.py`.
@@ -53,7 +53,7 @@ def stretches(store: Path) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store, with what it was made of beside it."""
+    """Make a folder with a store, its documents and its model."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hybrids")
     write_corpus(folder / "corpus", 4)
@@ -129,11 +129,11 @@ def test_a_compaction_drops_them_and_nothing_else(old: Path, tmp_path: Path) -> 
 
 def test_an_ingest_goes_on_from_it(old: Path) -> None:
     again = kvtool("ingest", old / "corpus", "--store", old / "store", "--model", old / "model", "--json").fine().json
-    assert again["chunks"]["computed"] == 0  # the documents stand elsewhere now, and say the same
+    assert again["chunks"]["computed"] == 0  # the documents are elsewhere now, and unchanged
     assert damages(old / "store") == []
 
 
-# ---- beside each other -------------------------------------------------------------------------------------------
+# ---- at the same time --------------------------------------------------------------------------------------------
 
 
 def start(words: list[object]) -> subprocess.Popen[str]:
@@ -262,7 +262,7 @@ def test_two_conversations_with_a_server(store: Path) -> None:
     assert damages(store) == []
 
 
-# ---- every family, through everything that keeps and sends stretches -----------------------------------------------
+# ---- every family, through everything that keeps and sends state checkpoints ---------------------------------------
 
 
 @pytest.fixture(params=FAMILIES)
@@ -308,7 +308,7 @@ def test_a_store_of_float16(family: Path) -> None:
 
 @pytest.mark.slow
 def test_another_models_stretches_are_not_this_ones(made: Path, store: Path, tmp_path: Path) -> None:
-    """Of the same shapes: their names tell of the model's weights, and a pack of another model is refused."""
+    """Of the same shapes: their names depend on the model's weights, and a pack of another model is refused."""
     other = save_tiny("qwen3.5", tmp_path / "model", seed=1)
     there = tmp_path / "there"
     kvtool("ingest", made / "corpus", "--model", other, "--store", there, *CHUNKS, "--store-dtype", "float32")

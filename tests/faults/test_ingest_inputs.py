@@ -28,7 +28,7 @@ TEXT = "The mill stands on the river."
 
 
 def alone(folder: Path, name: str) -> Path:
-    """Where one bad thing is put, with nothing good beside it."""
+    """Return the path for one bad file, in a new folder with nothing else in it."""
     folder.mkdir()
     return folder / name
 
@@ -134,7 +134,7 @@ def test_what_is_passed_over_is_no_failure(make: Any, kind: str, fresh: Any, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [empty_file, binary_file])
 def test_a_document_that_went_bad_keeps_what_it_gave(make: Any, fresh: Any, tmp_path: Path) -> None:
-    """A half-written save is no reason to forget."""
+    """A half-written save is no reason to remove the document."""
     folder = write_corpus(tmp_path / "in", documents=2)
     fresh(folder).fine()
     before = chunks_of(tmp_path / "fresh", "mill0.md")

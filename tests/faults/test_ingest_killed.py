@@ -91,7 +91,7 @@ def start(*args: object) -> subprocess.Popen[str]:
 
 @pytest.mark.slow
 def test_two_ingests_at_once(tiny: Path, tmp_path: Path) -> None:
-    """The second is told who holds the store, or waits; queries do neither."""
+    """The second reports the process that holds the store, or waits; queries do neither."""
     one, path = write_corpus(tmp_path / "one", documents=120, paragraphs=3), tmp_path / "store"
     (tmp_path / "two.txt").write_text("The last mill was built by nobody.")
     args = ("--store", path, "--model", tiny, *CHUNKS, *PREFIX)

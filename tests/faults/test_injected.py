@@ -1,4 +1,4 @@
-"""Faults, really injected, of every kind that `tests/support/faults.py` goes on with for hours; here a few of each."""
+"""Faults, really injected: a few of every kind that `tests/support/faults.py` injects for hours."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two users of one machine: what one of them keeps, the other neither reads, nor changes, nor replaces.
+"""Two users of one machine: one can neither read, change nor replace the files of the other.
 
 The tests make two users of the system and so need root; elsewhere they are skipped.
 """
@@ -37,7 +37,7 @@ NAMES = ("kvtool-test-a", "kvtool-test-b")
 
 
 class User(NamedTuple):
-    """Who is tried; `home` is its own, `common` everybody's; `python` is one that it may run."""
+    """A user of the system; `home` is its own folder, `common` is open to all; `python` is one that it may run."""
 
     name: str
     uid: int
@@ -90,7 +90,7 @@ class User(NamedTuple):
 
 
 def _pythons() -> list[str]:
-    """This Python, and the system's: one below root's home is root's alone."""
+    """Return this Python, and the system's: only root can run one below root's home."""
     return [sys.executable, f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"]
 
 
@@ -130,7 +130,7 @@ def users() -> Iterator[tuple[User, User]]:
 
 @pytest.fixture
 def kept(users: tuple[User, User]) -> Path:
-    """What the first user keeps: a store with a tier's copies, a journal, an index and caches beside."""
+    """Make the first user's files: a store with copies from a shared store, a journal, an index and caches."""
     first = users[0]
     folder = first.home / "kept"
     shutil.rmtree(folder, ignore_errors=True)
@@ -164,7 +164,7 @@ def _others(path: Path, uid: int) -> list[str]:
 
 @pytest.mark.slow
 def test_nothing_of_a_store_or_a_cache_is_open_to_others(users: tuple[User, User], kept: Path) -> None:
-    """Files are their user's alone, under a umask that would let others read them, too."""
+    """Only their user can read files, under a umask that would let others read them, too."""
     first, second = users
     assert _others(kept / "store", first.uid) == []
     assert [one for one in _others(first.home / "kvtool", first.uid) if not one.startswith("0o55 ")] == []
@@ -268,7 +268,7 @@ def test_a_settings_file_of_another_user_starts_no_program(users: tuple[User, Us
 
 
 def test_a_socket_of_another_user_is_not_asked(users: tuple[User, User]) -> None:
-    """Whoever listens at the path would be given the questions."""
+    """A process that listens at the path would receive the questions."""
     first, second = users
     path = first.common / "store.sock"
     listening = socket.socket(socket.AF_UNIX)

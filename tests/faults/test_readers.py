@@ -1,4 +1,4 @@
-"""Reader processes beside an ingest, a prune and a compact (`tests/support/readers.py` runs it for longer)."""
+"""Reader processes during an ingest, a prune and a compact (`tests/support/readers.py` runs it for longer)."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_the_reserve_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         with pytest.raises(NoSpaceError, match=r"MB free; .* reserve of"):
             add_file(pen, "f9", ["f9.0"])
         assert store.file("f9") is None
-        assert pen.remove_file("f1")  # making room works on a full disk
+        assert pen.remove_file("f1")  # freeing space works on a full disk
         assert pen.collect() == 2
         check_file(store, "f0")
 
@@ -125,7 +125,7 @@ def test_the_tail_of_a_commit_that_met_a_full_disk_counts(tmp_path: Path, monkey
     with Store.open(path) as store, store.writer() as pen:
         data, before = store.environment.generation / "data.mdb", store.stats()
         with data.open("ab") as file:
-            file.truncate(before["file_bytes"] + 2**22)  # a hole is no room
+            file.truncate(before["file_bytes"] + 2**22)  # a hole is no free space
             assert store.stats()["free_bytes"] == before["free_bytes"] == store.environment.free_bytes()
             file.truncate(before["file_bytes"])
             file.write(bytes([1]) * 2**22)

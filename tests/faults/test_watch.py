@@ -14,7 +14,7 @@ import pytest
 from kvtool.core.ingest.watcher import Watcher
 from tests.cli.working import CHUNKS, PREFIX, command, damages, environment, kvtool, listing
 
-_LONG = 120  # seconds: other tests run beside this one
+_LONG = 120  # seconds: other tests run at the same time
 
 
 class Process:

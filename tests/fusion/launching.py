@@ -1,4 +1,4 @@
-"""What stands in for the kernel that places a layer, on the pretended GPU; and records as a store gives them."""
+"""A substitute for the kernel that places a layer, on the pretended GPU; and records as a store gives them."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _follow(there: torch.Tensor, sides: Sequence[torch.Tensor], turns: Sequence[
 
 
 def _at(buffer: torch.Tensor, address: int, head: int, row: int, tokens: int) -> torch.Tensor:
-    """What stands at an address, `[kv_heads, tokens, head_dim]`."""
+    """Return the values at an address, `[kv_heads, tokens, head_dim]`."""
     _, heads, _, head_dim = buffer.shape
     extent = (heads - 1) * head + (tokens - 1) * row + head_dim
     memory = (ctypes.c_char * (extent * buffer.itemsize)).from_address(address)

@@ -1,4 +1,4 @@
-"""What tests of fusion share: prompts over the tiny models, chunk KVs kept in memory, sources that misbehave."""
+"""Helpers of the tests of fusion: prompts over the tiny models, chunk KVs kept in memory, sources that misbehave."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def decoder_of(model: Any, device: str = DEVICE) -> Decoder:
 
 @cache
 def plain_model(name: str, dtype: str, attention: str = "eager") -> Any:
-    """The same tiny model, as `transformers` runs it without kvtool; whoever asks first, in no mode of his."""
+    """Return the same tiny model as `transformers` runs it without kvtool, built outside a caller's inference mode."""
     with torch.inference_mode(False):
         model = tiny_model(name, dtype)
     if name == "llama4":  # its wrapper of images, in transformers 5.24, fails without one
@@ -118,7 +118,7 @@ def plain_text(name: str, dtype: str, ids: Ids, count: int) -> Ids:
 
 
 def plain_rows(name: str, dtype: str, ids: Ids, first: int, start: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of the rows from place `first` on by unmodified `transformers`, ids standing from `start` on.
+    """Return keys and values of rows from place `first` on by unmodified `transformers`; positions begin at `start`.
 
     A cache of latents holds these as keys, and rotary keys as values.
     """
@@ -155,7 +155,7 @@ class Case:
     kept: dict[bytes, ChunkKV] = field(default_factory=dict)
 
     def candidate(self, ids: Ids, lead_in: Ids) -> Candidate:
-        """A stored chunk: prefilled behind `lead_in` when it is first asked for."""
+        """Return a stored chunk: prefilled after `lead_in` when it is first asked for."""
         key = ids_digest(lead_in) + ids_digest(ids)
         if key not in self.kept:
             (self.kept[key],) = prefill_chunks(self.decoder, LeadIn(self.decoder, lead_in), [PrefillItem(ids)])
@@ -170,7 +170,7 @@ class Case:
         holes: Sequence[int] = (),
         prefix: Ids = PREFIX,
     ) -> Plan:
-        """The prompt of these chunks, each stored behind `lead_in` except the numbers in `holes`."""
+        """Plan the prompt of these chunks, each stored after `lead_in` except the numbers in `holes`."""
         wanted = [
             Candidate(ids, reason="not stored") if index in holes else self.candidate(ids, lead_in)
             for index, ids in enumerate(chunks)
@@ -202,7 +202,7 @@ case = cache(new_case)  # shared by tests that leave it whole
 
 @cache
 def on_cpu(name: str) -> Case:
-    """A shared case of a model that computes on the CPU, whatever device is tested."""
+    """Return a shared case of a model that computes on the CPU, even if another device is tested."""
     return Case(name, "float32", decoder_of(tiny_model(name), "cpu"))
 
 
@@ -293,7 +293,7 @@ def missing_at(layer: int, chunk: int) -> Callable[[Sequence[Segment], int], Non
 def assert_full(case: Case, ids: Sequence[int], logits: torch.Tensor) -> None:
     """`logits` are what unmodified `transformers` gives for the whole prompt.
 
-    float32: 1e-4 apart at most (measured: 1.3e-5; logits have a standard deviation of about 3).
+    float32: a difference of 1e-4 at most (measured: 1.3e-5; logits have a standard deviation of about 3).
     bfloat16: the root mean square error against the same weights computed in float32 is at most twice that of plain
     `transformers` (the larger of eager and sdpa). Measured: 0.02 to 0.1 for plain, 0.4 to 1.4 times that for kvtool; a
     mixture of experts, where a rounded router score chooses another expert, up to 2.5 times. A broken engine: 0.5 and

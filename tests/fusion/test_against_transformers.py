@@ -1,7 +1,7 @@
-"""Fused logits against unmodified `transformers`, which is told positions and a mask and knows nothing of kvtool.
+"""Fused logits against unmodified `transformers`, which gets positions and a mask and knows nothing of kvtool.
 
-Reused rows are prefilled right where they come to stand, so that nothing is moved; recomputed rows and the question
-are then computed over them, under a mask by position.
+Reused rows are prefilled at their final positions, so that nothing is moved; recomputed rows and the question are
+then computed over them, under a mask by position.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def masks_of(model: Any, rows: torch.Tensor, keys: torch.Tensor) -> Any:
 
 
 def forward(model: Any, ids: Sequence[int], positions: Sequence[int], past: DynamicCache, seen: Sequence[int]) -> Any:
-    """Compute rows at `positions` over a cache whose rows stand at `seen`, in any order."""
+    """Compute rows at `positions` over a cache whose rows have the positions `seen`, in any order."""
     rows = torch.tensor(positions)
     mask = masks_of(model, rows, torch.tensor([*seen, *positions]))
     with torch.inference_mode():
@@ -47,7 +47,7 @@ def forward(model: Any, ids: Sequence[int], positions: Sequence[int], past: Dyna
 
 
 def reused(model: Any, plan: Plan, lead_in: Ids) -> DynamicCache:
-    """All of the context, each segment prefilled behind its lead-in, whose rows are dropped."""
+    """Prefill all of the context, each segment after its lead-in, whose rows are dropped."""
     whole = DynamicCache()
     for segment in plan.segments[:-1]:
         before = lead_in if segment.start else ()

@@ -26,7 +26,7 @@ MODES = tuple(name for name in SELECTORS if name != "prefix")
 
 @dataclass
 class Beside:
-    """Answers that are written while something else is computed: a token of each whenever there is room."""
+    """Answers that are written while something else is computed: a token of each at every opportunity."""
 
     decoder: Decoder
     together: ContinuousBatch = field(default_factory=ContinuousBatch)

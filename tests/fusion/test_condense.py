@@ -1,4 +1,4 @@
-"""Chunks of which some rows are not stored: what stands closes up, keeps its positions, and sees nothing else."""
+"""Chunks of which some rows are not stored: the stored ones close up, keep their positions, and see nothing else."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Hiding(QueryRows):
 
 
 def masked(one: Case, links: int = 0, question: tuple[int, ...] = QUESTION, keep: int = 1) -> torch.Tensor:
-    """The logits of the last rows where every row has its place and what is dropped is hidden; `links`: rows of each
-    chunk, of those that stand, that are computed."""
+    """Return the logits of the last rows where every row has its place and the dropped ones are masked; `links`: the
+    number of stored rows of each chunk that are computed."""
     whole = build_plan(one.candidate(PREFIX, ()), [one.candidate(ids, BOS) for ids in CHUNKS], question)
     cache = one.fuse(whole, Reuse()).cache
     hidden = torch.zeros(whole.length, dtype=torch.bool)
@@ -124,7 +124,7 @@ def llama() -> Case:
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("family", ["llama", "smollm3", "qwen3"])
 def test_recompute_everything_is_full_prefill(family: str, name: str) -> None:
-    """Whatever was stored of a chunk: all of it is there then."""
+    """Then all of a chunk is there, even if only some rows of it were stored."""
     selector = lossless(name)
     assert selector is not None
     for lead_in in (BOS, PREFIX):
@@ -147,7 +147,7 @@ def test_recompute_nothing_is_reuse(name: str, dtype: str) -> None:
     assert other.tokens.prompt == plan_of(one).length - DROPPED == other.cache.buffers[0].length
 
 
-# ---- what stands keeps its positions, and nothing sees the rest ---------------------------------------------------
+# ---- stored rows keep their positions, and nothing sees the rest --------------------------------------------------
 
 
 @pytest.mark.parametrize("family", NAMES)

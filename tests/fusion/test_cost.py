@@ -1,4 +1,4 @@
-"""What a mode says that it costs is what the engine reads and computes."""
+"""Cost of a mode as it states it: what the engine reads and computes."""
 
 from __future__ import annotations
 

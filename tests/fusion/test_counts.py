@@ -1,4 +1,4 @@
-"""What was computed, counted where it is computed."""
+"""Counts of computed rows, taken where they are computed."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def sources(own: Case) -> dict[str, KVSource]:
 )
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3", "phi3", "llama-yarn", "gemma"])
 def test_a_real_gpu_places_in_one_launch(family: str) -> None:
-    """What is tried turns out well: otherwise torch's operations would do it, and nobody would notice."""
+    """The kernel passes its trial: otherwise torch's operations would do the work unnoticed."""
     for dtype in DTYPES:
         assert decoder_of(tiny_model(family, dtype), "cuda").rotary.by_kernel
 
@@ -77,7 +77,7 @@ def test_one_launch_a_layer_gives_what_the_cpu_gives(kernel: Kernel, family: str
 def test_records_held_are_read_from_where_they_are(
     gpu: Log, monkeypatch: pytest.MonkeyPatch, there: bool, launched: bool, limit: int
 ) -> None:
-    """Some are held, and some are read; then all are held. What is let go of at once is read all the same."""
+    """Some are held, and some are read; then all are held. A record that is released at once is read all the same."""
     if launched:
         Kernel.instead(monkeypatch)
     own = on_gpu("llama")
@@ -106,7 +106,7 @@ def test_what_is_held_on_the_device_does_not_cross_again(kernel: Kernel, monkeyp
     plan = own.plan(lead_in=BOS)
     for _ in range(2):  # the first question brings the records to where they are held
         own.fuse(plan, Reuse(), hot)
-    assert crossed == [64 * len(plan.cached)] * LAYERS  # the table alone; the second question needs no thread
+    assert crossed == [64 * len(plan.cached)] * LAYERS  # only the table; the second question needs no thread
 
 
 @pytest.mark.slow

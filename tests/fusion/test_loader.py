@@ -257,7 +257,7 @@ def test_holes_are_computed_in_place(name: str, dtype: str) -> None:
 
 
 def test_an_exact_chunk_behind_a_hole(llama: Case) -> None:
-    """The prefix is a hole; the chunk behind it is still what full prefill gives."""
+    """The prefix is a hole; the chunk after it is still what full prefill gives."""
     plan = llama.plan([CHUNKS[1]], lead_in=PREFIX)
     plan = plan.without(plan.segments[0], "not stored")
     assert [segment.status for segment in plan.segments] == ["miss", "exact", "fresh"]

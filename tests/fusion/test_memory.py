@@ -1,4 +1,4 @@
-"""What a pass takes beside the prompt's cache grows with its rows, not with rows × prompt."""
+"""The memory of a pass, without the prompt's cache: it grows with its rows, not with rows × prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNKS = 3
 SHORT, LONG = 100, 600  # tokens of a chunk
 MORE = CHUNKS * (LONG - SHORT)
 HEADS, GROUP = 4, 2
-# Of every prompt token: whether it is cached, wanted, a hole; its id. Beside them the question's pass has float32 sums.
+# Of every prompt token: whether it is cached, wanted, a hole; its id. The question's pass also has float32 sums.
 TOKEN_BYTES = 16
 SUMS = 5
 

@@ -22,7 +22,7 @@ from tests.fusion.making import BOS, Case, decoder_of, distance, on_cpu
 from tests.pretended import pretended
 from tests.pretended.streams import Log
 
-# Times that the CPU waits for the device in one pass of 4 layers, beside that for its end: all else is queued ahead.
+# Times that the CPU waits for the device in one pass of 4 layers, besides that for its end: all else is queued ahead.
 WAITS = {"infoflow": 1, "union": 1, "blend": 3}
 
 

@@ -1,4 +1,4 @@
-"""Where segments stand, and which are exact."""
+"""Plans of prompts: positions of segments, and which are exact."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_prefix_of_another_length_makes_nothing_exact() -> None:
 
 
 def test_a_hole_does_not_change_what_an_exact_chunk_is() -> None:
-    """Its rows are full prefill's whether what stands before it was read or is computed in place."""
+    """Its rows are full prefill's whether the segments before it were read or are computed in place."""
     plan = build_plan(Candidate(PREFIX, reason="not stored"), [stored(A, PREFIX), stored(B, PREFIX)], QUESTION)
     assert statuses(plan) == ["miss", "exact", "hit", "fresh"]
     assert plan.segments[0].reason == "not stored"

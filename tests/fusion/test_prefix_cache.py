@@ -53,7 +53,7 @@ def plan_of(chunks: Sequence[Ids] = CHUNKS, question: Ids = QUESTION, prefix: Id
 
 @dataclass
 class Shelf:
-    """Stretches in memory, as bytes."""
+    """State checkpoints in memory, as bytes."""
 
     infos: dict[bytes, StretchInfo] = field(default_factory=dict)
     parts: dict[tuple[bytes, Place], bytes] = field(default_factory=dict)
@@ -145,7 +145,7 @@ def test_what_was_answered_stays_reusable() -> None:
     shelf = Shelf()
     shelf.answer("lfm2", plan_of())  # keeps states at its ends 0, 2, 3 and 4
     shorter = shelf.answer("lfm2", plan_of(CHUNKS[:1]))
-    assert [one.number for one in shorter.new] == [1]  # now with the state behind it
+    assert [one.number for one in shorter.new] == [1]  # now with the state after it
     del shelf.infos[shelf.found(plan_of()).ids[2]]  # dropped for others
     longer = shelf.answer("lfm2", plan_of((*CHUNKS, *CHUNKS, OTHER)))
     assert [one.number for one in longer.new] == [2, 5, 6, 7, 8, 9]  # 3 and 4 are there, with more than is new of them
@@ -190,7 +190,7 @@ def test_a_damaged_part_is_computed_again(side: str) -> None:
 
 
 def test_a_state_that_is_no_number_is_computed_again() -> None:
-    """However it came about: behind it nothing would be one, and the answer an error."""
+    """Whatever the cause: nothing after it would be a number, and the answer an error."""
     shelf, name = Shelf(), "qwen3.5"
     shelf.answer(name, plan_of())
     last = shelf.found(plan_of()).ids[-1]
@@ -253,7 +253,7 @@ def test_a_state_cannot_go_back() -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_in_bfloat16_it_is_as_far_off_as_transformers(name: str) -> None:
-    """Of full prefill; and after a stored beginning, where the model goes on from one."""
+    """Of full prefill; and after a stored beginning, where the model can continue from one."""
     with torch.inference_mode(False):
         rounded = Case(name, "bfloat16", decoder_of(tiny_model(name, "bfloat16")))
     shelf, plan = Shelf(), plan_of()

@@ -1,4 +1,4 @@
-"""What the question looks at, against eager attention by unmodified `transformers`; and the rows chosen by it."""
+"""Attention of the question, against eager attention by unmodified `transformers`; and the rows chosen by it."""
 
 from __future__ import annotations
 

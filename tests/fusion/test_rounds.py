@@ -1,4 +1,4 @@
-"""Prompts fused in rounds: what stands is not read or computed again, and the whole is what one pass would give."""
+"""Prompts fused in rounds: earlier rows are not read or computed again, and the whole is what one pass would give."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_recompute_nothing_in_rounds_is_one_round(name: str, family: str) -> Non
 
 
 def test_link_tokens_in_rounds_are_those_of_one_round(llama: Case) -> None:
-    """A row sees only what stands before it: what is chosen chunk by chunk is the same either way."""
+    """A row sees only the rows before it: what is chosen chunk by chunk is the same either way."""
     whole, fused = llama.fuse(llama.plan(lead_in=BOS), Epic()), in_rounds(llama, Epic())
     assert torch.equal(fused.recomputed, whole.recomputed)
     assert distance(fused.logits, whole.logits) <= 1e-4

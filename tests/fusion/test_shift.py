@@ -1,4 +1,4 @@
-"""Shifted reuse against a reference of its own, and what it must leave alone."""
+"""Shifted reuse against a reference of its own, and what it must leave unchanged."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_chunk_whose_sensitivity_was_not_kept_is_left_alone() -> None:
 
 
 def test_where_no_row_takes_anything_nothing_is_shifted() -> None:
-    """And that can be told: there is no mean over no rows."""
+    """And the report says so: a mean over no rows does not exist."""
     own = case("llama")
     plan = own.plan(lead_in=BOS)
     fourth = plan.chunks[3]

@@ -1,7 +1,7 @@
 """Coverage-guided fuzzing: ``python -m tests.fuzzing TARGET|all --seconds N --corpus FOLDER``, or ``list``.
 
 Each target runs in a process of its own, under libFuzzer (atheris), with two seconds and 3 GB for each input. What it
-has learned stays in the corpus folder, and the next run goes on from there. Exit 1: something was found.
+has learned stays in the corpus folder, and the next run continues from there. Exit 1: something was found.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COVERED = re.compile(r"#\d+\s+\w+\s+cov: (\d+) ft: \d+ corp: (\d+)")
 
 @dataclass
 class Row:
-    """What came of a target."""
+    """The outcome of a target."""
 
     target: str
     seconds: float = 0.0
@@ -84,7 +84,7 @@ def _patience() -> int:
 
 
 def _kept(target: str, module: str, folder: Path) -> list[Path]:
-    """What ended a process, but for a slow input that is quick when it runs alone: the machine was busy."""
+    """Return what ended a process, without slow inputs that are quick when run again: the machine was busy."""
     kept = []
     for path in (folder / "findings").iterdir():
         kind = path.name.partition("-")[0]

@@ -1,4 +1,4 @@
-"""What has to hold of a store and of its answers, whatever was done to it."""
+"""Checks of what has to hold of a store and of its answers after any changes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Checks:
 
     Attributes
     ----------
-    lead_ins : token ids of all that chunks of this life were ever prefilled behind, by digest.
+    lead_ins : token ids of all lead-ins that chunks of this life were ever prefilled after, by digest.
     done : how many checks there were, by name.
     """
 
@@ -67,7 +67,7 @@ class Checks:
         Parameters
         ----------
         committed : the text of each document by its source: all there has to be.
-        current : all of it was ingested behind the lead-in that the store has now.
+        current : all of it was ingested after the lead-in that the store has now.
         """
         with Store.open(path) as store:
             identity = store_identity(store)
@@ -148,7 +148,7 @@ class Checks:
 
         Parameters
         ----------
-        count : tokens that were asked for. `alone`: no turns stand before it.
+        count : tokens that were asked for. `alone`: no turns come before it.
         """
         plan = reply.fused.plan
         for chunk, segment in zip(reply.chunks, plan.chunks, strict=True):
@@ -197,7 +197,7 @@ class Checks:
         require(float(best[0] - best[1]) < _TIE, f"greedy text {said} is not {wanted}")
 
     def _over_stored(self, reply: Reply, count: int) -> None:
-        """Exact levels alone: the lossy ones are held against the error that they state (`records`)."""
+        """Check exact levels only: the lossy ones are held against the error that they state (`records`)."""
         plan, selector = reply.fused.plan, reply.selector
         if not all(level_of(one.source.level or "raw").lossless for one in plan.cached):
             return

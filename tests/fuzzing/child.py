@@ -1,7 +1,7 @@
-"""One target in a process of its own: ``python -m tests.fuzzing.child TARGET MODULE FOLDER [options of libFuzzer]``.
+"""A target in a process of its own: ``python -m tests.fuzzing.child TARGET MODULE FOLDER [options of libFuzzer]``.
 
-What Python raises is noted once for each place, and the run goes on; a signal, two seconds without an end, or too much
-memory ends the process, and libFuzzer leaves the bytes in ``findings``.
+What Python raises is noted once for each place, and the run continues; a signal, two seconds without an end, or too
+much memory ends the process, and libFuzzer leaves the bytes in ``findings``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.fuzzing import registry
 
 
 class Noting:
-    """A target that goes on where Python raises; the bytes and the trace of each new place are kept in a folder."""
+    """A target that continues where Python raises; the bytes and the trace of each new place are kept in a folder."""
 
     def __init__(self, target: registry.Target, folder: Path) -> None:
         self._target, self._folder = target, folder

@@ -132,7 +132,7 @@ class Corpus:
         return f"copy {name} to {new}"
 
     def repeat(self, dice: random.Random) -> str:
-        """A paragraph stands in another place, too: of its own document or of another one."""
+        """Repeat a paragraph in another place, of its own document or of another one."""
         paragraph = dice.choice(self.documents[dice.choice(sorted(self.documents))])
         name = dice.choice(sorted(self.documents))
         self.documents[name].insert(dice.randint(0, len(self.documents[name])), paragraph)

@@ -90,7 +90,7 @@ def _read_here(name: str) -> Target:
 
 
 def _read_apart(name: str, pack: Callable[[bytes], bytes] = bytes) -> Target:
-    """A reader that runs in a process of its own: what that answers is sound, whatever its library does."""
+    """Read in a process of its own: the answer is sound, whatever the reader's library does."""
 
     def run(data: bytes) -> None:
         answer = json.loads(json.dumps(_answer(Path("/in") / name, pack(data), MOST_TEXT)))
@@ -174,8 +174,8 @@ def _questions(data: bytes) -> None:
 
 
 def _grown(data: bytes) -> None:
-    """A short piece, many times: what takes more than linear time shows at a length that a fuzzer does not reach. The
-    first byte chooses the reader; NUL parts what stands before the piece and behind it."""
+    """Read a short piece, many times: more than linear time shows at a length that a fuzzer does not reach. The first
+    byte chooses the reader; NUL separates the piece from the text before and after it."""
     name = [*_HERE.values(), _APART["html"]][data[0] % 8] if data else "a.txt"
     before, piece, behind, *_ = [*data[1:].split(b"\0"), b"", b"", b""]
     begin = b"WEBVTT\n\n00:00.000 --> 00:01.000\n" if name == "a.vtt" else b""

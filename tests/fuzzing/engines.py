@@ -1,4 +1,4 @@
-"""A long-lived session and a long-lived engine of `serve`, held against fresh ones after whatever others do to a store.
+"""A long-lived session and engine of `serve`, compared with fresh ones after each change that others make to a store.
 
     python -m tests.fuzzing.engines --seconds 3600 --seed 1 [--family NAME] [--steps 25-60]
 
@@ -48,8 +48,8 @@ STEPS = (
 )
 _CHUNK, _COUNT = 48, 6  # tokens of a chunk, and of an answer
 _LEAD_INS = ("prefix", "bos", "none", "neighbour", "sink:3", "sink:7")
-_SAME = 1e-4  # of logits that deviate by 3: what stood and what is gone through anew was computed in other batches
-_TALKS = 2  # conversations that go on beside each other
+_SAME = 1e-4  # of logits that deviate by 3: held and recomputed turns were computed in other batches
+_TALKS = 2  # conversations at the same time
 _TURNS = 5  # of a conversation; then another begins
 _SECONDS = 120.0
 
@@ -88,7 +88,7 @@ def _obey(pipe: Connection) -> None:
 
 @dataclass(frozen=True)
 class Said:
-    """What came of a question; `error`: instead of an answer."""
+    """The outcome of a question; `error`: instead of an answer."""
 
     error: str = ""
     answer: str = ""
@@ -200,8 +200,8 @@ class EngineLife:
         self.checks["engine"] += 1
 
     def _talked(self, number: int, dice: random.Random) -> None:
-        """The next question of a conversation that the engine may hold, and of one that is gone through anew. It goes
-        on from its last turn: what is held of it is held behind that one."""
+        """Ask the next question of a conversation that the engine may hold, and of one that is computed anew. It
+        continues from its last turn: the held state is the one after that turn."""
         turns, options = self.talks[number]
         question = self.corpus.question(dice)
         what = f"turn {len(turns) + 1} of a conversation, fusion {options.fusion}, max_loss {options.max_loss}"
@@ -323,7 +323,7 @@ class EngineLife:
         self._command("store", "rm", self.corpus.any_path(dice), fine=False)
 
     def _holes(self, dice: random.Random) -> None:
-        """All records of a document's chunks go, and are made again behind whatever lead-in there is."""
+        """Remove all records of a document's chunks, and make them again after the store's present lead-in."""
         self._command("store", "rm", self.corpus.any_path(dice), fine=False)
         self._ingest()
 
@@ -334,14 +334,14 @@ class EngineLife:
         self._ingest()
 
     def _pack(self, dice: random.Random) -> None:
-        """What is forgotten comes back from a pack."""
+        """Restore removed documents from a pack."""
         pack = self.folder / "store.kvpack"
         self._command("store", "export", pack, "--force")
         self._command("store", "rm", self.corpus.any_path(dice), fine=False)
         self._command("store", "import", pack)
 
     def _anew(self, dice: random.Random) -> None:
-        """Another store stands in its place. A session says so, and is opened again."""
+        """Put another store in its place. A session reports it, and is opened again."""
         aside = self.folder / "aside"
         shutil.rmtree(aside, ignore_errors=True)
         self.store.rename(aside)

@@ -1,4 +1,4 @@
-"""What targets share: a folder of a process's own, and what counts as a polite refusal."""
+"""Helpers of targets: a folder of a process's own, and the errors that count as a refusal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvtool.core.errors import KvtoolError
 
 
 def scratch(name: str) -> Path:
-    """A new folder that goes with the process."""
+    """Make a folder that is removed when the process ends."""
     folder = Path(tempfile.mkdtemp(prefix=f"kvtool-fuzz-{name}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -21,6 +21,6 @@ def scratch(name: str) -> Path:
 
 @contextlib.contextmanager
 def refused(*also: type[Exception]) -> Iterator[None]:
-    """Take an error that tells a user what is wrong, or one of `also`, for what it is: no finding."""
+    """Ignore an error that says what is wrong, or one of `also`: neither is a finding."""
     with contextlib.suppress(KvtoolError, *also):
         yield

@@ -2,9 +2,9 @@
 
     python -m tests.fuzzing.lives --seconds 3600 --seed 1 [--family NAME] [--steps 25-60]
 
-A life is a tiny model of one family and some documents: they are edited, swapped, forgotten and ingested behind other
+A life is a tiny model of one family and some documents: they are edited, swapped, removed and ingested after other
 lead-ins, compressed, pruned, packed, pushed and pulled; a byte is flipped, a command killed, another session left
-behind. After each step the store, and some answers, are held against what they have to be (`checks.py`).
+open. After each step the store, and some answers, are held against what they have to be (`checks.py`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StoreLife:
     Attributes
     ----------
     committed : text by source: what the store has to hold.
-    current : whether all of it was ingested behind the lead-in that the store has now.
+    current : whether all of it was ingested after the lead-in that the store has now.
     """
 
     def __init__(self, family: str, seed: int, model: Path, folder: Path) -> None:
@@ -267,7 +267,7 @@ class StoreLife:
         self._ingest(dice, system=self.system)
 
     def _forget(self, dice: random.Random) -> None:
-        """A document is forgotten, and comes back with the next ingest, or is asked for in vain."""
+        """Remove a document: it comes back with the next ingest, or a query for it fails."""
         source = dice.choice(sorted(self.committed))
         if len(self.committed) > 2 and not self._refused(lambda: dice.choice((self.near, self.far)).rm(source)):
             self.committed = {name: text for name, text in self.committed.items() if name != source}
@@ -325,7 +325,7 @@ class StoreLife:
     # ---- damage and kills ----
 
     def _command(self, *words: object) -> Done:
-        """Another process does it; whatever is open here is closed meanwhile."""
+        """Run a command in another process; all that is open here is closed meanwhile."""
         self.close()
         try:
             return children.command(*words, "--store", self.store)
@@ -350,7 +350,7 @@ class StoreLife:
         return ["store", "compact"]
 
     def _flip(self, dice: random.Random) -> None:
-        """One bit of a value: it is a miss that is told, repair takes it away, and an ingest makes it whole."""
+        """Flip one bit of a value: it is a reported miss, repair removes it, and an ingest makes it whole."""
         self.close()
         data = next(self.store.glob("data/gen-*/data.mdb"))
         regions = [one for one in live_regions(data) if one.kind not in _REGIONS]
@@ -366,7 +366,7 @@ class StoreLife:
         asked = ["query", self.corpus.question(dice), "--fusion", "prefix" if self.states else dice.choice(MODES[:5])]
         done = children.command(*asked, "--max-tokens", 2, "--dtype", "float32", "--json", "--store", self.store)
         require(done.code in (0, *_REFUSALS, *_REPORTED), f"{kind} flipped, query: {done.code}: {done.err[-300:]}")
-        if kind == "meta":  # what the store was made with is lost, and may be no more than told
+        if kind == "meta":  # the settings of the store are lost, and may only be reported
             self.near, self.far = self._anew()
             return
         done = children.command("store", "verify", "--repair", "--json", "--store", self.store)
@@ -461,7 +461,7 @@ class StoreLife:
             self._asked(cache, dice)
 
     def _pull(self, dice: random.Random) -> None:
-        """A tier of an earlier day: documents are those of now or of then."""
+        """Pull an older state of a shared store: documents are those of now or of then."""
         pushed: dict[str, str] | None = getattr(self, "pushed", None)
         if pushed is None or self._refused(lambda: self.near.pull(self.tier)):
             return
@@ -470,7 +470,7 @@ class StoreLife:
         self._ingest(dice)
 
     def _front(self, dice: random.Random) -> None:
-        """A tier is asked by its URL: what is read of it stays in a local store in front."""
+        """Ask a shared store by its URL: what is read from it stays in a local cache."""
         pushed: dict[str, str] | None = getattr(self, "pushed", None)
         if pushed is None:
             return self._tier(dice)

@@ -1,4 +1,4 @@
-"""What somebody else's model is made of: GGUF files, safetensors, and the JSON files of a model folder."""
+"""Files of foreign models: GGUF, safetensors, and the JSON files of a model folder."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def gguf_header(data: bytes) -> None:
 
 
 def gguf_model(data: bytes) -> None:
-    """A GGUF file from its first use to a loaded model."""
+    """Open a GGUF file, from its first use to a loaded model."""
     path = _place() / "model.gguf"
     path.write_bytes(data + _gguf()[1])
-    cache = _place() / "cache"  # what lies in the run's own is other tests'
+    cache = _place() / "cache"  # the run's own cache holds files of other tests
     try:
         with patch.dict(os.environ, KVTOOL_CACHE=str(cache)), _refused_as_a_model():
             load_model(resolve(str(path)), device="cpu", packed=True)
@@ -146,7 +146,7 @@ def _tokenizer_of(name: str) -> Callable[[bytes], None]:
 
 
 def generation_config(data: bytes) -> None:
-    """generation_config.json, beside weights that are loaded in both ways."""
+    """Read generation_config.json, next to weights that are loaded in both ways."""
     folder = _with("generation_config.json", data, _sound())
     for packed in (False, True):
         with _refused_as_a_model():

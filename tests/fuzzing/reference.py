@@ -1,4 +1,4 @@
-"""What an answer's logits have to be: by plain `transformers`, and by the same mode over KV that is computed anew."""
+"""Reference logits of an answer: by plain `transformers`, and by the same mode over KV that is computed anew."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def loaded(folder: Path, store_dtype: str) -> Decoder:
 
 @dataclass
 class Reference:
-    """A family's model beside kvtool: unmodified, and with KV that no store has seen.
+    """A family's model as a reference for kvtool: unmodified, and with KV that no store has seen.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ class Reference:
     # ---- plain transformers ----
 
     def full(self, plan: Plan) -> torch.Tensor:
-        """Logits behind all tokens of the prompt that have a row, each at its position."""
+        """Return the logits after all tokens of the prompt that have a row, each at its position."""
         if not plan.dropped:
             return plain_logits(self.family, "float32", tuple(plan.ids), self._attention)
         model = plain_model(self.family, "float32")
@@ -71,12 +71,12 @@ class Reference:
         return plain_text(self.family, "float32", tuple(ids), count)
 
     def next_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """Logits behind these tokens."""
+        """Return the logits after these tokens."""
         return plain_logits(self.family, "float32", tuple(ids), self._attention)
 
     def jumps(self, ids: Sequence[int]) -> bool:
-        """Whether a rounding of its input alone gives transformers other logits: a router's choice between two experts
-        is a tie."""
+        """Return True if rounding the input is enough to change the logits of transformers: a router's choice between
+        two experts is a tie."""
         model, wanted = plain_model(self.family, "float32", self._attention), self.next_logits(ids)
 
         def rounded(module: object, given: object, out: torch.Tensor) -> torch.Tensor:
@@ -96,8 +96,8 @@ class Reference:
         return "sdpa" if self.family in HYBRIDS else "eager"
 
     def over_reused(self, plan: Plan, lead_ins: LeadIns, computed: torch.Tensor) -> torch.Tensor:
-        """Logits where the rows that `computed` (bool `[length]`) has, and the question's, are computed over the rest.
-        Each row of the rest was prefilled behind its chunk's lead-in, right where it stands.
+        """Return logits where the rows that `computed` (bool `[length]`) has, and the question's, are computed over the
+        rest. Each row of the rest was prefilled after its chunk's lead-in, at its final position.
 
         Nothing is moved here, and no code of kvtool runs.
         """
@@ -123,7 +123,7 @@ class Reference:
     def _rows(
         self, model: object, segment: Segment, lead_in: Ids, wanted: Sequence[int]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values of some rows of a segment, prefilled alone behind its lead-in."""
+        """Return keys and values of some rows of a segment, prefilled without other chunks after its lead-in."""
         ids, first = segment.source.ids, segment.position
         alone = DynamicCache()
         forward(model, [*lead_in, *ids], range(first - len(lead_in), first + len(ids)), alone, [])
@@ -134,7 +134,7 @@ class Reference:
     # ---- kvtool's own modes over fresh KV ----
 
     def kv(self, ids: Ids, lead_in: Ids) -> ChunkKV:
-        """A chunk's KV behind a lead-in, computed now."""
+        """Return a chunk's KV after a lead-in, computed now."""
         if (ids, lead_in) not in self._fresh:
             decoder = self.decoder
             (self._fresh[ids, lead_in],) = prefill_chunks(decoder, LeadIn(decoder, lead_in), [PrefillItem(ids)])

@@ -1,4 +1,4 @@
-"""What both fuzzers have around their lives: a command line, one line a life, a shrink, a table by family."""
+"""Runs of both fuzzers' lives: a command line, one line a life, a shrink, a table by family."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ FAMILIES = (*KINDS, *(name for name in HYBRIDS if name != "jamba"))  # whose for
 
 
 class WrongError(AssertionError):
-    """What came out is not what has to."""
+    """An error for a result that is not the right one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a life. Its own dice are of its number, so that it does the same where others are left out."""
+    """A step of a life. Its random numbers depend on its number, so it does the same if others are left out."""
 
     number: int
     name: str
@@ -56,7 +56,7 @@ Names = Sequence[tuple[str, int]]  # steps, and how often each of them comes
 
 @dataclass(slots=True)
 class Lived:
-    """What came of a life.
+    """The outcome of a life.
 
     Attributes
     ----------
@@ -135,7 +135,7 @@ def model_of(family: str) -> Path:
 
 
 def _scratch() -> Path:
-    """A folder in memory where there is one, for all of this process."""
+    """Return a folder for all of this process, in memory if possible."""
     if not _folders:
         memory = Path("/dev/shm")
         _folders.append(Path(tempfile.mkdtemp(prefix="kvtool-lives-", dir=memory if memory.is_dir() else None)))
@@ -154,7 +154,7 @@ def clean() -> None:
 
 @dataclass
 class Tally:
-    """What came of all lives of a family."""
+    """The outcomes of all lives of a family."""
 
     lives: int = 0
     steps: int = 0

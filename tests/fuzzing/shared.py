@@ -1,4 +1,4 @@
-"""What a tier, a pack or another store hands over: head, catalogue, shards, values, members of an archive, leases."""
+"""Data of a shared store, a pack or another store: head, catalogue, shards, values, members of an archive, leases."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def pack_tensors(data: bytes) -> None:
 
 
 def leases(data: bytes) -> None:
-    """The object in which leases stand."""
+    """Parse the object that holds leases."""
     object_store._leases(data, 1.0)
 
 

@@ -1,6 +1,6 @@
-"""What a store's folder holds: LMDB's pages, records of every level, entries, profiles, and the files beside them.
+"""A store's folder: LMDB's pages, records of every level, entries, profiles, and the files next to them.
 
-A digest that an attacker can compute is made right here, so that what stands behind it is reached.
+A digest that an attacker can compute is made right here, so that the code after its check is reached.
 """
 
 from __future__ import annotations
@@ -216,12 +216,12 @@ def profile(data: bytes) -> None:
 
 
 def stretch_part(data: bytes) -> None:
-    """Tensors of a stretch."""
+    """Decode tensors of a state checkpoint."""
     with refused():
         decode_part(memoryview(bytearray(data)))
 
 
-# ---- entries and the files beside --------------------------------------------------------------------------------
+# ---- entries and the other files ---------------------------------------------------------------------------------
 
 
 def entries(data: bytes) -> None:
@@ -249,7 +249,7 @@ def _entry_seeds() -> list[bytes]:
 
 
 def side_files(data: bytes) -> None:
-    """JSON and journals beside the records, with and without a digest that is right."""
+    """Read JSON and journals next to the records, with and without a digest that is right."""
     with Store.open(_store()) as store:
         for name in ("gate/x.json", "audit/x.jsonl"):
             path = store.side_file(name)

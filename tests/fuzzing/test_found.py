@@ -1,4 +1,4 @@
-"""What the fuzzer and its like have found, each by itself."""
+"""Findings of the fuzzer and its like, one test for each."""
 
 from __future__ import annotations
 

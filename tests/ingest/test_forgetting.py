@@ -1,4 +1,4 @@
-"""`ingest --sync`: what is gone is forgotten, wherever it was; nothing else is."""
+"""`ingest --sync`: documents whose files are gone are removed from the store, in any folder; no others are."""
 
 from __future__ import annotations
 

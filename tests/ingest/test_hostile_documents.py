@@ -1,4 +1,4 @@
-"""Documents that are broken, locked, or made to hurt: each is refused by name, alone, in bounded time and memory."""
+"""Documents that are broken, locked, or made to hurt: only these are refused, by name, in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def replaced(data: bytes, name: str, content: str) -> bytes:
 
 
 def claiming(data: bytes, size: int) -> bytes:
-    """A ZIP file whose directory says that its first member unpacks to so much."""
+    """Make a ZIP file whose directory says that its first member unpacks to so many bytes."""
     at = data.index(b"PK\1\2") + 24
     return data[:at] + struct.pack("<I", size) + data[at + 4 :]
 

@@ -1,4 +1,4 @@
-"""Whatever one file does, it fails alone, by name, and the others are ingested."""
+"""Hostile files: each one fails by name, and the others are ingested."""
 
 from __future__ import annotations
 

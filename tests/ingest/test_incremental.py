@@ -194,7 +194,7 @@ def test_include_and_exclude(fresh: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_runs_or_one_in_any_order(fresh: Any, tmp_path: Path) -> None:
-    """Law 10: the same bytes, whatever stood beside a chunk when it was computed."""
+    """Law 10: the same bytes, whatever else was in a chunk's batch when it was computed."""
     folder = write_corpus(tmp_path / "in", documents=8, paragraphs=4)
     files = sorted(folder.iterdir())
     for number, file in enumerate(files):  # lengths of many kinds, so that batches differ

@@ -1,4 +1,4 @@
-"""What chunks are prefilled behind: every kind ingests and answers, and a change is said."""
+"""Lead-ins, which chunks are prefilled after: every kind ingests and answers, and a change is reported."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_lead_in(mode: str, tiny: Path, tmp_path: Path) -> None:
 
 
 def test_modes_that_fuse_nothing_agree(tiny: Path, tmp_path: Path) -> None:
-    """One chunk behind its own lead-in is what full prefill gives (law 3, at the command)."""
+    """One chunk after its own lead-in is what full prefill gives (law 3, at the command)."""
     folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
     args = ("--store", path, "--model", tiny, "--json")
     kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "prefix", "--store-dtype", "float32").fine()
@@ -151,7 +151,7 @@ def test_a_lead_in_longer_than_the_context(tiny: Path, corpus: Path, tmp_path: P
 
 @pytest.mark.slow
 def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
-    """`--system`: a new prefix; the old one's record goes, and a query that asks for it computes it fresh."""
+    """`--system`: a new prefix; the old one's record is removed, and a query that asks for it computes it fresh."""
     folder, path = write_corpus(tmp_path / "in", 2), tmp_path / "s"
     args = ("--store", path, "--model", tiny, "--json")
     kvtool("ingest", folder, *args, *CHUNKS, "--lead-in", "bos").fine()
@@ -165,7 +165,7 @@ def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
     assert prefix_chunk(path) == old
     before = payloads(path)
     report = kvtool("ingest", folder, *args, "--system", "Answer in one word.").fine().json
-    assert report["chunks"]["computed"] == 0  # behind a BOS the instruction does not matter
+    assert report["chunks"]["computed"] == 0  # after a BOS the instruction does not matter
     assert prefix_chunk(path) != old
     kept = {key: value for key, value in payloads(path).items() if key in before}
     assert kept == {key: value for key, value in before.items() if key[0] != old}
@@ -174,7 +174,7 @@ def test_another_instruction(tiny: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_model_may_move(tiny: Path, tmp_path: Path) -> None:
-    """A model is known by what it holds, not by where it lies."""
+    """A model is known by its contents, not by its path."""
     folder, path = write_corpus(tmp_path / "in", 1), tmp_path / "s"
     first = Path(shutil.copytree(tiny, tmp_path / "first"))
     kvtool("ingest", folder, "--store", path, "--model", first, *CHUNKS, "--lead-in", "bos").fine()

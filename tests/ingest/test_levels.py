@@ -44,7 +44,7 @@ def test_without_a_profile(level: str, at: tuple[Any, ...], tmp_path: Path) -> N
 
 @pytest.mark.slow
 def test_what_is_lost_is_told(at: tuple[Any, ...], tmp_path: Path) -> None:
-    """Nobody keeps exact records that it could be measured on later."""
+    """No exact records are kept on which it could be measured later."""
     corpus = write_corpus(tmp_path / "in", 2, 3)
     last = "level 3, no exact records; loss {}"
     path = tmp_path / "store"

@@ -96,8 +96,8 @@ def test_workers_of_a_running_cluster(alone: tuple[object, ...], head: Head, tmp
 def test_ctrl_c_of_a_terminal_and_the_end_of_a_job(
     number: signal.Signals, word: str, tiny: Path, tmp_path: Path
 ) -> None:
-    """The one reaches all processes of the run at once, the other the first alone: none is left, what was committed
-    stays, the next run goes on."""
+    """The one reaches all processes of the run at once, the other only the first: none is left, what was committed
+    stays, the next run continues."""
     corpus, store, mark = write_corpus(tmp_path / "corpus", documents=200), tmp_path / "store", str(tmp_path)
     args = ("ingest", corpus, "--store", store, "--model", tiny, *CHUNKS, *PREFIX, "--json")
     far, own = command(*args, *WORKERS), environment(RUN_OF_A_TEST=mark)

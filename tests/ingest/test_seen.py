@@ -146,7 +146,7 @@ def test_a_file_that_has_grown_since_it_was_found_is_kept_as_it_was_read(
 
 
 class TestFailures:
-    """A file that could not be read is told once, and not read again."""
+    """Files that could not be read: each is reported once, and not read again."""
 
     @pytest.fixture
     def parsed(self, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -310,7 +310,7 @@ def test_what_was_whole_is_not_looked_at_until_something_of_a_chunk_is_dropped(
     assert computed()[1] == 3
     assert computed() == (1, 0)  # the prompt's own beginning is looked for
     (folder / "one.txt").write_text("Another mill stands on the ridge.")
-    assert computed()[1] == 1  # what the file had goes, and nobody refers to it
+    assert computed()[1] == 1  # the file's old chunks are removed: nobody refers to them
     assert computed() == (1, 0)
     with Store.open(tmp_path / "fresh") as store, store.writer() as writer:
         document = store.document(str(folder / "two.txt"))

@@ -60,7 +60,7 @@ def test_a_batch_spans_files(folder: Path, fresh: Any, steps: list[str]) -> None
 
 @pytest.mark.slow
 def test_what_needs_no_model_waits_for_none(folder: Path, fresh: Any, steps: list[str], tmp_path: Path) -> None:
-    """A file whose chunks are all stored is committed before the next is read, whoever waits for a batch."""
+    """A file whose chunks are all stored is committed before the next is read, even if others wait for a batch."""
     fresh(folder / "0.txt", folder / "2.txt").fine()
     steps.clear()
     for number in (0, 2):

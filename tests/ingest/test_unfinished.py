@@ -1,4 +1,4 @@
-"""Chunks of a file whose ingest was interrupted stay until the file is done, changed or forgotten."""
+"""Chunks of a file whose ingest was interrupted stay until the file is done, changed or removed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Interrupted = Callable[..., None]
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """A file of a few dozen chunks, with a small one beside it."""
+    """Make a file of a few dozen chunks, with a small one next to it."""
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "small.md").write_text("A small mill.")

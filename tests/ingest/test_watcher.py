@@ -20,7 +20,7 @@ from tests.cli.working import kvtool
 
 
 class Told:
-    """What a watcher told."""
+    """The reports of a watcher."""
 
     def __init__(self) -> None:
         self.took: list[tuple[str, str]] = []

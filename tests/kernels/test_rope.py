@@ -59,7 +59,7 @@ def test_the_bits_are_those_of_torch(isa: str, dtype: torch.dtype, dims: tuple[i
 
 @pytest.mark.parametrize("isa", [name for name in runnable() if name != "scalar"])
 def test_from_a_record_into_a_buffer_with_room(isa: str) -> None:
-    """Strides as they are; nothing beside the place is touched."""
+    """Strides as they are; nothing outside the place is touched."""
     keys = random(20, 3, 32, dtype=torch.bfloat16).transpose(0, 1)
     buffer = torch.full((3, 50, 32), 9.0, dtype=torch.bfloat16)
     cos, sin = table_of(40, 32)
@@ -142,7 +142,7 @@ def test_moves_that_machine_code_does_not_know_move_nothing() -> None:
         CopyWithRope(out[..., :12], numbers[..., :12]),
         CopyWithRope(out.bfloat16(), numbers),
         CopyWithRope(out.transpose(1, 2), numbers.transpose(1, 2)),
-        CopyWithRope(out, numbers.bfloat16()),  # fits, but beside another format it does not
+        CopyWithRope(out, numbers.bfloat16()),  # fits, but not together with another format
     ):
         assert not copy_with_rope([good, wrong], isa)
     assert not out.any()

@@ -105,7 +105,7 @@ def check(sides: list[torch.Tensor], runs: ShiftSpans, isa: str, rotated: bool) 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(16, 16), (64, 64), (64, 32), (80, 80), (128, 128), (256, 64)])
 def test_it_is_what_torch_gives(isa: str, dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
-    """In buffers with room behind; nothing but the rows that take an offset is touched."""
+    """In buffers with spare rows at the end; nothing but the rows that take an offset is touched."""
     sides = [random(3, COUNT + 6, head_dim, seed=side).to(dtype) for side in range(2)]
     sides[0][0, 3, 2] = torch.nan
     check(sides, runs_of(rotary_dim), isa, rotated=True)

@@ -94,7 +94,7 @@ def chunks_see_their_own_future(patch: pytest.MonkeyPatch) -> None:
 
 
 def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    """Layers run before their records stand in the buffers."""
+    """Run layers before their records are in the buffers."""
     patch.setattr(loader.Loader, "wait", lambda self, layer: None)
 
 
@@ -140,7 +140,7 @@ def wrong_rope_of_a_kind(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_window_is_read_too_short(patch: pytest.MonkeyPatch) -> None:
-    """Records that only the first rows of a window lie in are taken for out of sight."""
+    """Take records that only the first rows of a window overlap for out of sight."""
     through = loader._Seen.through
 
     def short(window: int, *more: Any) -> Any:

@@ -35,7 +35,7 @@ def alone(case: Case, lead_in: LeadIn, ids: Ids) -> ChunkKV:
 
 
 def holds(case: Case, batch: Sequence[Ids]) -> None:
-    """Chunks come out of a batch as they come out alone.
+    """Check that chunks prefilled in a batch are as chunks prefilled one by one.
 
     Bit for bit, but for a mixture of experts: which rows meet in an expert's product depends on the batch. Measured
     there, relative: 1e-6 in float32; in bfloat16 0.02, and 0.2 where rounding chooses another expert.
@@ -68,7 +68,7 @@ def test_a_neighbour_before_it_is_not_part_of_a_chunk() -> None:
 
 
 def test_a_batch_that_leaks_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys with a trace of what else stands in the packed row."""
+    """Keys with a trace of the other chunks in the packed row."""
     attend = PackedChunks.attend
 
     def leaking(

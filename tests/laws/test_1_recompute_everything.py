@@ -28,7 +28,7 @@ TOKENS, MORE = 12, 32  # of the answer; more of it in the default mode
 
 
 def length(name: str) -> int:
-    """How many tokens of an answer behind a mode are held against those of `transformers`."""
+    """Return the number of tokens of an answer after a mode that are held against those of `transformers`."""
     return MORE if name == "union" else TOKENS
 
 
@@ -46,7 +46,7 @@ def holds(case: Case, selector: Selector, lead_in: Ids = BOS, tokens: int = TOKE
 @pytest.mark.every_family
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_recompute_everything_is_full_prefill(case: Case, name: str) -> None:
-    """Of chunks that are all stored otherwise than they are: behind the prompt's own beginning the first is right."""
+    """Stored KV is wrong for this prompt in every chunk; after the prompt's own beginning the first would be right."""
     selector = lossless(name)
     assert selector is not None
     holds(case, selector, tokens=length(name))
@@ -83,6 +83,6 @@ def test_broken_engine_is_caught(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reuse_is_not_full_prefill(dtype: str) -> None:
-    """The tiny models tell fused and full prompts apart, so the law above says something."""
+    """The tiny models distinguish fused and full prompts, so the law above says something."""
     with pytest.raises(AssertionError):
         holds(new_case("llama", dtype), SELECTORS["reuse"]())

@@ -44,7 +44,7 @@ def test_one_recomputed_row_is_caught(dtype: str) -> None:
 
 
 def test_a_reused_question_is_caught() -> None:
-    """The question's rows are computed behind these chunks, not taken from where they were computed before."""
+    """The question's rows are computed after these chunks, not taken from where they were computed before."""
     case = new_case("llama")
     plan = case.plan(lead_in=BOS)
     fused = case.fuse(plan, SELECTORS["reuse"]())

@@ -1,4 +1,4 @@
-"""Law 3: one chunk behind its own lead-in, the prompt's beginning: every mode = full prefill."""
+"""Law 3: one chunk after its own lead-in, the prompt's beginning: every mode = full prefill."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ CHUNK = CHUNKS[1]
 
 # Root mean square difference over the root mean square of what plain `transformers` gives. Measured, worst layer:
 # float32 1e-6 at position 137 and 2e-5 at 1900 (the angle itself is rounded); bfloat16 0.011 to 0.021, as far as plain
-# eager and plain sdpa are apart (0.010 to 0.020); 0.046 for both in MoE, where rounding changes a token's experts.
+# eager and plain sdpa differ (0.010 to 0.020); 0.046 for both in MoE, where rounding changes a token's experts.
 # Keys one position off: 0.28 to 0.37, and 0.093 where linear scaling makes a position four times smaller.
 ALLOWED = {"float32": 1e-4, "bfloat16": 0.03, "bfloat16 moe": 0.08}
 

@@ -85,7 +85,7 @@ BEGINNING = (PREFIX, *CHUNKS[:2])
 
 
 class Shelf:
-    """Stretches as a machine stores them, rows in bfloat16."""
+    """State checkpoints as a machine stores them, rows in bfloat16."""
 
     def __init__(self, stretches: Sequence[NewCheckpoint]) -> None:
         kept = ((one.id, *part) for one in stretches for part in encoded(one.parts, torch.bfloat16))

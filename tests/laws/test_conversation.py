@@ -1,8 +1,8 @@
-"""A conversation's next turn from the cache that stands is what starting over with the same tokens gives.
+"""A conversation's next turn from the cache of the last one is what starting over with the same tokens gives.
 
 - Where a mode recomputes everything: full prefill of all tokens, by plain `transformers`.
 - Where rows are chosen chunk by chunk (nothing, link tokens): one pass over the same plan in one go, in which the
-  earlier questions and answers stand between the chunks and are computed in place.
+earlier questions and answers are between the chunks and are computed in place.
 - In every mode: the same turns fused anew, with the answers given instead of generated.
 """
 
@@ -77,7 +77,7 @@ def talked(one: Case, selector: Selector, answers: list[Ids] | None = None) -> t
     ("family", "dtype"), [*((name, "float32") for name in NAMES), ("llama", "bfloat16"), ("gemma3", "bfloat16")]
 )
 def test_recompute_everything_is_full_prefill_of_all_turns(family: str, dtype: str) -> None:
-    """And the answer goes on token by token as plain `transformers` would."""
+    """And the answer continues token by token as plain `transformers` would."""
     one = case(family, dtype)
     for name in LOSSLESS if family == "llama" else ("full", "union"):
         selector = lossless(name)
@@ -96,7 +96,7 @@ def goes_on(decoder: Decoder, fused: Fused) -> Ids:
 
 @pytest.mark.parametrize("family", GOES_ON)
 def test_a_model_that_keeps_states_goes_on_exactly(family: str) -> None:
-    """Also where a question was begun behind the states, and given up."""
+    """Also where a question was begun after the states, and given up."""
     one = decoder(family)
     fused = fuse_prefix(one, plan_of(), Full(), StoredPrefix((), ()), Shelf().read, reserve=20).fused
     said, cache = generate(one, fused.cache, first_token(fused.logits, Sampling(SAID)), Sampling(SAID)).ids, fused.cache

@@ -1,4 +1,4 @@
-"""What a kind of layer does otherwise is caught by a law when it is done wrongly."""
+"""Peculiarities of kinds of layers: a law catches each one when it is computed wrongly."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def test_a_row_sees_the_keys_up_to_its_position(
 
 
 def take(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever suits this machine."""
+    """Use this kernel even if another one suits this machine better."""
     monkeypatch.setenv(ATTENTION, kernel)
 
 
@@ -141,7 +141,7 @@ def test_windows_caps_and_sinks(
 
 
 def test_a_row_does_not_depend_on_the_rows_behind_it() -> None:
-    """Other rows in its block, or none; a row alone takes a kernel of its own."""
+    """Other rows in its block, or none; a single row takes a kernel of its own."""
     positions = [3, 7, 50, 120, 121, 199]
     query = random(1, HEADS, len(positions), DIM)
     whole, _ = rows_attention(MODULE, query, KEY, VALUE, None, scaling=0.3, rows=rows(*positions))

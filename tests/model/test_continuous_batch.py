@@ -1,4 +1,4 @@
-"""Answers written side by side say what each says alone, whoever comes and goes beside it."""
+"""Answers written in one batch: each is as if written without the others, whichever of them join or leave."""
 
 from __future__ import annotations
 

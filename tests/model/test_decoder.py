@@ -30,7 +30,7 @@ def test_the_lm_head_gets_rows_with_strides_of_their_own() -> None:
 
 
 def test_rows_are_written_to_a_prompt_cache_with_their_positions() -> None:
-    """A plain call of the model over it would attend as a prefill does, whatever stands in the cache."""
+    """A plain call of the model over it would attend as a prefill does, whatever the cache holds."""
     model = tiny_model("llama")
     decoder = Decoder(SimpleNamespace(model=model, device="cpu", tokenizer=None))  # type: ignore[arg-type]
     _, cache = decoder.prefill([1, 2, 3])

@@ -71,7 +71,7 @@ def test_a_checkpoints_habits_do_not_change_the_answer() -> None:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Generation that says the given ids, whatever the model thinks."""
+    """Let generation return the given ids, whatever the model computes."""
 
     def say(ids: list[int], **options: Any) -> tuple[Generated, list[str]]:
         shared = case("llama")
@@ -118,7 +118,7 @@ def test_a_character_that_is_never_finished_is_left_out(scripted: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_long_answers_text_is_that_of_all_its_tokens(seed: int) -> None:
-    """Random tokens: half characters and bytes of none stand anywhere."""
+    """Random tokens: parts of characters and invalid bytes occur anywhere."""
     chance = random.Random(seed)
     ids = [chance.randrange(5, 512) for _ in range(300)] + encode(tokenizer(), "강가의 첫 방앗간은 river ") * 8
     pieces: list[str] = []

@@ -1,4 +1,4 @@
-"""Rows computed the quick way are the model's own, and whatever it does not know the model computes itself."""
+"""Rows of the fused layers are the model's own, and an unknown layer runs the model's own forward."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ UNFUSED = {
     **{"cohere2": "norms in other places", "glm": "not rotated in halves", "stablelm": "has dropout"},
 }
 # Root mean square difference by that of the numbers. In bfloat16 most are the same bits; a norm's sum in another order
-# moves a last place, and the layers behind it are no further apart than by that.
+# moves a last place, and the layers after it differ by no more than that.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
@@ -134,7 +134,7 @@ def test_a_layer_that_computes_something_else_stays(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_is_stored_is_the_models_own_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lead-in stands before every chunk of a store: with other numbers a store would be continued by another one."""
+    """Every chunk of a store follows a lead-in: with other bits, later chunks would not match earlier ones."""
     decoder = new_case("llama", "bfloat16").decoder
     decoder.unfused = "as if it had been tried"
     expected = LeadIn(decoder, IDS).layers
@@ -200,7 +200,7 @@ def crews(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_few_rows_have_a_crew_where_all_their_products_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside torch's threads, which wait spinning, it would only be in the way."""
+    """In addition to torch's threads, which wait spinning, a pool would only slow them down."""
     decoder = new_case("qwen2", "bfloat16").decoder
     prefilled(decoder)
     asked = crews(monkeypatch)

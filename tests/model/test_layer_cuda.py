@@ -109,7 +109,7 @@ def test_a_model_that_computes_something_else_has_none() -> None:
         decoder = decoder_of(tiny_model("llama"), "cuda")
         assert decoder.fused_forward is not None
         handle = decoder.layers[0].register_forward_hook(lambda *ignored: None)
-        assert decoder.fused_forward is None  # only the model's own forward would tell whoever listens
+        assert decoder.fused_forward is None  # only the model's own forward calls the hook
         handle.remove()
         model = tiny_model("llama")
         model.model.layers[1].mlp.act_fn = _Broken()

@@ -1,4 +1,4 @@
-"""Chunks prefilled behind a lead-in, against plain `transformers`."""
+"""Chunks prefilled after a lead-in, against plain `transformers`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_the_lead_in_is_left_as_it_is(llama: Case) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 50])
 def test_extending_a_full_cache(room: int) -> None:
-    """More rows behind a prefill, with room reserved or not: what one prefill of all gives."""
+    """More rows after a prefill, with space reserved or not: what one prefill of all gives."""
     decoder = new_case("qwen3").decoder
     ids = (*PREFIX, *CHUNKS[1])
     _, cache = decoder.prefill(ids, reserve=room)

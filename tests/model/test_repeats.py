@@ -42,7 +42,7 @@ def streamed(text: str, stops: Sequence[str] = (), stop_repeats: bool = True) ->
     ],
 )
 def test_a_loop_ends_before_it_repeats(begin: str, said_again: str) -> None:
-    """Greedy decoding goes on with what it has just said until `--max-tokens`."""
+    """Greedy decoding would repeat its last words until `--max-tokens`."""
     stream, pieces = streamed(begin + said_again * 20)
     assert stream.repeated
     assert stream.text.strip() == begin

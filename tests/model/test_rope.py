@@ -65,7 +65,7 @@ def test_scores_depend_on_the_distance_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_rounded_once(name: str) -> None:
-    """In bfloat16 a key goes through float32 and is rounded at the end."""
+    """In bfloat16 a key is rotated in float32 and rounded at the end."""
     rotary, keys = case(name, "bfloat16").decoder.rotary, keys_of(name, "bfloat16")
     table = rotary.table(POSITIONS)
     moved = rotary.rotate(keys, table, 0)

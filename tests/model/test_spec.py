@@ -1,4 +1,4 @@
-"""What is read of a model's layers, and what no fast path is told it can compute."""
+"""Specification of a model's layers as read, and layers that no fast path may compute."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def test_a_layer_holds_what_it_keeps(name: str) -> None:
             assert layer.keys.shape[2] == 13
             assert layer.get_seq_length() == 9
     assert "keeps states" in decode_backend(decoder, cache).why
-    decoder.extend(tokens(30, 2), cache)  # more than there is room for
+    decoder.extend(tokens(30, 2), cache)  # more than fits
     assert cache.length == 39
 
 
@@ -87,7 +87,7 @@ def test_a_state_is_taken_as_a_copy() -> None:
     assert isinstance(other, StateCache)
     for there, layer in zip(other.state_layers, cache.state_layers, strict=True):
         there.take(layer.states())
-        there.take(layer.states())  # in place of what it holds, not behind it
+        there.take(layer.states())  # in place of what it holds, not appended
     before = [tensor.clone() for layer in other.state_layers for tensor in layer.states().values()]
     decoder.extend([7, 8], cache)
     after = [tensor for layer in other.state_layers for tensor in layer.states().values()]

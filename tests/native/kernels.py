@@ -169,7 +169,7 @@ class _Instruction:
 
     @property
     def is_pure(self) -> bool:
-        """Whether it may stand anywhere in its block, and go where nothing uses its value."""
+        """Return True if it may be anywhere in its block, and be removed if nothing uses its value."""
         text = self.text
         if text.startswith("call"):
             return "@llvm." in text and not re.search(r"@llvm\.(memcpy|prefetch)", text)

@@ -1,4 +1,4 @@
-"""A pool does each share of a job once, with as many threads as were asked for, and alone where nobody helps."""
+"""A pool does each share of a job once, with as many threads as were asked for, or in the caller's thread only."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def helping(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def soon(holds: Callable[[], bool]) -> bool:
-    """Whether it comes to be: nobody waits for helpers."""
+    """Return True if a condition holds within 20 s: a pool does not wait for its helpers."""
     until = time.monotonic() + 20
     while not holds() and time.monotonic() < until:
         time.sleep(0.001)
@@ -238,7 +238,7 @@ def test_nobody_waits_for_helpers_that_the_system_does_not_let_run(monkeypatch: 
 
 
 def test_no_thread_to_be_had_is_no_error(helping: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user may have so many only: those that were started before end, and the caller works alone."""
+    """A user's number of threads is limited: those that were started before end, and only the caller works."""
     start, started = _thread.start_new_thread, []
 
     def one(function: Callable[[], object], given: tuple[()]) -> None:

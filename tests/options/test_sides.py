@@ -1,4 +1,4 @@
-"""A wrong value is the same error, whoever gives it: a flag, a variable, a file or Python."""
+"""A wrong value is the same error from every source: a flag, a variable, a file or Python."""
 
 from __future__ import annotations
 

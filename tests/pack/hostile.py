@@ -1,4 +1,4 @@
-"""A pack, a store and a shared store of somebody else, who would like to answer from another person's documents."""
+"""A pack, a store and a shared store of an attacker who wants to change the answers from a user's documents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Scene:
 
 
 def make_scene(folder: Path, tiny: Path) -> Scene:
-    """Both have the same true document, computed by themselves."""
+    """Make two stores, `mine` and `theirs`, that have the same true document."""
     own, mine = folder / "docs" / "clock.md", folder / "mine"
     own.parent.mkdir()
     own.write_text(TRUE + "\n")

@@ -1,4 +1,4 @@
-"""Parts that are ingested apart and merged are the store that one run makes."""
+"""Parts that are ingested separately and merged are the store that one run makes."""
 
 from __future__ import annotations
 

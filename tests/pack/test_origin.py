@@ -1,4 +1,4 @@
-"""Nothing that somebody else hands over changes what a user's own documents answer: packs, stores, shared stores."""
+"""Packs, stores and shared stores of others: none of them changes an answer from a user's own documents."""
 
 from __future__ import annotations
 
@@ -305,7 +305,7 @@ def test_a_session_lets_go_of_foreign_records_that_it_holds(scene: Scene, tmp_pa
 
 
 def test_a_conversation_takes_no_false_text_for_an_own_chunk(scene: Scene, tmp_path: Path) -> None:
-    """A foreign document whose text stands over the id of an own chunk: what stands then is not that chunk."""
+    """A foreign document with another text under the id of an own chunk: that text in the prompt is not that chunk."""
     path, text = str(tmp_path / "foreign.md"), FALSE + " "
     with Store.open(scene.theirs) as store, store.writer() as writer:
         entry, document = of_file(store, scene.own)
@@ -331,10 +331,10 @@ def test_a_conversation_reads_an_own_chunk_in_place_of_a_foreign_one(scene: Scen
         session = Session(store, warn=lambda text, hint: said.append(text))
         talk = Conversation.over(session, QueryOptions(max_tokens=2, force=True))
         talk.ask(question)
-        assert talk.ask(question).chunks == []  # it stands
+        assert talk.ask(question).chunks == []  # it is in the prompt
         scene.ingest(store=new)
         assert not talk.finds_the_same(session)
-        assert talk.ask(question).chunks == []  # it stands again, by the own records
+        assert talk.ask(question).chunks == []  # it is in the prompt again, by the own records
         assert [text for text in said if "computed again" in text]
         assert talk.finds_the_same(session)
 
@@ -458,7 +458,7 @@ def test_chunks_that_overlap_are_refused(scene: Scene, tmp_path: Path) -> None:
 
 
 def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene) -> None:
-    """Equal chunks come once: one that is equal by its id alone is another passage."""
+    """Equal chunks come once: one that is equal only by its id is another passage."""
 
     def claim(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
         (ref,) = document.chunks
@@ -475,7 +475,7 @@ def test_a_foreign_text_does_not_hide_the_own_passage_of_its_chunk(scene: Scene)
 
 
 def test_a_passage_that_no_model_can_hold_is_left_out(scene: Scene) -> None:
-    """It stands in the same chunk as an own document's, and says what the question asks for a thousand times."""
+    """It has the chunk id of an own document's, and says what the question asks for a thousand times."""
 
     def swell(entry: FileEntry, document: DocumentEntry) -> tuple[FileEntry, DocumentEntry]:
         text = "Who built the harbour clock? " * 5000

@@ -1,4 +1,4 @@
-"""Packs: what goes in comes out, bit for bit; what is damaged or hostile does not."""
+"""Packs: an import gives what was exported, bit for bit; nothing damaged or hostile is imported."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_raw_kv_is_read_with_safetensors_alone(fitted: Path, pack: Path) -> None
 
 
 def test_the_page_tells_how(pack: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its example runs as it stands there."""
+    """Its example runs as it is written there."""
     page = files("kvtool").joinpath("docs/packs.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     pack.rename(pack.with_name("corpus.kvpack"))
@@ -217,7 +217,7 @@ def test_a_pack_that_is_cut_off(cut: float, pack: Path, tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_is_found(packed: Path, tmp_path: Path) -> None:
-    """In the file as it lies there: whatever is taken in is sound, and what is not is named."""
+    """Of the file's bytes: all that is imported is sound, and the rest is named."""
     data, pack, whole = packed.read_bytes(), tmp_path / "x.kvpack", contents_of(packed, tmp_path / "whole")
     for number in range(12):
         at = (len(data) - 1) * number // 11
@@ -288,7 +288,7 @@ def test_what_stands_before_a_member_is_part_of_it(pack: Path) -> None:
 
 
 def test_a_bomb_is_not_unpacked(pack: Path, tmp_path: Path) -> None:
-    """Members stand as they are: one that is packed is none."""
+    """Members of a pack are not compressed: a compressed one is refused."""
     change(pack, "kv/", lambda data: bytes(2**26), compress_type=zipfile.ZIP_DEFLATED)
     report = take(tmp_path / "new", pack)
     assert len(report.damaged) == 1

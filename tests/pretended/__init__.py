@@ -1,6 +1,6 @@
 """A GPU that is not there: tensors that say they are on CUDA, computed on the CPU, late.
 
-What is on "the device" and what is not is kept apart as a GPU does: an operation over both is an error, also for an
+Tensors on "the device" and on the CPU are separate, as with a GPU: an operation over both is an error, also for an
 index, and what must wait for the device (a number read from it, a copy back) is noted with the line that asked. So a
 pass over it shows every tensor made on the wrong side, every wait and every missing event, with the right numbers.
 Integers are computed at once as well, since shapes hang on them: a race shows in the numbers that are not.
@@ -80,7 +80,7 @@ class OnDevice(torch.Tensor):
 
 def _dispatch(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if operation is torch.ops.prim.device.default:
-        return torch.device("meta" if isinstance(args[0], OnDevice) else "cpu")  # what torch's own C++ is told
+        return torch.device("meta" if isinstance(args[0], OnDevice) else "cpu")  # the answer to torch's own C++
     if operation.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         with _Made():  # it is made of others
             return operation.decompose(*args, **kwargs)
@@ -194,7 +194,7 @@ def _poison(tensor: torch.Tensor) -> None:
 
 
 def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> torch.Tensor:
-    """`target.copy_(source)`: what comes back to the CPU is waited for, unless it goes to pinned memory."""
+    """Do `target.copy_(source)`: wait for a copy back to the CPU, unless it is to pinned memory."""
     to, at = isinstance(target, OnDevice), isinstance(source, OnDevice)
     into, of = _inner(target), _inner(source)
     if not to and not at:

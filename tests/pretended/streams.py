@@ -46,7 +46,7 @@ class Stream:
             while self.done < upto:
                 work, self.queue[self.done] = self.queue[self.done], _nothing
                 self.done += 1
-                with torch.inference_mode():  # as whoever asked for it
+                with torch.inference_mode():  # as for the caller that queued it
                     work()
 
     def wait_stream(self, other: Stream) -> None:
@@ -128,7 +128,7 @@ def _nothing() -> None:
 
 @dataclass
 class Log:
-    """What a GPU would have waited for, each with the line of kvtool that asked."""
+    """A log of the waits of a GPU, each with the line of kvtool that asked."""
 
     waits: list[tuple[str, str]] = field(default_factory=list)
     recorded: list[Any] = field(default_factory=list)
@@ -157,7 +157,7 @@ _streams: list[Stream] = [_default]
 
 
 def new(*ignored: Any, **named: Any) -> Stream:
-    """A stream beside the others."""
+    """Make another stream."""
     _streams.append(Stream())
     return _streams[-1]
 

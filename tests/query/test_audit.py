@@ -115,7 +115,7 @@ def test_rounds_and_holes(store: Path) -> None:
     at = ("query", *AT, "--store", store, *ALL, "--documents", "mill1.md", "mill3.md")
     kvtool(*at, "--defer", "--defer-threshold", "9").fine()
     drop_records(store, *chunks_of(store, "mill3.md")[:1])
-    for _ in range(2):  # the hole is stored behind the first answer
+    for _ in range(2):  # the missing chunk is stored after the first answer
         kvtool(*at).fine()
     rounds, holed, filled = audits_of(store)
     assert rounds.tokens["prompt"] == holed.tokens["prompt"] == filled.tokens["prompt"]

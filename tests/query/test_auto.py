@@ -250,7 +250,7 @@ def test_records_that_cannot_be_read_are_holes(path: Path, watch: Stopwatch, mon
     assert ask(path).json["controller"]["fusion"] in ("full", "prefix")
 
 
-# ---- beside others -----------------------------------------------------------------------------------------------
+# ---- in comparisons and batches, and from Python -----------------------------------------------------------------
 
 
 @pytest.mark.slow
@@ -265,7 +265,7 @@ def test_compare(path: Path, watch: Stopwatch) -> None:
 
 @pytest.mark.slow
 def test_batch(path: Path, watch: Stopwatch, tmp_path: Path) -> None:
-    """One summary, whatever was chosen for each; measured once for all."""
+    """One summary for all choices; measured once for all questions."""
     (tmp_path / "b.jsonl").write_text('{"question": "mill", "answers": ["x"]}\n{"question": "baker"}\n')
     at = ("query", "--batch", tmp_path / "b.jsonl", "--store", path, *SHORT)
     *rows, summary = kvtool(*at, "--fusion", "auto").fine().lines

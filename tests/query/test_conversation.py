@@ -1,4 +1,4 @@
-"""Conversations over a store: what stands is neither repeated nor computed again, and what fails leaves it standing."""
+"""Conversations over a store: earlier turns are neither repeated nor computed again, and outlive a failed question."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
     assert first.tokens["standing"] == 0
     before = talk.tokens
     assert before > first.tokens["prompt"]
-    again = talk.ask(Request(FIRST, search=FIRST))  # finds what stands
+    again = talk.ask(Request(FIRST, search=FIRST))  # finds what the prompt has
     assert not again.chunks
     assert {chunk.id for chunk in again.again} == {chunk.id for chunk in first.chunks}
     assert {chunk.status for chunk in again.again} == {"standing"}
@@ -56,7 +56,7 @@ def test_a_follow_up_computes_itself_alone(cache: package.Cache) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "union"])
 def test_its_prompt_is_all_turns_as_the_template_has_them(mode: str, corpus: Path, tiny: Path, tmp_path: Path) -> None:
-    """In `full`, and in `union` at ratio 1, the next token is that of plain `transformers` behind the same text."""
+    """In `full`, and in `union` at ratio 1, the next token is that of plain `transformers` after the same text."""
     model = AutoModelForCausalLM.from_pretrained(tiny)
     with package.open(tmp_path / "exact", model=str(tiny)) as cache:  # whose beginning of a prompt is not rounded
         cache.ingest(corpus, chunk_tokens=64, store_dtype="float32")
@@ -170,7 +170,7 @@ def test_it_starts_over_with_a_word_where_the_store_was_opened_anew(store: Path)
 
 @pytest.mark.slow
 def test_a_model_that_keeps_states(tmp_path: Path) -> None:
-    """All new text is computed behind the states that stand, exactly."""
+    """All new text is computed after the states of the last turn, exactly."""
     folder = save_tiny("qwen3-next", tmp_path / "model")
     write_corpus(tmp_path / "corpus", 2)
     kvtool("ingest", tmp_path / "corpus", "--model", folder, "--store", tmp_path / "store", *CHUNKS).fine()

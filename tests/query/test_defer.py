@@ -211,7 +211,7 @@ def test_verdicts(sure: float, text: str, enough: bool, why: str) -> None:
     assert why in reason
 
 
-# ---- what is planned, and what is warm ----
+# ---- what is planned, and what is in memory ----
 
 
 def test_a_plan_shows_what_would_be_loaded_when(store: Path) -> None:
@@ -235,6 +235,6 @@ def test_of_equal_scores_the_warm_one_comes_first(session: Session) -> None:
     session.cache_chunks(10**9)
     answer(session, Request("mill", chunks=(worse.hex(),)), QueryOptions(max_tokens=1))
     found = hits(tied)
-    assert found[-1].passage.chunk_id == worse  # it stands where the other did, beyond which none was wanted
+    assert found[-1].passage.chunk_id == worse  # it takes the last wanted rank from the other
     assert [hit.score for hit in found] == scores[:tied]
     assert better != worse

@@ -1,4 +1,4 @@
-"""How answers end: by the model, at their longest, where they repeat themselves, where a base model asks itself."""
+"""Ends of answers: by the model, at their longest, where they repeat themselves, where a base model asks itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_answer_says_how_it_ended(store: Path, says: Callable[[str], None]) -
 
 
 def test_a_loop_ends_where_it_begins(store: Path, says: Callable[[str], None]) -> None:
-    """It went on until `--max-tokens`."""
+    """Without this, the answer would repeat itself until `--max-tokens`."""
     says(LOOP)
     done = kvtool("query", QUESTION, "--store", store, *LONG).fine()
     assert done.out.strip() == ONCE
@@ -59,7 +59,7 @@ def test_modes_that_are_compared_say_all(store: Path, tmp_path: Path, says: Call
 
 
 def test_an_audit_takes_a_loop_for_the_answer_that_it_is(store: Path, says: Callable[[str], None]) -> None:
-    """Full prefill's own answer goes on behind where the other was ended."""
+    """Full prefill's own answer continues after the point where the other was ended."""
     says(LOOP)
     done = kvtool("query", QUESTION, "--store", store, "--fusion", "reuse", "--audit", "1", *LONG).fine()
     assert "same answer in full prefill" in done.err
@@ -82,7 +82,7 @@ def test_a_turn_that_looped_stands_without_the_loop(store: Path, says: Callable[
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", ["\n\nQuestion: Who else?\nAnswer: Nobody.", "\nQuestion:"])
 def test_a_base_model_does_not_ask_itself(behind: str, tmp_path: Path, says: Callable[[str], None]) -> None:
-    """Without a chat template nothing ends its turn: it went on with a question of its own."""
+    """Without a chat template nothing ends its turn: it would continue with a question of its own."""
     model = save_tiny("llama", tmp_path / "model")
     for file in (model / "tokenizer_config.json", model / "chat_template.jinja"):
         if file.suffix == ".jinja":

@@ -125,7 +125,7 @@ def test_levels_stay_where_nothing_exact_does(store: Path) -> None:
 
 
 def test_records_of_another_shape_are_made_anew(store: Path) -> None:
-    """Their digests are right, so that only the model tells: what does not fit it is no record of the chunk."""
+    """Their digests are right, so only the model shows it: a record that does not fit it is none of the chunk."""
     before, chunk = payloads(store), bytes.fromhex(chunks_of(store, "mill2.md")[2])
     misshape(store, chunk)
     assert "does not fit" in ask(store, "--fusion", "reuse").json["chunks"][2]["reason"]
@@ -167,7 +167,7 @@ def test_the_beginning_of_the_prompt(store: Path) -> None:
     done = ask(store, "--fusion", "reuse")
     assert f"chunk {prefix[:12]} was computed in place" in done.err
     assert done.json["tokens"]["fresh"] > whole["tokens"]["fresh"]
-    assert done.json["answer"] == whole["answer"]  # nothing stands before it: it is what it was
+    assert done.json["answer"] == whole["answer"]  # nothing is before it, so its rows are the same
     assert payloads(store) == before
     assert ask(store, "--fusion", "reuse").json["tokens"] == whole["tokens"]
 

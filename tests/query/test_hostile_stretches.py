@@ -1,4 +1,4 @@
-"""What a store says of a model's states under a right digest, and is wrong: found out, and computed again."""
+"""Wrong data about a model's states under a right digest: detected, and computed again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_states_that_are_no_layers(wrong: str, decoder: Decoder) -> None:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a prompt's stretches, beside its model."""
+    """Make a store with a prompt's state checkpoints, next to its model."""
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("hostile")
     write_corpus(folder / "corpus", 3)
@@ -102,7 +102,7 @@ def ask(store: Path, question: str, mode: str = "prefix") -> Done:
 
 
 def stretch_in(store: Path) -> tuple[bytes, StretchInfo]:
-    """The last of the prompt that a state is behind."""
+    """Return the last one of the prompt that has states at its end."""
     with Store.open(store) as opened:
         found = opened.stretches()
     return max(((one, info) for one, info in found.items() if info.states), key=lambda pair: pair[1].start)

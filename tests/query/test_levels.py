@@ -102,7 +102,7 @@ def test_a_level_that_there_is_not(store: Path) -> None:
 
 
 def test_a_payload_that_cannot_be_decoded_is_a_hole(lossless: Path, tmp_path: Path) -> None:
-    """Its digest is right, so only the codec can tell."""
+    """Its digest is right, so only the codec can detect it."""
     path = tmp_path / "store"
     shutil.copytree(lossless, path)
     chunk = bytes.fromhex(chunks_of(path, "mill2.md")[1])
@@ -259,7 +259,7 @@ def test_auto_says_why_nothing_stored_serves(fitted: Path, monkeypatch: pytest.M
 
 
 def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are computed in place, and said; nothing is stored, and nothing that is stored goes."""
+    """They are computed in place, and reported; nothing is stored, and nothing that is stored is removed."""
     monkeypatch.setattr(answer, "make", None)
     one, *others = chunks_of(fitted, "mill0.md")
     for level in "123":
@@ -276,7 +276,7 @@ def test_a_lossy_level_that_some_chunks_do_not_have(fitted: Path, monkeypatch: p
 @pytest.mark.parametrize("hurt", ["gone", "damaged", "not a payload", "not these numbers"])
 @pytest.mark.parametrize("level", ["2", "4"])
 def test_a_damaged_base_is_a_hole_of_its_chunk_alone(hurt: str, level: str, fitted: Path) -> None:
-    """Answered as if it were missing; it goes, and what refines it; the exact record serves the next time."""
+    """Answered as if it were missing; it is removed, and what refines it; the exact record serves the next time."""
     know(fitted, l1=0.001, l2=0.5, l3=0.5, l4=0.5)
     one, two, *others = chunks_of(fitted, "mill0.md")
     sound = ask(fitted, "--level", "raw").json
@@ -325,7 +325,7 @@ def test_a_damaged_state_of_the_codec_stops_no_query(fitted: Path) -> None:
 
 
 def test_a_lossy_record_is_never_exact(fitted: Path) -> None:
-    """Right behind its own lead-in it is still not what full prefill gives, so the modes may recompute it."""
+    """Right after its own lead-in it is still not what full prefill gives, so the modes may recompute it."""
     done = ask(fitted, "--level", "2")
     assert "exact" not in statuses(done)
 

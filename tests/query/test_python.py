@@ -1,4 +1,4 @@
-"""What a Python user sees of a reply."""
+"""The reply as a Python user sees it."""
 
 from __future__ import annotations
 

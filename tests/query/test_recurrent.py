@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def made(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store, and the documents that it was made of beside it."""
+    """Make a store, next to the documents that it was made of."""
     folder = tmp_path_factory.mktemp("made")
     write_corpus(folder / "corpus")
     exactly = ("--store-dtype", "float32")  # what is stored is what was computed
@@ -317,7 +317,7 @@ def test_a_missing_part_is_damage(store: Path) -> None:
 
 @pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a stretch whose parts came in several transactions."""
+    """Of a state checkpoint whose parts came in several transactions."""
     monkeypatch.setattr("kvtool.core.cache.writer.BATCH_BYTES", 1)
     ask(store, FIRST)  # one transaction a part
     whole = keys_of(store)
@@ -339,7 +339,7 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_found(store: Path, monke
         found = {*opened.stretches()}
     assert {key[:20] for key in whole} < found < {key[:20] for key in keys_of(store)}
     ask(store, FIRST, documents="mill4.md")
-    with Store.open(store) as opened:  # what was left went with the next writing
+    with Store.open(store) as opened:  # what was left was removed by the next write
         described = {*opened.stretches()}
     assert {key[:20] for key in keys_of(store)} == described
 

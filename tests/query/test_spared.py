@@ -1,4 +1,4 @@
-"""What windows spare is told in bytes, beside those that are read."""
+"""Bytes that windows spare are reported, next to those that are read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One `kvtool.open()` in several threads, and what it tells a Python user."""
+"""One `kvtool.open()` in several threads, and its messages to a Python user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend of shared stores, and a tier on each: the columns of the table of faults (`faults.py`)."""
+"""Every backend, and a shared store on each: the columns of the table of faults (`faults.py`)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Server = Callable[[str], Any]  # one that is there for all tests: `pytest`'s `ge
 
 @dataclass
 class Site:
-    """A place for a tier.
+    """A place for a shared store.
 
     Attributes
     ----------
-    url : by which it is read, through whatever stands in the way.
+    url : by which it is read, through any link or proxy.
     home : by which it is written; the same but for a web server, of which nothing but reading is known.
     port : of its server; 0: it has none.
     ask_at : lets it be reached through another port.
     folder : of its values, where that can be touched.
-    way : a proxy that knows HTTP, in front of its server.
+    way : a proxy that knows HTTP, before its server.
     pulled, asked : what comes in a pull of all, and in a question: bytes, or reads of a folder.
     """
 
@@ -52,7 +52,7 @@ class Site:
 
     @property
     def reading_port(self) -> int:
-        """Of what stands in front of its server."""
+        """Return the port of the proxy before its server, if it has one, otherwise the server's."""
         return self.way.port if self.way is not None else self.port
 
 
@@ -181,7 +181,7 @@ def az_url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(params=["redis", "s3"])
 def behind(request: pytest.FixtureRequest) -> Iterator[Link]:
-    """An empty tier of a server, read through a link; tests of lines ask for `FAR`."""
+    """Yield an empty shared store of a server, read through a link; tests of lines ask for `FAR`."""
     with _made(request.param, request) as site, closing(Link(site.port)) as link:
         site.ask_at(site, link.port)
         link.url, link.home = site.url, site.home

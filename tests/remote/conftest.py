@@ -31,6 +31,6 @@ __all__ = [
 
 @pytest.fixture
 def slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes ten seconds for every chunk that it computes after streaming, and computes none beside it."""
+    """Let each chunk that is computed after streaming take ten seconds, and none be computed during it."""
     monkeypatch.setattr(streaming.Computing, "_pass", lambda self, text: 1.0 + 10.0 * len(text))
     monkeypatch.setattr(streaming, "_alone", lambda session, plan, speeds, number: math.inf)

@@ -42,7 +42,7 @@ def pushing(path: Path, url: str, moment: Moment, variables: dict[str, str]) -> 
     """What a child runs."""
     os.environ.update(variables)
     send.PACK_BYTES = 1
-    blobs_module.LEASES["sweep"] = 0.4  # some tiers keep the time themselves; whoever comes next waits for a dead one
+    blobs_module.LEASES["sweep"] = 0.4  # some stores keep the time themselves; the next push waits for a dead one
     with Store.open(path) as store, closing(open_blobs(url)) as blobs:
         dying(type(blobs), moment)
         push(store, blobs, delete=True)

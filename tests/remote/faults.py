@@ -1,7 +1,7 @@
 """Every fault of a shared store, and how it is made on every backend, or why it cannot be: the table of the tests.
 
 A row is a fault, a column a backend of `backends.py`. A cell is looked up by the backend's name, then by its kind
-(`file`, `redis`, `http`), and is either what makes the fault or a sentence that says why there is none.
+(`file`, `redis`, `http`), and is either what makes the fault or a sentence that says why it cannot happen.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Cell(NamedTuple):
     Attributes
     ----------
     make : brings it about.
-    said : of the error; "": nobody notices anything.
-    perhaps : it may be that nobody does.
+    said : pattern of the error's message; "": no error.
+    perhaps : the error may be absent.
     patience : seconds for which a value is waited for.
     """
 
@@ -151,7 +151,7 @@ READING: Mapping[str, Row] = {
         "file": "a link in the folder's place is the user's own, and followed",
         "redis": "it knows no such answer",
         "http": Cell(http.sent_elsewhere),
-        "s3": Cell(http.sent_elsewhere, "refuses: 403"),  # a signature is for one host, and stays behind
+        "s3": Cell(http.sent_elsewhere, "refuses: 403"),  # a signature is for one host, and is not sent to another
     },
     "parts are ignored": {
         "file": _NO_CHOICE,
@@ -207,7 +207,7 @@ SENDING: Mapping[str, Row] = {
 _ONLY_FILES = "values are bytes of the server's, and nothing else can have their name"
 _ITS_FILES = "what its server makes of such a file is its own matter"
 
-# What stands in a value's place, made of it and of another one of its kind; None: nothing. Any backend holds bytes.
+# A value's replacement, made of it and of another one of its kind; None: nothing. Any backend holds bytes.
 Harm = Callable[[bytes, bytes], bytes | None]
 VALUES: Mapping[str, Harm] = {
     "gone": lambda value, other: None,
@@ -230,7 +230,7 @@ FILES: Mapping[str, Row] = {
 
 
 def cell_of(row: Row, name: str) -> Cell | str:
-    """The cell of a backend. Raises KeyError where nobody has said anything."""
+    """Return the cell of a backend. Raise KeyError if the table has none."""
     return row[name] if name in row else row[BACKENDS[name].kind]
 
 

@@ -19,7 +19,7 @@ PAGE = 3  # names in one answer to a list
 
 
 class Request(NamedTuple):
-    """What was asked: `target` as it was sent, `path` and `query` of it; header names are lower case."""
+    """A request: `target` as it was sent, `path` and `query` of it; header names are lower case."""
 
     method: str
     target: str
@@ -35,7 +35,7 @@ class Request(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What is answered. A length that the headers state is believed."""
+    """An answer. A length that the headers state is believed."""
 
     status: int
     body: bytes = b""

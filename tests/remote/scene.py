@@ -1,4 +1,4 @@
-"""A tier on one backend that something happens to, and what is undone when it is over."""
+"""A shared store on one backend that a fault happens to, and what is undone when it is over."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.remote.serving import Link
 
 
 class Scene:
-    """What a fault is made of.
+    """The means of a fault.
 
     Attributes
     ----------
-    site : where the tier is; `link`: what stands before its server, if it has one.
+    site : where the shared store is; `link`: the proxy before its server, if it has one.
     middle : bytes that come through the link, or reads of the folder, until half of all has come.
     patch, later : undone, and called, when the trouble is over.
     """
@@ -38,7 +38,7 @@ class Scene:
         return self.site.folder
 
     def through(self) -> Link:
-        """What stands before the server."""
+        """Return the link before the server."""
         assert self.link is not None
         return self.link
 
@@ -54,12 +54,12 @@ class Scene:
             self.later.close()
 
     def blobs(self, patience: float = 30.0) -> Blobs:
-        """The tier as it is read."""
+        """Open the shared store as a reader does."""
         return open_blobs(self.site.url, patience)
 
     @contextmanager
     def behind(self) -> Iterator[Blobs]:
-        """The tier as it is written, past all trouble."""
+        """Open the shared store as a writer does, without any fault."""
         with closing(open_blobs(self.site.home)) as blobs:
             yield blobs
 

@@ -26,7 +26,7 @@ AMAZON = {"AWS_ACCESS_KEY_ID": "AKIAZQXWVA", "AWS_SECRET_ACCESS_KEY": "zqxwvb", 
 
 
 def wreck(url: str, chunk: str, level: str, *layers: int) -> None:
-    """Flip a bit of a chunk's records at a level, wherever they stand; no layer: of all."""
+    """Flip a bit of a chunk's records at a level, in packs or not; no layer: of all."""
     with contextlib.closing(open_blobs(url)) as blobs:
         described = read_catalogue(blobs).chunks[chunk]
         for layer in layers or range(described.layers):
@@ -107,11 +107,11 @@ def _wait_for(port: int) -> None:
 
 
 class Link:
-    """A TCP proxy in front of a port: what comes back is let through at so many bytes a second.
+    """A TCP proxy before a port: what comes back is let through at so many bytes a second.
 
     Attributes
     ----------
-    url : of the tier behind it, of a Redis; `home`: by which that is written.
+    url : of the store that it leads to, of a Redis; `home`: by which that is written.
     rate : bytes a second towards the client; 0: nothing any more, with the connection kept open.
     sent : bytes that it has let through.
     """
@@ -145,7 +145,7 @@ class Link:
         self.rate = 100
 
     def close(self) -> None:
-        """Break off what is open, and let nobody in."""
+        """Break off open connections, and accept no more."""
         with self._turn:
             _end(self._server)
             self._accepting.join(30)  # nobody holds the port then, and nobody comes

@@ -1,4 +1,4 @@
-"""Beside fetching what has come is decoded, the last first, and what does not come is computed: never waited for."""
+"""During a fetch, what has come is decoded, the last first, and what does not come is computed: never waited for."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEGMENTS = [Segment((1, 2), 2 * number, "hit", Candidate((1, 2), bytes([number])
 
 
 class Stepped:
-    """Decodes a layer for every `step`, and tells which."""
+    """A source that decodes a layer for every `step`, and reports which."""
 
     def __init__(self) -> None:
         self._steps = threading.Semaphore(0)
@@ -128,7 +128,7 @@ def test_a_chunk_that_is_refined_is_begun_anew(bench: Bench) -> None:
     bench.put(0, "2")
     bench.source.step(LAYERS)
     assert [bench.begun() for _ in range(LAYERS)][-1] == (0, "2", 0)
-    assert bench.held.held_bytes == size  # level 3 has made room for chunk 1
+    assert bench.held.held_bytes == size  # level 3 was evicted for chunk 1
     bench.source.step()
     bench.ahead.finish()
     assert bench.ahead.bytes_read({0: "3", 1: "4"}) == LAYERS * RECORD

@@ -1,4 +1,4 @@
-"""What every backend of a shared store does."""
+"""The protocol of a shared store, on every backend."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_stream_in_the_order_asked_for(url: str) -> None:
 
 
 def test_parts_of_a_pack(url: str) -> None:
-    """In any order, side by side, over each other and far apart; of one that ends too soon what there is."""
+    """In any order, adjacent, overlapping and far from each other; of one that ends too soon what there is."""
     with closing(open_blobs(url)) as blobs:
         blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
         arrivals = Prefetcher(blobs)

@@ -1,4 +1,4 @@
-"""Every fault over every backend: what is lost is told, nothing is wrong, and afterwards all is as it was."""
+"""Every fault over every backend: losses are reported, nothing is wrong, and afterwards all is as it was."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHUNKS = [id_of(f"f{file}.{number}") for file in range(3) for number in range(2)
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The store that every tier here holds."""
+    """Make the store that every shared store here holds."""
     path = new_store(tmp_path_factory.mktemp("pristine") / "store")
     with Store.open(path) as store, store.writer() as writer:
         writer.put_profile(PROFILE, b"a profile", CODEC | {"profile": PROFILE.hex()})
@@ -82,7 +82,7 @@ def scene(site: Site) -> Iterator[Scene]:
 
 
 def check(place: Path, pristine: Path, whole: bool = False) -> None:
-    """What is there is sound, and of the tier."""
+    """Check that all that is there is sound, and of the shared store."""
     if not place.exists() and not whole:
         return
     with Store.open(place) as store:
@@ -123,7 +123,7 @@ MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once
 @pytest.mark.some(6)
 @pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
 def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None:
-    """The catalogue is here already. What comes is right, the rest are holes, and who goes on waiting is none."""
+    """The catalogue is here already. What comes is right, the rest are holes, and no reader waits for ever."""
     told: list[str] = []
     open_shared(scene.site.url).close()
     with scene.made(cell.make, scene.site.asked / 2):
@@ -200,7 +200,7 @@ def one_of_each(blobs: Blobs) -> dict[str, tuple[str, bytes, bytes]]:
 
 @contextmanager
 def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Harm) -> Iterator[None]:
-    """Something else stands in the place of values, for a while."""
+    """Replace values for a while."""
     for name, value, other in values.values():
         harmed = harm(value, other)
         if harmed is None:
@@ -239,7 +239,7 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
 @pytest.mark.some(2)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
-    """Such as a cache gives that stands between: an older store, and all of it."""
+    """As from a cache on the way: an older store, and all of it."""
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as more, scene.behind() as behind:
         with more.writer() as writer:
             add_file(writer, "f3", ["f3.0"])

@@ -69,7 +69,7 @@ class Scripted:
         return None
 
     def ended(self, *report: Any) -> Ended | None:
-        if report:  # the policy is told
+        if report:  # the policy gets the report
             self.told.append(("computed" if report[3] else "stopped", report[0]))
             return None
         ended = self.ends.popleft() if self.ends else None

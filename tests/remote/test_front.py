@@ -1,4 +1,4 @@
-"""The store in front of a tier keeps what is asked for, within its budget."""
+"""The local cache of a shared store keeps what is asked for, within its budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def url(tmp_path: Path) -> str:
-    """A tier of 12 chunks that nobody has asked yet."""
+    """Make a shared store of 12 chunks that has not been read yet."""
     with Store.open(make_store(tmp_path / "store", FILES, 1, DIM)) as store:
         with store.writer() as writer:
             writer.set_manifest(IDENTITY)
@@ -146,7 +146,7 @@ def test_a_question_that_is_larger_than_the_budget_is_answered_and_drives_nothin
 
 
 def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
-    """A front that is full goes on taking over what the tier describes."""
+    """A full local cache continues to take over what the shared store describes."""
     for number in range(6):
         ask(url, number, [])
     keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 300_000)

@@ -1,4 +1,4 @@
-"""A shared tier that nobody should have trusted: whatever it says, a reader loses what is wrong, and nothing else."""
+"""A hostile shared store: whatever it holds, a reader loses what is wrong, and nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def store(built: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def blobs(built: Path, url: str) -> Iterator[Blobs]:
-    """A tier to do as one likes with, of each kind."""
+    """Yield a shared store of each kind, which a test may change."""
     with closing(open_blobs(f"file://{built / 'shared'}")) as shared, closing(open_blobs(url)) as opened:
         names = [name for name in shared.names() if name != "head.lock"]
         opened.put({name: value for name, value in zip(names, shared.get(names), strict=True) if value is not None})
@@ -232,7 +232,7 @@ OTHER_CHUNKS = (
 
 @pytest.mark.parametrize("info", OTHER_CHUNKS)
 def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
-    """Its tokens, or what it was computed behind, would be another text's."""
+    """Its tokens, or the lead-in that it was computed after, would be another text's."""
     key = id_of("f0.1")
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, info.to_bytes()))
     found = damaged_by(blobs, tmp_path / "other")
@@ -243,7 +243,7 @@ def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp
 
 
 def test_a_sealed_value_is_held_to_its_name() -> None:
-    """The seal alone does not say so: who writes to the tier seals what he likes under any name."""
+    """The seal does not prove it: a user who writes to the shared store can seal any value under any name."""
     key = id_of("f0.1")
     for info in OTHER_CHUNKS:
         with pytest.raises(DamagedError, match="describes another chunk"):
@@ -316,7 +316,7 @@ def test_every_part_of_a_file() -> None:
 
 @pytest.mark.parametrize(("name", "state"), [("manifest", {"identity": IDENTITY}), ("codec", CODEC)])
 def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, Any]) -> None:
-    """Whoever reads it afterwards meets types that he knows, and can write them down again."""
+    """Code that reads it afterwards gets known types, and can write them again."""
     for mutant in mutants(state):
         try:
             found = values.open_meta(name, seal(name.encode(), Kind.MANIFEST, json.dumps(mutant).encode()))
@@ -382,7 +382,7 @@ def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
 
 
 def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None:
-    """Opened for questions: what is wrong is told, and the rest is there."""
+    """Opened for questions: what is wrong is reported, and the rest is there."""
     key, told = id_of("f0.1"), list[str]()
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, ChunkInfo((), LEAD_IN, LAYERS).to_bytes()))
     with open_shared(blobs.url, warn=lambda text, hint: told.append(text)) as tier:

@@ -1,4 +1,4 @@
-"""Servers that are out to harm whoever asks them: a Redis and an S3 that answer what no such server would.
+"""Servers that mean to harm their clients: a Redis and an S3 that answer what no such server would.
 
 Whatever comes, a command ends with an error that names the place, takes no memory for what is only claimed, and loses
 nothing of the store that is here.
@@ -89,7 +89,7 @@ def endless(first: bytes, piece: bytes) -> Reply:
 
 
 def dripping(words: list[bytes]) -> Iterator[bytes]:
-    """A byte at a time, far apart, of an answer that never ends."""
+    """Yield a byte at a time, with long pauses, of an answer that never ends."""
     yield b"$4000\r\n"
     while True:
         threading.Event().wait(PATIENCE / 4)
@@ -140,7 +140,7 @@ def peak() -> int:
 
 
 def refused(work: Callable[[], object], perhaps: bool = False) -> KvtoolError | None:
-    """An error that a user is told, in a bounded time and memory; `perhaps`: what comes may be an answer, too."""
+    """Return the user's error, caught in bounded time and memory; `perhaps`: an answer instead is fine, too."""
     caught: list[BaseException] = []
 
     def run() -> None:
@@ -186,7 +186,7 @@ def test_a_hostile_redis(name: str, store: Path) -> None:
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
-    """Sizes, a scan, leases, and a reader: each by itself."""
+    """Sizes, a scan, leases, and a reader: one at a time."""
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
     with closing(HostileRedis(**dict.fromkeys(commands, REDIS[name]))) as server:
         for ask in (
@@ -321,7 +321,7 @@ def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
 def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
-    """They are refused or passed over; whatever is deleted by such a name lies in the folder."""
+    """They are refused or passed over; anything deleted by such a name is in the folder."""
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -332,7 +332,7 @@ def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
 
 
 class RawServer:
-    """Sends the same bytes to whoever connects, then goes on with a piece without an end."""
+    """A server that sends the same bytes to every client, then repeats a piece without an end."""
 
     def __init__(self, first: bytes, piece: bytes, pause: float = 0.0) -> None:
         self._server = socket.create_server(("127.0.0.1", 0))

@@ -84,7 +84,7 @@ def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tupl
 
 
 def met(url: str, kind: str, peer: Peer) -> None:
-    """Whoever is not the one that was named gets no word; with the right certificate it is spoken with."""
+    """Check that only a server with the named host's certificate gets data."""
     with closing(open_blobs(url, PATIENCE)) as blobs:
         with pytest.raises(KvtoolError) as caught:
             blobs.get(["head"])

@@ -90,7 +90,7 @@ def test_opening_reads_pages_for_documents_and_not_for_each_of_their_chunks(
 def test_a_push_of_a_change_begins_few_transactions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parsed: list[tuple[object, ...]]
 ) -> None:
-    """What has not changed is found the same without a look at KV, and in the order in which it stands."""
+    """Unchanged files are found to be the same without a look at KV, and in the order in which they are stored."""
     store, url = pushed(tmp_path, 200, monkeypatch)
     with store, closing(open_blobs(url)) as blobs:
         with store.writer() as writer:

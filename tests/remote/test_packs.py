@@ -127,7 +127,7 @@ def test_what_is_too_large_for_a_pack_is_sent_by_layer(
 
 
 def test_what_is_left_of_a_pack_is_packed_anew(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    """Of the six chunks of a pack five are replaced; in the end no value of before stands, and nothing is lost."""
+    """Of the six chunks of a pack five are replaced; in the end no old value is left, and nothing is lost."""
     push(store, blobs)
     first = packs_in(blobs)
     forget(store, "f1", "f2")

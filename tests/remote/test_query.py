@@ -1,4 +1,4 @@
-"""Questions to a shared store: the answers of the local one, whatever happens to the tier."""
+"""Questions to a shared store: the answers of the local one, whatever happens to the shared one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.remote.backends import FAR
 from tests.remote.serving import PASSWORD, Link, RedisServer, free_port, wreck
 
 MODES = ("reuse", "union", "prefix", "full")
-MODES_THERE = ("union", "reuse", "blend", "union", "reuse")  # beside `FAR`
+MODES_THERE = ("union", "reuse", "blend", "union", "reuse")  # in addition to `FAR`
 OVERHEAD = 80  # bytes of a record around its payload
 SLO = ("--slo-ms", "600000")
 
@@ -54,14 +54,14 @@ def with_the_same_holes(path: Path, done: Done) -> Path:
 
 @pytest.fixture
 def shared(store: Path, url: str) -> str:
-    """A tier of each kind that holds the store's chunks; nobody here has asked it before."""
+    """Make a shared store of each kind that holds the store's chunks; it has not been asked before."""
     kvtool("store", "push", url, "--store", store).fine()
     return url
 
 
 @pytest.fixture
 def far(store: Path, behind: Link) -> Link:
-    """The same behind a link."""
+    """Push the same store to the shared one that is read through a link."""
     kvtool("store", "push", behind.home, "--store", store).fine()
     return behind
 
@@ -306,7 +306,7 @@ def test_a_wrong_password(tmp_path: Path, store: Path) -> None:
         ask(right.replace("open-", "wrong-")).failed(1, "refuses", "password")
         assert "sesame" not in ask(right.replace("open-", "wrong-")).err
         wanted = said(ask(right))
-        done = ask(right.replace("open-", "wrong-"))  # the same store in front: user and password aside it is the same
+        done = ask(right.replace("open-", "wrong-"))  # the same local cache: it does not depend on user and password
         assert said(done) == wanted
     finally:
         server.kill()

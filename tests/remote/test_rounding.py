@@ -86,7 +86,7 @@ def test_a_level_is_pulled_with_the_very_one_that_it_refines(blobs: Blobs, tmp_p
         assert report.chunks.moved == 3
         for level, found in theirs.items():
             assert torch.equal(read(store, level), found)
-        assert torch.equal(read(store, "4"), own)  # it stands alone: nothing sound is lost
+        assert torch.equal(read(store, "4"), own)  # it refines no other: nothing sound is lost
         assert store.levels(CHUNK) == ["1", "2", "3", "4", "raw"]
         assert pull(place, blobs, trust=OWN).chunks.moved == 0
 
@@ -161,7 +161,7 @@ def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_pa
 
 
 def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
-    """The exact record is this machine's, the stored level another's: a finer one stands alone."""
+    """The exact record is this machine's, the stored level another's: a finer one is encoded without a base."""
     with Store.open(compressed(tmp_path / "one", ["2", "3"], machine=0)) as store, store.writer() as writer:
         exact = []
         for layer in range(LAYERS):

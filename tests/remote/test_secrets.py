@@ -1,4 +1,4 @@
-"""A password in a store's URL is shown nowhere and written nowhere, however the URL is written."""
+"""A password in a store's URL is shown nowhere and stored nowhere, in every form of the URL."""
 
 from __future__ import annotations
 

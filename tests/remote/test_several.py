@@ -58,7 +58,7 @@ def test_a_sweep_follows_the_catalogue_in_force(
 def test_what_came_back_into_force_is_not_reclaimed(
     store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A version that only the oldest catalogue counts on is pushed anew, by one who begins later and ends sooner."""
+    """A version that only the oldest catalogue counts on is pushed anew, by one that begins later and ends sooner."""
     for number in range(3):
         with store.writer() as writer:
             add_file(writer, "f1", [f"version {number}"])
@@ -100,7 +100,7 @@ def test_a_head_that_changes_while_a_sweep_deletes(
 
     after_first(monkeypatch, blobs, "delete", bring_back)
     assert push(store, blobs, delete=True).removed == 1
-    assert len(read_catalogue(blobs).files) == 4  # what was pushed is in force again, beside what came back
+    assert len(read_catalogue(blobs).files) == 4  # what was pushed is in force again, with what came back
     with Store.open(new_store(tmp_path / "again")) as again:
         push(again, blobs)
     assert is_whole(blobs)
@@ -130,7 +130,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
     assert len(read_catalogue(blobs).files) == 2
     monkeypatch.setitem(blobs_module.LEASES, "push", 0.2)
     blobs.hold("push-killed")
-    while "push-killed" in blobs.held():  # by the tier's own clock, which may tell no more than seconds
+    while "push-killed" in blobs.held():  # by the store's own clock, which may count whole seconds
         time.sleep(0.1)
         blobs.hold("push-own")
     blobs.release("push-own")
@@ -140,7 +140,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
 def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
     store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The pull goes on with the catalogue that came into force meanwhile."""
+    """The pull continues with the catalogue that came into force meanwhile."""
     push(store, blobs)
     forget(store, "f2")
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
@@ -152,7 +152,7 @@ def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
 
 
 def hold_at(blobs: Blobs, name: str, at: float) -> None:
-    """Hold a name as one does whose clock tells this time."""
+    """Hold a name as a process does whose clock shows this time."""
     if isinstance(blobs, FolderBlobs):
         blobs.hold(name)
         os.utime(f"{blobs.url.removeprefix('file://')}/push/{name}", (at, at))
@@ -164,7 +164,7 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
 
 @pytest.mark.parametrize("what", ["push", "sweep"])
 def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs: Blobs) -> None:
-    """It would stand until that time is there, and whoever pushes beside it would be taken for dead."""
+    """It would be valid until that time, and a concurrent push would be taken for dead."""
     push(store, blobs)
     forget(store, "f2")
     hold_at(blobs, f"{what}-ghost", time.time() + 10_000_000)

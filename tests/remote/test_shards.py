@@ -35,7 +35,7 @@ def store(tmp_path: Path) -> Store:
 
 
 class Counted:
-    """What is got of a folder, by name."""
+    """The names that a folder's values are read and written by."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []

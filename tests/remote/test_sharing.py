@@ -1,4 +1,4 @@
-"""A tier that several use: nothing of another's is deleted, whatever runs at the same time, and nothing piles up."""
+"""A shared store of several users: nothing of another's is deleted, with any concurrent runs, and nothing piles up."""
 
 from __future__ import annotations
 
@@ -287,7 +287,7 @@ def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
         check_file(pulled, "f1")
 
 
-# ---- what is left behind ----------------------------------------------------------------------------------------
+# ---- what is left over ------------------------------------------------------------------------------------------
 
 
 def test_pushing_again_and_again_does_not_grow_a_tier(store: Store, blobs: Blobs, tmp_path: Path) -> None:

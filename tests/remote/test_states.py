@@ -1,4 +1,4 @@
-"""What is known of codec levels, on its way from store to store."""
+"""Measured losses of codec levels, on their way from store to store."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def send(store: Store, url: str) -> None:
 
 
 def seen(url: str) -> dict[str, Any]:
-    """What the store in front of a tier knows."""
+    """Return what the local cache of a shared store knows."""
     with open_shared(url) as tier:
         return tier.codec_state()
 

@@ -1,4 +1,4 @@
-"""Push and pull: the same bytes on the other side, whatever came in between."""
+"""Push and pull: the same bytes on the other side, whatever happened in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of a shared store a windowed model is sent what a row of its pass sees; the rest once, when the answer is there."""
+"""Windowed models over a shared store: rows that the pass sees are sent first; the rest once, after the answer."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def shared(store: Path, url: str) -> str:
 
 @pytest.fixture
 def in_folder(store: Path, tmp_path: Path) -> str:
-    """A tier of one kind, for what concerns them all alike."""
+    """Make a shared store of one kind, for tests that concern all kinds alike."""
     url = f"file://{tmp_path / 'shared'}"
     command("store", "push", url, "--store", store).fine()
     return url
 
 
 def asking(place: Path | str, told: list[str] | None = None, **options: Any) -> tuple[Reply, Asked]:
-    """An answer, and what a tier was asked for."""
+    """Return an answer, and what a shared store was asked for."""
     asked = Asked()
     real, rest = Prefetcher.ask, Tier._fetch_rest
 
@@ -190,7 +190,7 @@ def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> 
 def test_a_tier_that_goes_before_what_others_refine_has_come(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finer record is of no use without the coarser one, and is kept with it alone."""
+    """A finer record is of no use without the coarser one, and is kept only with it."""
     command("compress", "--fit", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
     url = f"file://{tmp_path / 'shared'}"
     command("store", "push", url, "--store", store).fine()
@@ -248,7 +248,7 @@ def test_a_store_in_front_that_another_writes_is_sent_what_is_seen(store: Path, 
 
 
 def test_what_nobody_saw_is_damaged(store: Path, in_folder: str) -> None:
-    """The answer is there; the chunk is not kept, and that is told."""
+    """The answer is there; the chunk is not kept, and that is reported."""
     wanted, reads = read_here(store, fusion="reuse")
     chunk, _, layer = min(whole(reads) - {*reads})
     wreck(in_folder, chunk, "raw", layer)

@@ -1,4 +1,4 @@
-"""How a folder gets into trouble: its mount goes away, refuses or hangs, and its files are none."""
+"""Faults of a folder: its mount disappears, refuses or hangs, and its files are no regular files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def unmounted(scene: Scene) -> None:
 
 
 def counted(scene: Scene, reads: list[int]) -> None:
-    """Nothing is wrong; how often something is read is told."""
+    """Count the reads; nothing is wrong."""
     real = os.pread
 
     def pread(*given: Any) -> bytes:

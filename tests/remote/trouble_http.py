@@ -1,4 +1,4 @@
-"""How a service that is spoken with by HTTP gets into trouble: it answers otherwise, or its line does."""
+"""Faults of an HTTP service: of its answers, or of its line."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def cut_off(scene: Scene) -> None:
 
 
 def ignores_parts(scene: Scene) -> None:
-    """Whoever asks for a part gets the whole."""
+    """Answer a request for a part with the whole."""
 
     def answer(request: Request) -> Answer | None:
         headers = {name: value for name, value in request.headers.items() if name not in ("range", "x-ms-range")}
@@ -120,13 +120,13 @@ def says_nothing(scene: Scene) -> None:
 
 
 def refused(scene: Scene) -> None:
-    """Nobody listens."""
+    """Close the port: no server listens."""
     scene.later.callback(scene.through().heal)
     scene.through().close()
 
 
 def dies(scene: Scene) -> None:
-    """In the middle; nobody listens afterwards."""
+    """Close it in the middle of an answer; no server listens afterwards."""
     scene.later.callback(scene.through().heal)
     scene.through().after(scene.middle, scene.through().close)
 

@@ -1,4 +1,4 @@
-"""How a Redis gets into trouble; what happens to its line is as with any server (`trouble_http`)."""
+"""Faults of a Redis; those of its line are as with any server (`trouble_http`)."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def _key(scene: Scene, name: str) -> str:
 
 
 def wants_a_password(scene: Scene) -> None:
-    """Of whoever comes from now on."""
+    """Ask new clients for a password."""
     there = client(scene)
     there.config_set("requirepass", "zqxwva")
     scene.later.callback(there.config_set, "requirepass", "")
 
 
 def allows_no(command: str) -> Make:
-    """Who is let in may not do this."""
+    """Revoke the default user's right to a command."""
 
     def make(scene: Scene) -> None:
         there = client(scene)
@@ -102,7 +102,7 @@ def is_none(scene: Scene) -> None:
 
 
 def is_full(scene: Scene) -> None:
-    """And forgets nothing to make room."""
+    """Set its limit to 1 byte; it evicts nothing."""
     there = client(scene)
     there.config_set("maxmemory", 1)
     scene.later.callback(there.config_set, "maxmemory", 0)

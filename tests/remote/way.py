@@ -14,7 +14,7 @@ BREAK = Answer(0)  # no answer at all
 
 
 class Way(HttpServer):
-    """In front of a port.
+    """An HTTP proxy before a port.
 
     Attributes
     ----------
@@ -32,7 +32,7 @@ class Way(HttpServer):
         return None if answer is BREAK else answer or self.forwarded(request)
 
     def forwarded(self, request: Request) -> Answer:
-        """What the server behind it says."""
+        """Return the server's answer to a request."""
         with closing(http.client.HTTPConnection("127.0.0.1", self._to, timeout=60)) as there:
             there.request(request.method, request.target, request.body, dict(request.headers))
             found = there.getresponse()

@@ -64,7 +64,7 @@ def test_a_variant_has_the_colour_of_its_series_and_is_hollow() -> None:
     assert marks["a"]["d"] == marks["a, less"]["d"] != marks["b"]["d"]
     assert [name for name, mark in marks.items() if "fill" not in mark] == ["a, less", "c, less"]
     more = line_charts("t", [Panel("p", (*lines, Line("a, more", point, variant_of="a")))], "x")
-    assert len(set(re.findall(r'stroke="(#\w+)" stroke-dasharray', more))) == 3  # a second variant is told apart
+    assert len(set(re.findall(r'stroke="(#\w+)" stroke-dasharray', more))) == 3  # a second variant differs
     assert sum("stroke-dasharray" in path.attrib for path in root.iter(SVG + "path")) == 2
 
 
@@ -86,7 +86,7 @@ def test_equal_ratios_are_equal_distances() -> None:
     assert (second - first) * 5 == pytest.approx(last - first, abs=0.5)
     told = {text.text for text in root.iter(SVG + "text")}
     assert {"0.5", "1", "16"} <= told
-    assert "1.02" not in told  # it would stand on the 1
+    assert "1.02" not in told  # it would overlap the 1
     ElementTree.fromstring(line_charts("t", [Panel("p", (Line("a", ((3.0, 1.0),)),))], "x", axis="logarithmic"))
 
 

@@ -64,7 +64,7 @@ def test_the_metrics_are_those_of_full_prefill(name: str) -> None:
         wanted["kv_sse"] = wanted["v_sse"] + wanted["k_sse"]
         for metric in METRICS:
             assert torch.allclose(found.by_metric[metric][layer], wanted[metric], atol=3e-5, rtol=1e-4)
-    assert found.by_metric["v_sse"][0].max() < 1e-8  # layer 0 depends on the embedding alone
+    assert found.by_metric["v_sse"][0].max() < 1e-8  # layer 0 depends only on the embedding
     assert found.by_metric["v_sse"][1:].mean() > 1e-4
 
 
@@ -158,7 +158,7 @@ def test_rows_that_were_chosen_are_those_recomputed() -> None:
 
 @pytest.mark.parametrize("name", WINDOWED)
 def test_rows_that_no_computed_row_sees_are_looked_into_too(name: str) -> None:
-    """A pass that is only answered from leaves out what is behind windows; a report compares all that is stored."""
+    """A pass for an answer leaves out rows that windows hide; a report compares all that is stored."""
     one = case(name)
     plan = one.plan(MANY, lead_in=BOS)
     found = subject_of(one, plan).recomputing(torch.zeros(plan.length, dtype=torch.bool))

@@ -99,7 +99,7 @@ def test_only_questions_about_their_passage_are_taken(store: Path, monkeypatch: 
         "What is this about?",  # nothing of the passage
         "Nobody knows who built the mill.",  # no question
         " Who built the mill by the river?\nAnd when?",
-        "nobody at all",  # does not stand there
+        "nobody at all",  # is not in the passage
     )
     with Store.open(store) as opened:
         session = Session(opened, ModelOptions())

@@ -1,4 +1,4 @@
-"""The results file: whatever a kill leaves of it, what was finished is kept, and nothing foreign is touched."""
+"""The results file: after any kill, finished rows are kept, and no foreign file is touched."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_torn_anywhere(path: Path) -> None:
 
 
 def test_a_last_line_of_nothing(path: Path) -> None:
-    """A machine that went down may leave zeros."""
+    """A machine that crashed may leave zeros."""
     whole = filled(path)
     path.write_bytes(whole + b"\0\0\0\n")
     journal = Journal(path, FACTS)

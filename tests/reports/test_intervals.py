@@ -122,7 +122,7 @@ def test_questions_without_a_number_count_nowhere() -> None:
     )
     assert (found["some"].value, found["some"].interval) == (3.0, (1.0, 5.0))
     assert found["all"].value == 4.25
-    assert found["both"] == Estimate(1.0, None)  # one question has both: what others would be it does not tell
+    assert found["both"] == Estimate(1.0, None)  # one question has both: it says nothing about others
     assert found["all"].interval == interval([1.0, 2.0, 5.0, 9.0])
 
 

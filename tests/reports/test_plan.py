@@ -1,4 +1,4 @@
-"""What `inspect plan` expects of a windowed model: the records that a pass reads, told from the configuration alone."""
+"""Forecast of `inspect plan` for a windowed model: the records that a pass reads, from the configuration only."""
 
 from __future__ import annotations
 

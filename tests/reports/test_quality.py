@@ -171,7 +171,7 @@ def test_holes_are_told_and_left(store: Path, batch: Path) -> None:
 
 @pytest.mark.slow
 def test_without_any_context(store: Path, batch: Path, results: Path, fused: list[str]) -> None:
-    """The question alone, in the same form, once a question; what a file lacks is computed when it is asked for."""
+    """Only the question, in the same form, once a question; what a file lacks is computed when it is asked for."""
     at = ("--runs", "reuse", "--resume", results, "--json")
     plain = quality(store, batch, *at).fine().json
     assert "none" not in [row["run"] for row in plain["runs"]]

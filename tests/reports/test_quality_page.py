@@ -1,4 +1,4 @@
-"""The figure of `inspect quality` shows every mode, its variants beside it, and what they are held against."""
+"""The figure of `inspect quality` shows every mode, its variants next to it, and what they are compared with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--runs` means."""
+"""The meaning of `--runs`."""
 
 from __future__ import annotations
 

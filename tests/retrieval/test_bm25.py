@@ -1,4 +1,4 @@
-"""Scores against the formula, whatever the segments; keywords."""
+"""Scores against the formula, for any segments; keywords."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_dead_leave_no_trace(question: str) -> None:
 
 
 def test_a_word_of_several_forms_counts_as_one() -> None:
-    """By the form that a chunk has most of; how rare it is, is told by the chunks that have any of them."""
+    """By the form that a chunk has most of; its rarity is counted over the chunks that have any of them."""
     texts = {"a": "river brook", "b": "river mill", "c": "brook mill", "d": "mill bread"}
     index = split(texts, 3, 1)
     one = bm25_scores(index, [("river", "brook")])

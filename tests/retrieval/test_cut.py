@@ -1,4 +1,4 @@
-"""Cutting what was found: near the best one a chunk stays, far behind it only with words that the better ones lack."""
+"""Cutting what was found: a chunk stays near the best score, and far below it only with words that others lack."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flipped and cut bytes of the index, the vectors and what is kept beside the records: found, told, made anew."""
+"""Flipped and cut bytes of the index, the vectors and the other files: found, reported, made anew."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_any_flipped_bit_of_what_was_measured_is_found_or_changes_nothing(store:
 def test_a_damaged_name_of_the_embedding_model_is_told(
     store: Store, static_model: Path, spoil: Callable[[Path, int], None]
 ) -> None:
-    """Questions would be answered by words alone, and nobody would know."""
+    """Questions would silently be answered by words only."""
     Finder(store).embed(str(static_model))
     (path,) = (store.path / "index").glob("embedder*")
     spoil(path, 8 * 20)

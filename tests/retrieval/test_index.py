@@ -115,7 +115,7 @@ def test_of_a_file_of_many_documents_only_the_changed_are_read(tmp_path: Path, b
 
 
 def test_no_order_of_arrival_changes_a_score(tmp_path: Path) -> None:
-    """Law 10, for retrieval: another order, another number of steps, documents that came and went."""
+    """Law 10, for retrieval: another order, another number of steps, documents that were added and removed."""
     found = []
     for number, order in enumerate(itertools.islice(itertools.permutations(TEXTS), 0, 720, 240)):
         with Store.create_or_open(tmp_path / f"store{number}") as store:

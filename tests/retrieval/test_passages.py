@@ -1,4 +1,4 @@
-"""Titles, and the order in which found chunks stand in a prompt."""
+"""Titles, and the order of found chunks in a prompt."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_texts_of_few_words(seed: int, vocabulary: int) -> None:
 
 
 def test_a_text_that_repeats_itself_is_found_all_along() -> None:
-    """Each place of it is one of a match: what overlaps is told apart in order, not each by each."""
+    """Each place of it begins a match: overlaps are resolved in order, not pair by pair."""
     prompt = [7] * 5000
     for length in (FEWEST, 40, 256):
         spans = spotter_of([[7] * length]).spot(prompt)

@@ -1,6 +1,6 @@
 """The sample corpus and its questions keep the promises the measurements rest on.
 
-A wrong gold answer, or one that also stands in another document, would look like a fault of the tool under test.
+A wrong gold answer, or one that is also in another document, would look like a fault of the tool under test.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLES = Path(__file__).resolve().parents[2] / "samples"
 CORPUS = SAMPLES / "corpus"
 KINDS = ("direct", "coreference", "hop")
 WORDS = {"en": (150, 600), "ko": (110, 600)}
-# The nameless part of a coreference document: how far into the text an answer stands at least (so that the name is in
+# The nameless part of a coreference document: how far into the text an answer is at least (so that the name is in
 # the chunk before), and how many words around it must be free of the name. A Korean word carries more tokens.
 DEPTH = {"en": 190, "ko": 95}
 CLEAR = {"en": 100, "ko": 60}
@@ -98,7 +98,7 @@ def squashed(path: str) -> str:
 
 
 def positions(needle: str, path: str) -> list[int]:
-    """Word offsets at which `needle` stands in the document: at word boundaries, in Korean anywhere (particles)."""
+    """Return the word offsets of `needle` in the document: at word boundaries, in Korean anywhere (particles)."""
     pattern = re.escape(squash(needle))
     if language(path) == "en":
         pattern = rf"(?<!\w){pattern}(?!\w)"

@@ -50,7 +50,7 @@ _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-proxy-server", "-
 
 
 class Origin:
-    """An origin of pages, and what they tell it."""
+    """An origin of pages, and the reports that they send to it."""
 
     def __init__(self) -> None:
         self.page, self._told = "", queue.SimpleQueue[dict[str, Any]]()
@@ -78,7 +78,7 @@ class Origin:
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 
     def told(self) -> dict[str, Any]:
-        """What a page tells next."""
+        """Return the next report of a page."""
         return self._told.get(timeout=PATIENCE)
 
 

@@ -1,4 +1,4 @@
-"""A store with a size budget behind a server: what does not fit is refused, and nothing else suffers from it."""
+"""A server's store with a size budget: what does not fit is refused, and nothing else suffers from it."""
 
 from __future__ import annotations
 

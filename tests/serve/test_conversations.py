@@ -1,4 +1,4 @@
-"""Turns of a conversation over requests that bring all of them: kept or gone through anew, the answer is the same."""
+"""Turns of a conversation over requests that bring all of them: cached or recomputed, the answer is the same."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_is_kept_and_what_is_not_answer_the_same(ready: Path, fusion: str) 
     for answer in kept[1:]:
         kept_tokens, again_tokens = counts(answer)
         assert kept_tokens > 0
-        assert again_tokens < 40  # the answer as its text has it, and what stands between two turns
+        assert again_tokens < 40  # the answer as its text has it, and the template between two turns
         assert "reason" not in answer.facts["turn"]
     assert [answer.facts["turn"].get("reason") for answer in anew] == [None, *[_NOT_HELD] * 3]
 
@@ -120,7 +120,7 @@ def test_families(name: str, tmp_path: Path) -> None:
 
 
 def test_it_is_the_conversation_of_a_chat(ready: Path, client: Client) -> None:
-    """Its answers stand as their text is tokenised, since that is all that a client sends."""
+    """Its answers are in the prompt as their text is tokenised, since a client sends only text."""
     turns, _ = client.talk()
     with kvtool.open(ready) as cache:
         talk = Conversation.over(cache._opened(), SHORT, by_text=True)
@@ -138,7 +138,7 @@ def test_another_earlier_turn_is_another_conversation(client: Client) -> None:
     assert regenerated.facts["turn"]["reason"] == _NOT_HELD
     other = client.ask("What else?", turns, replace(SHORT, fusion="full"))
     assert other.facts["turn"]["reason"] == _NOT_HELD
-    on = client.ask("What else?", turns)  # the first one still stands, untouched by the others
+    on = client.ask("What else?", turns)  # the first one is still cached, untouched by the others
     assert counts(on)[0] > 0
     more = client.ask("What else?", (*turns, ("What else?", on.text), ("Really?", "Yes.")))
     assert more.facts["turn"]["reason"] == f"what is held ends with turn {len(turns) + 1}"
@@ -180,7 +180,7 @@ def another_instruction(store: Path) -> None:
 
 
 def another_lead_in(store: Path) -> None:
-    """The same texts behind another lead-in: the same token ids under other chunk ids."""
+    """Ingest the same texts after another lead-in: the same token ids under other chunk ids."""
     with kvtool.open(store) as cache:
         files = [entry.path for entry in cache._opened().store.files()]
         with pytest.warns(KvtoolWarning, match="lead-in changes"):
@@ -224,7 +224,7 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
 
 
 def test_a_conversation_that_is_held_again_counts_once(client: Client) -> None:
-    """Two who ask the same at once leave two of them."""
+    """Two clients that ask the same at once leave two of them."""
     client.talk(QUESTIONS[:1])
     held = client.engine.conversations
     ((conversation, size),) = held._held.values()
@@ -269,7 +269,7 @@ def test_a_conversation_that_is_too_long_starts_over_as_a_chat_does(client: Clie
 
 
 def test_what_is_too_long_is_known_before_anything_is_computed(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An assistant's turn longer than the context: its rows would be computed only to be let go of."""
+    """An assistant's turn longer than the context: its rows would be computed only to be dropped."""
     rows: list[int] = []
     for name in ("fill_cache", "compute"):
         plain = getattr(Decoder, name)
@@ -321,7 +321,7 @@ def test_turns_that_will_not_stand_are_not_computed(
 
 
 def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
-    """Its turns are short, so many of them stand."""
+    """Its turns are short, so it has many of them."""
     turns, ends = tuple((f"xyzzy {number}?", "No.") for number in range(60)), queue.SimpleQueue[tuple[str, Event]]()
 
     def told(name: str) -> Callable[[Event], None]:
@@ -341,7 +341,7 @@ def test_a_prompt_of_many_turns_lets_other_questions_begin(ready: Path) -> None:
 
 
 def test_the_time_of_a_prompt_of_many_turns_ends(ready: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its time is looked at between two turns; what it has gone through is held for the next try."""
+    """Its time limit is checked between two turns; the computed turns are held for the next try."""
     give = Conversation.give
     with Client(ready) as client:
         client.ask(QUESTIONS[0])
@@ -398,7 +398,7 @@ def test_over_http(ready: Path) -> None:
 
 
 def test_who_says_what_in_several_messages(ready: Path) -> None:
-    """Messages of one side are one text; what an assistant says before anybody asked stands before the question."""
+    """Messages of one side are one text; what an assistant says before any question comes before the question."""
     with serving(ready, asking=SHORT) as served:
         greeted = post(served, ("assistant", "Hello!"), ("user", "hello"), ("user", QUESTIONS[0]))
         said = greeted["choices"][0]["message"]["content"]

@@ -1,4 +1,4 @@
-"""What one request may cost: work that grows with its length alone, and bounds that are looked at first."""
+"""Cost of one request: work is linear in its length, and bounds are checked first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.cli.working import QUESTION
 from tests.serve.conftest import PATIENCE, Served
 
 CHAT = "/v1/chat/completions"
-HANG = 60.0  # seconds in which work that grows with a length alone is long done; what was quadratic took minutes
+HANG = 60.0  # seconds in which linear work is long done; quadratic work took minutes
 
 
 def ran(code: str) -> str:
@@ -229,7 +229,7 @@ def test_a_long_request_is_read_beside_the_loop(served: Served, monkeypatch: pyt
 
 
 def test_health_does_not_wait_for_embeddings(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many of them wait for the model, they do not take all threads."""
+    """Any number of them may wait for the model: they do not take all threads."""
     go, waiting = threading.Event(), threading.Semaphore(0)
 
     def embed(words: Sequence[str]) -> tuple[list[Any], int]:

@@ -1,4 +1,4 @@
-"""Documents over HTTP, what the server tells of itself, and a store that others change under it."""
+"""Documents over HTTP, the server's reports of its state, and a store that others change under it."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_a_store_that_is_replaced_meanwhile(store: Path, tiny: Path, tmp_path: P
 
 
 def test_a_store_that_is_replaced_within_an_answer(store: Path, tiny: Path, tmp_path: Path) -> None:
-    """What had begun ends as it would have; what comes behind it is answered from the other store."""
+    """An answer that had begun ends as it would have; later ones come from the other store."""
     (tmp_path / "other.md").write_text("# Comet\n\nThe comet was seen by Ada.")
     with kvtool.open(tmp_path / "other", model=str(tiny)) as cache:
         cache.ingest(tmp_path / "other.md", lead_in="prefix", chunk_tokens=64)

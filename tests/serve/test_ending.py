@@ -1,4 +1,4 @@
-"""Events that cannot be told, and an end of the server in the middle of an ingest."""
+"""Events that cannot be delivered, and an end of the server in the middle of an ingest."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CHAT, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
 BODY = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 6}
 
 
-# ---- events that cannot be told ----
+# ---- events that cannot be delivered ----
 
 
 def breaking(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
-    """Events of these kinds cannot be told, by a mistake in the server."""
+    """Let the delivery of events of these kinds fail, as by a mistake in the server."""
     tell = Listening.tell
 
     def broken(self: Listening, event: Any) -> None:
@@ -96,7 +96,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Se
 def test_an_ingest_stops_where_the_server_ends(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
-    """Behind the file that it is at; where there is no more time, behind a batch. The next one goes on from there."""
+    """After its current file; without time for that, after a batch. The next ingest continues from there."""
     asked, permits = held(monkeypatch)
     with serving(store, uploads=tmp_path / "sent") as served, served.client as client, ThreadPoolExecutor(1) as pool:
         before = len(client.get(DOCUMENTS).json()["data"])
@@ -150,7 +150,7 @@ def test_sigterm_ends_a_process_that_ingests(store: Path, tmp_path: Path, monkey
 
 
 def refuses(url: str) -> bool:
-    """Whether nobody listens there any more."""
+    """Return True if no server listens there any more."""
     host, port = url.removeprefix("http://").split(":")
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()

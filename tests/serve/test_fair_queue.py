@@ -1,4 +1,4 @@
-"""Whose turn it is among several clients, and who gives way where too many wait; counted, not timed."""
+"""Fair turns of several clients, and the requests that are refused where too many wait; counted, not timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt gives way to answers that are being written, between its layers; counted, not timed."""
+"""Preemption: a prompt yields to running answers between its layers; counted, not timed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG, SHORT = QueryOptions(max_tokens=300, fusion="full"), QueryOptions(max_toke
 
 @dataclass
 class Watched:
-    """An engine whose prompts give way before every layer.
+    """An engine whose prompts yield before every layer.
 
     Attributes
     ----------
@@ -194,7 +194,7 @@ def test_what_goes_wrong_with_a_prompt_leaves_the_others_alone(ready: Path, monk
 def test_what_is_kept_of_an_answer_is_made_between_the_others(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records that were missing are computed anew behind the answer, as if nobody were there."""
+    """Records that were missing are computed anew after the answer, the same as without other requests."""
     options = QueryOptions(max_tokens=6, fusion="reuse")
     lost = [chunk for number in range(6) for chunk in chunks_of(store, f"mill{number}.md")]
     drop_records(store, *lost)

@@ -1,4 +1,4 @@
-"""What nobody means well by: strangers, malformed and oversized requests, clients that leave or do not read."""
+"""Hostile requests: strangers, malformed and oversized bodies, clients that leave or do not read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def body(**more: Any) -> dict[str, Any]:
 
 
 def raw(served: Served, *lines: str, data: bytes = b"", key: str = KEY) -> socket.socket:
-    """A connection on which a request has been sent as it stands."""
+    """Return a connection on which a request has been sent exactly as given."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.create_connection((host, int(port)), timeout=PATIENCE)
     head = "\r\n".join([*lines, f"Host: {host}:{port}", f"Authorization: Bearer {key}", "", ""])
@@ -55,7 +55,7 @@ def still_answers(served: Served) -> None:
         assert client.post(CHAT, json=body(max_tokens=2)).status_code == 200
 
 
-# ---- who may ask ----
+# ---- clients that may ask ----
 
 
 @pytest.mark.parametrize("key", ["", "Bearer", "Bearer kv-another", f"Basic {KEY}", f"Bearer {KEY}x"])
@@ -192,14 +192,14 @@ def test_no_http_at_all(served: Served, rubbish: bytes) -> None:
 def test_a_body_that_is_too_long(ready: Path) -> None:
     with serving(ready, max_body=2000) as served, served.client as client:
         assert client.post(CHAT, json=body(user="x" * 3000)).status_code == 413
-        parts = (b"x" * 500 for _ in range(10))  # of a length that nobody states
+        parts = (b"x" * 500 for _ in range(10))  # without a stated length
         answer = client.post(CHAT, content=parts, headers={"Content-Type": "application/json"})
         assert answer.status_code == 413
         still_answers(served)
 
 
 def run(app: ASGIApp, receive: Receive, send: Send) -> RequestStats:
-    """Run one request through what stands before the endpoints; returns what was noted of it."""
+    """Run one request through the middleware; return what was noted of it."""
     noted: list[RequestStats] = []
     scope = {"type": "http", "headers": [], "method": "POST", "path": "/"}
     whole = LoggingMiddleware(BodyTimeout(app, 0.01), lambda scope: noted.append(stats_of(HTTPConnection(scope))))
@@ -227,7 +227,7 @@ def test_a_body_that_never_comes() -> None:
 
 @pytest.mark.parametrize("begun", [False, True])
 def test_what_the_server_does_not_wait_for_any_more(begun: bool) -> None:
-    """It is told so, unless its response has begun; and the log says it."""
+    """The response says so, unless it has begun; and the log says it."""
     sent: list[Any] = []
     noted: list[RequestStats] = []
 

@@ -1,4 +1,4 @@
-"""`kvtool query` beside a running server of its store: the same answer, by a process that loads no model."""
+"""`kvtool query` with a running server of its store: the same answer, by a process that loads no model."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_what_only_the_asking_process_shows(served: Served, ready: Path, monkeyp
 def test_folders_of_models_are_those_of_the_shell(
     store: Path, static_model: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever lies under their names in the server's folder."""
+    """Even if the server's folder has others of the same names."""
     there, here = tmp_path / "there", tmp_path / "here"
     there.mkdir()
     here.mkdir()
@@ -155,7 +155,7 @@ def test_folders_of_models_are_those_of_the_shell(
         assert asked == [str(here / "vectors")] * 2 + [str(static_model)]
         kvtool(*base, "--embedder", "./nowhere").failed(12, "there is no embedding model")
         assert len(asked) == 3
-        kvtool(*base, "--model", "./network").fine()  # by itself: the server was given no name
+        kvtool(*base, "--model", "./network").fine()  # without the server, which was given no name
         assert len(asked) == 3
 
 
@@ -215,7 +215,7 @@ def test_a_path_longer_than_a_sockets(tmp_path: Path) -> None:
 def test_names_of_files_are_read_where_the_shell_stands(
     served: Served, ready: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server stands in another folder, where the same name may be another file's."""
+    """The server's working folder is another one, where the same name may be another file's."""
     here: list[bool] = []
     opened = query.open_any_store
     monkeypatch.setattr(query, "open_any_store", lambda run: here.append(True) or opened(run))
@@ -254,7 +254,7 @@ def test_a_server_that_was_stopped(store: Path, monkeypatch: pytest.MonkeyPatch)
 
 @contextmanager
 def answering(store: Path, data: bytes) -> Iterator[None]:
-    """Something beside a store that is no server of ours, and says this."""
+    """Listen at a store's socket like a server that is not ours, and answer with these bytes."""
     bound = listen(socket_path(store))
     assert bound is not None
 

@@ -1,4 +1,4 @@
-"""Clients at real sockets: who reads by the byte, stops in the middle, hangs up, or sends several requests at once."""
+"""Clients at real sockets that read by the byte, stop in the middle, hang up, or send several requests at once."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def streamed(served: Served, **more: Any) -> bytes:
 
 
 def slow(served: Served) -> socket.socket:
-    """A client with little room for what it does not read, which has asked."""
+    """Return a client with a small receive buffer that has sent a question and does not read."""
     host, port = served.url.removeprefix("http://").split(":")
     made = socket.socket()
     made.settimeout(PATIENCE)
@@ -45,7 +45,7 @@ def slow(served: Served) -> socket.socket:
 
 
 def is_up(served: Served) -> None:
-    """Check that it answers whoever sends all at once: those who wait for a body are not tried here."""
+    """Check that it answers a request that is sent at once: one whose body is awaited is not tried here."""
     with served.client as client:
         assert client.get("/health").status_code == 200
 
@@ -58,7 +58,7 @@ def is_closed(made: socket.socket) -> bool:
     return True
 
 
-# ---- who does not read ----
+# ---- clients that do not read ----
 
 
 def test_a_client_that_reads_by_the_byte_delays_nobody(ready: Path) -> None:
@@ -95,7 +95,7 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     assert served.warnings == []
 
 
-# ---- who stops in the middle ----
+# ---- clients that stop in the middle ----
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_who_does_not_read_is_given_up(ready: Path) -> None:
     ids=["nothing", "half a line", "half a head", "no end"],
 )
 def test_a_head_that_does_not_come(ready: Path, half: bytes) -> None:
-    """Nor behind a request that was answered."""
+    """Nor after a request that was answered."""
     whole = f"GET /health HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n\r\n".encode()
     with serving(ready, client_timeout=SHORTLY) as served:
         host, port = served.url.removeprefix("http://").split(":")
@@ -151,7 +151,7 @@ def test_a_body_that_is_too_long_is_not_waited_for(ready: Path, how: str) -> Non
     assert served.warnings == []
 
 
-# ---- who hangs up ----
+# ---- clients that hang up ----
 
 
 def reset(made: socket.socket) -> None:

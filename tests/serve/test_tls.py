@@ -26,7 +26,7 @@ DAY = datetime.timedelta(days=1)
 
 
 class Place:
-    """Where a server's certificate lies, with that of the authority which clients trust."""
+    """A folder with a server's certificate, and with that of the authority which clients trust."""
 
     def __init__(self, folder: Path) -> None:
         self.authority = trustme.CA()
@@ -90,7 +90,7 @@ def test_curl_and_the_openai_client_over_https(ready: Path, place: Place, tmp_pa
 
 
 def test_a_renewed_certificate_is_met_by_new_connections(ready: Path, place: Place) -> None:
-    """Also by those that name no host; one that cannot be used is told, and the one before stays."""
+    """Also by those that name no host; one that cannot be used is reported, and the one before stays."""
     first = place.renew()
     with serving(ready, tls_cert=place.chain, tls_key=place.key) as served:
         http = httpx2.Client(verify=place.client, timeout=PATIENCE)
@@ -163,7 +163,7 @@ def test_certificates_that_cannot_be_used_are_refused_before_a_model_is_loaded(
 
 
 def test_a_handshake_that_never_ends_holds_nobody_up(ready: Path, place: Place) -> None:
-    """Clients that connect and say nothing, or half of a greeting, beside one that asks."""
+    """Clients that connect and say nothing, or half of a greeting, while another one asks."""
     with serving(ready, tls_cert=place.chain, tls_key=place.key) as served, ExitStack() as held:
         host, port = served.url.removeprefix("https://").split(":")
         for number in range(40):

@@ -274,7 +274,7 @@ def test_a_folder_that_cannot_be_written_is_told(store: Path, tmp_path: Path) ->
 
 
 def test_requests_at_once_agree_in_the_end(store: Path, uploads: Path) -> None:
-    """What the store has of the folder is what lies there, whoever was first; those that came second are told so."""
+    """The store has what is in the folder, in any order of the requests; the later ones may be refused."""
     with serving(store, uploads=uploads) as served, served.client as client, ThreadPoolExecutor(6) as pool:
         asked = [pool.submit(send, client, f"{n % 2}.md", f"The kite {n} is in Oslo.") for n in range(12)]
         asked += [pool.submit(forget, client, uploads / f"{n % 2}.md") for n in range(12)]

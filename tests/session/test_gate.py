@@ -56,7 +56,7 @@ EVERY_BROKEN = [(broken, laws, dtype) for broken, laws in BROKEN for dtype in DT
 EVERY_BROKEN += [
     (broken, {1, 3}, "float32") for broken in (mutants.positions_off_by_one, mutants.unrotation_off_by_one)
 ]
-# Law 5 catches it in bfloat16 too; these random models hardly look at what lies ahead.
+# Law 5 catches it in bfloat16 too; these random models hardly look at what comes later.
 EVERY_BROKEN += [(mutants.rows_see_the_future, {3}, "float32")]
 
 

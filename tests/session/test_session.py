@@ -1,4 +1,4 @@
-"""A session holds its model through whatever changes the store, and knows what is known of a level's loss."""
+"""A session keeps its model through all changes of the store, and knows the measured loss of a level."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def traces(draw: Any) -> LinkTrace:
 
 @dataclass
 class Watched:
-    """A policy that notes what it was asked and told."""
+    """A policy that notes its questions and reports."""
 
     policy: Policy
     asked: list[Fetch] = field(default_factory=list)

@@ -26,7 +26,7 @@ def both(one: Task, predictor: str = "last", margin: float = 0.0) -> OverlapPoli
 
 @st.composite
 def alone(draw: Any, objectives: Any = None) -> Task:
-    """Tasks whose chunks may be computed by themselves, some of them not, and dearer or cheaper than in the pass."""
+    """Draw tasks of which most chunks may be computed separately, at a higher or lower cost than in the pass."""
     one = draw(tasks(objectives))
     tokens = {rungs.chunk: rungs.tokens for rungs in one.ladders}
     fixed, token = draw(st.floats(0, 0.05)), draw(st.floats(0, 5e-4))

@@ -3,7 +3,7 @@
     python tests/support/documents.py FOLDER
 
 `FOLDER/documents` holds the files, `FOLDER/questions.jsonl` a question for each, which `kvtool query --batch` takes;
-`source` names the file with the page, slide, cell or line on which the answer stands. Needs kvtool[documents].
+`source` names the file with the page, slide, cell or line that has the answer. Needs kvtool[documents].
 """
 
 from __future__ import annotations

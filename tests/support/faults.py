@@ -1,9 +1,9 @@
-"""Faults, really injected: flipped bits, cut files, kills, full disks, readers beside writers; one table of what came.
+"""Faults, really injected: flipped bits, cut files, kills, full disks, readers with writers; one table of results.
 
     .venv/bin/python tests/support/faults.py --minutes 60 --journal /tmp/faults [--out samples/results/faults.md]
 
-Run again with the same --journal to go on where it was stopped; `--minutes 0` prints the table of what is there. Uses
-one core. `--model smollm2` injures a store of the packaged model instead of a tiny random one's.
+Run again with the same --journal to continue where it was stopped; `--minutes 0` prints the table of what is there.
+Uses one core. `--model smollm2` injures a store of the packaged model instead of a tiny random one's.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def parse() -> argparse.Namespace:
 
 
 class Journal:
-    """What was done, a line each, so that a run that is stopped goes on."""
+    """What was done, a line each, so that a run that was stopped can continue."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

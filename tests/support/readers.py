@@ -1,12 +1,12 @@
-"""Readers beside writers: every answer is the one that an idle store gives at the same revision.
+"""Readers with concurrent writers: every answer is the one that an idle store gives at the same revision.
 
     python tests/support/readers.py FOLDER MODEL [--processes 4] [--questions 200]
 
-makes a small store in FOLDER (which must not exist) and asks it from several processes, while this one goes on
-ingesting (documents come, change and go), compressing, pruning and compacting. After each commit a copy of the store is
+makes a small store in FOLDER (which must not exist) and asks it from several processes, while this one ingests
+(documents are added, changed and removed), compresses, prunes and compacts. After each commit a copy of the store is
 kept; when the readers are through, every answer is compared with that of the copy of its revision: its text, its
 chunks, its token counts and the logits of its first token. Prints one line of figures; ends with 1 if an answer
-differs, a reader fails, or one is told of anything at all.
+differs, a reader fails, or one gets any warning.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODES = ("union", "reuse", "epic")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of it.
+    """The outcome of a run.
 
     Attributes
     ----------
@@ -223,7 +223,7 @@ def run(
 
 
 def compare(rows: list[dict[str, Any]], copies: Path) -> Iterator[str]:
-    """Answers that are other than those of the idle copies, and what a reader was told."""
+    """Yield answers that differ from those of the idle copies, and warnings that a reader got."""
     import torch
 
     threads = torch.get_num_threads()

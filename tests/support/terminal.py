@@ -61,11 +61,11 @@ class Terminal:
         self._tmux("resize-window", "-x", str(width), "-y", str(height))
 
     def screen(self) -> str:
-        """What stands there, wrapped lines joined, without the empty lines below."""
+        """Return the text on the screen, wrapped lines joined, without the empty lines below."""
         return self._tmux("capture-pane", "-p", "-J", "-S", "-200").rstrip()
 
     def until(self, text: str, times: int = 1) -> str:
-        """The screen as soon as a text stands there so many times.
+        """Return the screen as soon as it shows a text so many times.
 
         Raises
         ------

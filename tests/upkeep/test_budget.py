@@ -40,7 +40,7 @@ def test_files_of_a_store_never_outgrow_its_budget(tmp_path: Path, own: bool) ->
         with store.writer(max_size=None if own else budget) as pen:
             added = fill(pen, 1)
             assert added > 5
-            for number in range(1, added):  # every other file makes room, in holes between what stays
+            for number in range(1, added):  # every other file leaves a hole between those that stay
                 if number % 2:
                     pen.remove_file(f"f{number}")
             pen.collect()

@@ -1,4 +1,4 @@
-"""What a store's size does not make dearer: counted in pages of the index by table, and in documents that are read."""
+"""Costs that do not grow with a store: counted in pages of the index by table, and in documents that are read."""
 
 from __future__ import annotations
 
@@ -102,4 +102,4 @@ def test_one_document_costs_the_same_in_a_store_four_times_as_large(
         counts.append((counted["documents"], counted["leaves"]))
     (documents, leaves), (documents_of_large, leaves_of_large) = counts
     assert documents_of_large == documents
-    assert leaves_of_large <= 2 * leaves + 4  # keys are digests: what lay side by side lies apart
+    assert leaves_of_large <= 2 * leaves + 4  # keys are digests: adjacent chunks have scattered keys

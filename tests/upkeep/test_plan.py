@@ -1,4 +1,4 @@
-"""What a prune takes, in which order: plans over made-up inventories, no store."""
+"""Plans of a prune: what it removes, in which order, over made-up inventories, no store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held(
 
 
 def inventory(*chunks: ChunkHolding, documents: Mapping[str, list[str]] | None = None, free: int = 0) -> Inventory:
-    """A document for each chunk, named as it, unless they are given; the coldest first."""
+    """Make an inventory: a document for each chunk, named as it, unless they are given; the least used first."""
     by_id = {chunk.chunk_id: chunk for chunk in chunks}
     refs = {chunk.chunk_id.rstrip(b".").decode(): [chunk.chunk_id] for chunk in chunks}
     if documents is not None:

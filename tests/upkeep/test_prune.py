@@ -58,7 +58,7 @@ def with_kv(path: Path) -> list[str]:
 
 
 def test_a_low_watermark_that_cannot_be_reached_costs_nothing(tmp_path: Path) -> None:
-    """The limit can be: no more goes than for it, and nothing of a store within it."""
+    """The limit can be reached: no more is removed than for it, and nothing of a store within it."""
     path = make_store(tmp_path / "store", 40, 3, DIM)
     pin(path, [f"f{number}" for number in range(34)])
     smallest = prune(path, PruneOptions(max_size=1, dry_run=True)).smallest
@@ -208,7 +208,7 @@ def test_the_command_keeps_a_budget_and_prunes_to_it(tmp_path: Path) -> None:
 
 
 def test_what_is_asked_for_whatever_the_size_is_done_all_the_same(fitted: Path) -> None:
-    """As from cron, for a budget that the texts alone are above."""
+    """As from cron, for a budget that the texts already exceed."""
     path = measured(fitted)
     keep_budget(path, "10kB")
     done = kvtool("store", "prune", "--cold", "0s", "--quiet", "--store", path)
@@ -305,7 +305,7 @@ def test_who_prunes_what_questions_read_is_told(each: float, told: bool, fitted:
 
 
 def test_chunks_that_lose_their_levels_one_by_one_are_asked_for_too(fitted: Path) -> None:
-    """What goes last of a chunk is its smallest level: nearly all questions would miss, for few bytes."""
+    """A chunk's smallest level is removed last: nearly all questions would miss, for few bytes."""
     measured(fitted)
     before = levels_in(fitted)
     smallest = prune(fitted, PruneOptions(max_size=1, dry_run=True)).smallest

@@ -1,4 +1,4 @@
-"""A watcher counts a folder's bytes while commands write to it: never above the budget, whatever they do."""
+"""A watcher counts a folder's bytes while commands write to it: they are never above the budget."""
 
 from __future__ import annotations
 

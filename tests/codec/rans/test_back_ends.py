@@ -1,4 +1,4 @@
-"""Which back-end is chosen, what happens where there is none, and the encoder's division."""
+"""The choice of a back-end, what happens without one, and the encoder's division."""
 
 from __future__ import annotations
 

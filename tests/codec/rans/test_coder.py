@@ -114,7 +114,7 @@ def test_encoding_any_symbols(back_end: str, rows: int, groups: int, seed: int, 
 
 @pytest.mark.parametrize("form", ["int16", "bfloat16", "float16"])
 def test_blocks_go_to_their_places(back_end: str, form: Any) -> None:
-    """In any order, at any column, into rows of a larger array; what lies between keeps its content."""
+    """In any order, at any column, into rows of a larger array; the numbers between keep their values."""
     symbols, ids = sample(17, 128, seed=5)
     places = np.array([101, 3, 133, 50], np.int32)
     dtype = {"int16": np.int16, "bfloat16": np.uint16, "float16": np.float16}[form]
@@ -177,7 +177,7 @@ def test_no_escapes_where_none_are_marked(back_end: str) -> None:
 
 
 def test_streams_of_many_sizes_from_one_read_only_buffer(back_end: str) -> None:
-    """Where they lie, or copied where nobody knows what is behind; into rows in another order, some left alone."""
+    """Read in place, or copied if what follows is unknown; into rows in another order, some left unchanged."""
     parts, found = bytearray(b"odd"), []
     ids = np.resize(np.arange(len(TABLES), dtype=np.uint16), 128)
     for index in range(40):
@@ -233,7 +233,7 @@ def test_refining(back_end: str, columns: int) -> None:
 
 
 def test_refining_by_any_number(back_end: str) -> None:
-    """Tables that hold more than -1, 0 and 1 are nobody's, but must not do harm."""
+    """No encoder writes tables that hold more than -1, 0 and 1, but they must not do harm."""
     random = np.random.default_rng(2)
     ids = random.integers(0, len(TABLES) - 2, 64).astype(np.uint16)
     symbols = symbols_for(TABLES, np.broadcast_to(ids.astype(np.int64), (5, 64)), random)

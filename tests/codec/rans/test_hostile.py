@@ -79,7 +79,7 @@ def together(streams: Sequence[Stream], ids: U16, rows: int) -> Decoding:
 
 
 def test_words_of_the_next_stream_are_not_ones_own(back_end: str) -> None:
-    """What a truncated stream lacks lies right behind it, where a kernel may read."""
+    """The words that a truncated stream lacks follow right after it, where a kernel may read."""
     symbols, ids = sample(8, 64, seed=3)
     stream = stream_of(symbols, ids)
     for cut in (1, 2, 40):
@@ -211,7 +211,7 @@ def test_jobs_of_two_forms_are_not_one_call() -> None:
 def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind those lies a page that ends the process when it is read. All lanes ask for words in the same steps."""
+    """The page after those ends the process when it is read. All lanes ask for words in the same steps."""
     kernel = coder._kernel(name, Decode(kind))
     page = mmap.PAGESIZE
     memory = mmap.mmap(-1, 2 * page)
@@ -219,7 +219,7 @@ def test_a_kernel_reads_128_bytes_behind_the_words_at_most(
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.mprotect(ctypes.c_void_p(begin + page), ctypes.c_size_t(page), 0) == 0
     ids, tables = np.zeros(128, np.uint16), TERNARY if kind == "refine" else TABLES
-    # No copy with more behind them.
+    # No copy with more bytes after them.
     monkeypatch.setattr(coder, "_addresses", lambda stream, kept: (address(stream.words), address(stream.states)))
     for count in (0, 1, 7, 40, 64, 200):
         words = np.frombuffer(memory, np.uint16, count, page - 128 - 2 * count)

@@ -88,7 +88,7 @@ def test_a_batch_of_streams_of_different_sizes(interpreter: ProcessPoolExecutor,
     rng = np.random.default_rng(1)
     shapes = [(10, 128), (18, 64), (0, 64), (1, 0), (2, 64)]
     jobs, expected = zip(*[_job(rng, *shape, refine=refine) for shape in shapes], strict=True)
-    assert min(len(job.stream.words) for job in jobs[:2]) > 3  # a lane's state alone holds its first 16 bits
+    assert min(len(job.stream.words) for job in jobs[:2]) > 3  # a lane's state itself holds its first 16 bits
     outs = interpreter.submit(decoded, list(jobs)).result()
     for out, right in zip(outs, expected, strict=True):
         assert torch.equal(out, right)
@@ -101,7 +101,7 @@ def test_table_sets_may_be_mixed_and_an_output_shared(interpreter: ProcessPoolEx
     width = whole.out.shape[1]
     shared = torch.full((3, 2 * width), GAP, dtype=torch.int16)
     beside = dataclasses.replace(whole.columns, places=whole.columns.places + np.int32(width))
-    other = dataclasses.replace(whole, out=shared, columns=beside)  # decoded beside the first, into the same matrix
+    other = dataclasses.replace(whole, out=shared, columns=beside)  # decoded next to the first, into the same matrix
     whole = dataclasses.replace(whole, out=shared[:, :width])
     outs = interpreter.submit(decoded, [whole, second, other]).result()
     assert torch.equal(outs[0], whole_expected)

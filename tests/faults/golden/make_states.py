@@ -2,7 +2,7 @@
 
     git worktree add OLD c25fd19 && cd OLD && PYTHONPATH=. python …/make_states.py FOLDER
 
-What `states-c25fd19.tar.xz` beside it holds was made so, locks left out.
+`states-c25fd19.tar.xz` next to it was made so, locks left out.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _LOST_POOL = "Invalid thread pool!"
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a child ended.
+    """The end of a child process.
 
     Attributes
     ----------

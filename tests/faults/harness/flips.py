@@ -1,4 +1,4 @@
-"""Part A: a fault, then everything is verified, read and asked; beside the same of the sound subject."""
+"""Part A: a fault, then everything is verified, read and asked; compared with the same of the sound subject."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FINE = ("reported", "made anew", "no effect")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a fault: one of `WRONG` or `FINE`, and the words about it."""
+    """The outcome of a fault: one of `WRONG` or `FINE`, and the words about it."""
 
     fault: Fault
     what: str

@@ -20,7 +20,7 @@ from tests.faults.harness.works import Bases, Work
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What came of a full disk; `wrong` is to be empty."""
+    """The outcome of a full disk; `wrong` is to be empty."""
 
     what: str
     wrong: list[str] = field(default_factory=list)
@@ -98,7 +98,7 @@ def _try_mount() -> bool:
 
 @contextmanager
 def small_disk(at: Path, size: int) -> Iterator[Path]:
-    """A disk of so many bytes, in memory."""
+    """Mount a disk of so many bytes, in memory."""
     at.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(at)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -111,7 +111,7 @@ def small_disk(at: Path, size: int) -> Iterator[Path]:
 
 
 class Small:
-    """A disk that has room for the start and a part of what the command adds. Needs root."""
+    """A disk that holds the start and a part of what the command adds. Needs root."""
 
     how = "small disk"
 

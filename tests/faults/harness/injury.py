@@ -18,7 +18,7 @@ _VALUES = 8  # of ten flips in data.mdb hit a value, a page of the tree or the m
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault.
+    """A fault.
 
     Attributes
     ----------

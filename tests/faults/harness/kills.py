@@ -19,7 +19,7 @@ SECONDS = 180.0
 
 @dataclass
 class Killed:
-    """What came of the kills of one command; every list but `times` is to stay empty."""
+    """The outcome of the kills of one command; every list but `times` is to stay empty."""
 
     name: str
     kills: int = 0
@@ -36,7 +36,7 @@ class Killed:
 
 
 class Killing:
-    """One command, killed again and again, each time from its start."""
+    """A command that is killed again and again, each time from its start."""
 
     def __init__(self, bases: Bases, work: Work, place: Path) -> None:
         self.bases, self.work, self.place = bases, work, place

@@ -1,4 +1,4 @@
-"""Which bytes of a `data.mdb` hold something, and what: a fault in a free page is not one that was missed.
+"""Bytes of a `data.mdb` that hold something, and what: a fault in a free page is not one that was missed.
 
 Written against LMDB's own description of its pages, and against none of kvtool's code.
 """
@@ -33,7 +33,7 @@ def live_regions(path: Path) -> list[Region]:
     data = path.read_bytes()
     numbers = [struct.unpack_from("=Q", data, at * PAGE + 16 + 24 + 96 + 8)[0] for at in (0, 1)]
     newest = max((0, 1), key=lambda at: numbers[at])
-    start = newest * PAGE  # but for the map's size, which whoever opens it chooses
+    start = newest * PAGE  # but for the map's size, which each process that opens it chooses
     found = [Region(start + at, start + to, "meta page in use") for at, to in ((0, 32), (40, _META_LIVE))]
     free, main = (struct.unpack_from("=Q", data, newest * PAGE + 16 + 24 + at + 40)[0] for at in (0, 48))
     _walk(data, free, "list of free pages", found)

@@ -26,7 +26,7 @@ REPORTED = (10, 12, 13)  # no store, misfit, damaged
 
 @dataclass
 class Facts:
-    """What was read.
+    """Results of all reads.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ def _digest(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """What a sound store has: what is asked for in an injured one."""
+    """Contents of a sound store: what is asked for in a damaged one."""
 
     chunks: tuple[bytes, ...]
     layers: int
@@ -169,7 +169,7 @@ def _answer(session: Session, question: str, options: QueryOptions, facts: Facts
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An injured store beside the sound one."""
+    """Comparison of a damaged store with the sound one."""
 
     wrong_tensors: tuple[str, ...]
     wrong_passages: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What is injured: a store of a tiny model with something of everything in it, its shared tier, and its pack."""
+"""Subjects of faults: a store of a tiny model with something of everything in it, its shared store, and its pack."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kvtool(*args: object) -> None:
 
 
 def make_subject(folder: Path, model: str | None = None, documents: int = 6, paragraphs: int = 3) -> Subject:
-    """Raw, lossless and all lossy records, index, vectors, profile, gate's verdict; a tier of it."""
+    """Make raw, lossless and all lossy records, index, vectors, profile and gate result; and a shared store of it."""
     os.environ["KVTOOL_HOME"] = str(folder / "home")
     made = Subject(folder, model or str(save_tiny("llama", folder / "model")))
     write_corpus(made.corpus, documents, paragraphs)

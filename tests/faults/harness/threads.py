@@ -1,4 +1,4 @@
-"""One session in a pool of four threads: every answer is the serial one. ``python threads.py STORE CORPUS ROUNDS``."""
+"""A session in a pool of four threads: every answer is the serial one. ``python threads.py STORE CORPUS ROUNDS``."""
 
 from __future__ import annotations
 

@@ -24,20 +24,20 @@ from tests.faults.harness.flips import pulled, verified
 from tests.faults.harness.reading import Facts, Known, read_all
 from tests.faults.harness.subject import LOOK, Subject, copy, kvtool
 
-_EXACT = ("--store-dtype", "float32")  # what is stored is what was computed: answers behind it are those of none
+_EXACT = ("--store-dtype", "float32")  # stored exactly as computed: answers are those of no store
 _TEMPORARY = re.compile(r"\.tmp-.*|\..+-[0-9]+-[0-9a-f]{8}")
 LONG_AGO = 30 * 86400.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Bases:
-    """What the commands start from."""
+    """The stores and files that the commands start from."""
 
     subject: Subject
     corpus: Path  # edited since `half` was made of it
     half: Path  # a store of a part of the documents
     plain: Path  # a store with a profile, whose records are raw and of one level
-    thinned: Path  # a store that has forgotten documents
+    thinned: Path  # a store from which documents were removed
     half_tier: Path
     states: Path  # as `half`, of a model that keeps states
 
@@ -93,7 +93,7 @@ class Work:
     asks: tuple[str, ...] = ()
 
     def run(self, bases: Bases, folder: Path, told: Path) -> int:
-        """In a child: the exit code; each file that is committed is told, after it is."""
+        """Run it in a child and return the exit code; each committed file's path is logged to `told`."""
         real = Writer.commit_file
 
         def commit_file(self: Writer, entry: object, documents: object) -> None:
@@ -211,7 +211,7 @@ def _question(mode: str, folder: Path) -> list[object]:
 
 @dataclass
 class Kept:
-    """What a store or a tier holds, each with a digest; and what is wrong with it."""
+    """The contents of a store or a shared store, each with a digest; and what is wrong with it."""
 
     things: dict[str, str]
     documents: list[str]
@@ -276,14 +276,14 @@ def _take_stretches(store: Store, facts: Facts) -> None:
 
 
 def leftovers(folder: Path) -> list[str]:
-    """Files that a killed writer leaves and nobody needs."""
+    """Return unneeded files that a killed writer has left."""
     found = [str(one) for one in folder.rglob("*") if _TEMPORARY.fullmatch(one.name)]
     generations = list((folder / "store/data").glob("gen-*"))
     return found + [f"{len(generations)} generations"] * (len(generations) > 1)
 
 
 def make_old(folder: Path) -> None:
-    """What may still be somebody's is left alone for a while; let that be over."""
+    """Age temporary files: kvtool keeps recent ones, which may still be in use."""
     for path in folder.rglob("*"):
         if _TEMPORARY.fullmatch(path.name):
             before = path.stat().st_mtime - LONG_AGO

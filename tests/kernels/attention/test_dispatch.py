@@ -1,4 +1,4 @@
-"""Which backend serves a call of attention, and why each one before it declines."""
+"""Choice of the backend for a call of attention, and why each one before it declines."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_a_backend_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="no machine code"):
         serves()
     monkeypatch.setenv(ATTENTION, "sdpa")
-    assert serves(softcap=True) == "eager"  # what it cannot do goes on to the next
+    assert serves(softcap=True) == "eager"  # what it cannot do is passed on to the next
 
 
 def test_an_explanation_names_everybody_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_heads_have_any_multiple_of_16(tiling: Tiling, dims: tuple[int, int]) ->
 def test_tensors_may_be_laid_out_as_the_model_has_them(tiling: Tiling) -> None:
     query, key, value = (random(tiling, 30, heads, 32, seed=heads).transpose(0, 1) for heads in (4, 2, 2))
     room = torch.full((2, 100, 32), torch.nan, dtype=value.dtype)
-    room[:, :30] = value  # in a buffer with room behind it
+    room[:, :30] = value  # in a buffer with spare rows after it
     out = kernel(tiling)(query, key, room[:, :30], PLAIN, scattered(list(range(30))))
     assert close(tiling, out, by_formula(query, key, value, torch.arange(30)))
     assert out.transpose(0, 1).is_contiguous()
@@ -191,7 +191,7 @@ def test_nan_and_infinity_are_not_hidden(tiling: Tiling) -> None:
 
 @every_tiling
 def test_scores_far_apart_and_far_from_zero(tiling: Tiling) -> None:
-    """Weights may underflow, and a large part that all scores share must not swallow what tells them apart."""
+    """Weights may underflow, and a large part that all scores share must not swallow their differences."""
     query, key, value = (random(tiling, 2, KEYS * 2, 32, seed=at) for at in range(3))
     last = torch.arange(KEYS * 2)
     query[..., 0] = key[..., 0] = 40.0

@@ -75,7 +75,7 @@ def test_long_chunks_go_by_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("common", [0.0, 300.0])
 def test_bfloat16_scores_keep_their_differences(common: float) -> None:
-    """A large part that all scores of a row share (Qwen2's key biases) must not swallow what tells them apart."""
+    """A large part that all scores of a row share (Qwen2's key biases) must not swallow their differences."""
     query, key, value = (random(1, 2, 64, 32, seed=i, dtype=torch.bfloat16) for i in range(3))
     query[..., 0], key[..., 0] = math.sqrt(common / 0.2), math.sqrt(common / 0.2)
     exact = by_formula(query.double(), key.double(), value.double(), 0.2)

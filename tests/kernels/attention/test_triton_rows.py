@@ -38,7 +38,7 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoo
 
 
 def made(shape: Shape) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, and keys and values as a buffer with room behind them has them: not adjacent."""
+    """Return queries, and keys and values as in a buffer with spare rows after them: not adjacent."""
     draw = torch.Generator().manual_seed(shape.rows)
     query = torch.randn((1, shape.rows, shape.heads, shape.head_dim), generator=draw).transpose(1, 2)
     sides = torch.randn((2, 1, shape.kv_heads, shape.keys + 9, shape.head_dim), generator=draw)

@@ -71,7 +71,7 @@ def test_rows_are_apart(isa: str, kind: str) -> None:
 @pytest.mark.parametrize("isa", runnable())
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_several_at_a_time_are_each_as_alone(isa: str, kind: str) -> None:
-    """Bit by bit, however many there are; what lies between them is not touched."""
+    """Bit by bit, for any number of them; the memory between them is not touched."""
     alone = native(isa, kind)
     for height in (2, 3, 4):
         together = native(isa, kind, height)

@@ -120,7 +120,7 @@ def test_machine_code_sees_no_wrong_sizes() -> None:
 
 @pytest.mark.parametrize("count", [9, 57, 65, 73])
 def test_no_block_has_fewer_rows_than_the_code_takes(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Blocks of as many rows as fit would leave one row behind them, and the code reads whole tiles."""
+    """Blocks of as many rows as fit would leave one row over, and the code reads whole tiles."""
     monkeypatch.setattr(native, "_FEW", 8)
     matrix, x = random_matrix("q8_0", 40, 576), random(count, 576, dtype=torch.float32)
     least, sizes = least_rows(matrix, x.dtype), []

@@ -1,4 +1,4 @@
-"""Steps of several sequences at once give each what it gets alone, bit by bit: logits, keys and values."""
+"""Steps of several sequences at once: each gets what its own steps give, bit by bit: logits, keys and values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LENGTHS = (140, 1, 127, 300, 36)
 
 
 def caches(decoder: Decoder, count: int) -> list[PromptCache]:
-    """Of prompts of different lengths; the second has no room for more."""
+    """Prefill prompts of different lengths; the second's cache has no space for more."""
     lengths = [LENGTHS[number % len(LENGTHS)] + number // len(LENGTHS) for number in range(count)]
     return [decoder.prefill(tokens(length, 7), reserve=9 * (at != 1))[1] for at, length in enumerate(lengths)]
 
@@ -43,7 +43,7 @@ def same(one: Sequence[NativeBackend], other: Sequence[NativeBackend]) -> bool:
 
 
 def check(decoder: Decoder, counts: Sequence[int], isa: Isa | None = None) -> None:
-    """Steps of so many of the sequences, first ones first, against each alone."""
+    """Check steps of so many of the sequences, first ones first, against steps of each one."""
     alone, together = (backends(decoder, max(counts), isa) for _ in range(2))
     for step, count in enumerate(counts):
         ids = given(step, count)
@@ -84,7 +84,7 @@ def test_the_number_of_threads_changes_no_bit(count: int, threads: None) -> None
 
 
 def test_positions_that_are_not_places() -> None:
-    """A prompt of which rows were left out goes on behind its last position."""
+    """A prompt of which rows were left out continues after its last position."""
     decoder = case("llama").decoder
     lots = [backends(decoder, 3) for _ in range(2)]
     for lot in lots:

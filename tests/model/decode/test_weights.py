@@ -1,4 +1,4 @@
-"""Steps read weights where they lie in fewest bytes: packed, in the checkpoint's file, or as the model has them."""
+"""Steps read weights in the form of fewest bytes: packed, in the checkpoint's file, or as the model has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurements that nobody has made, so that rows, tables, charts and pages can be tested without measuring."""
+"""Invented measurements, with which rows, tables, charts and pages can be tested without measuring."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`decoding.py`: several sequences in one step, against one alone."""
+"""`decoding.py`: several sequences in one step, against one sequence."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_a_step_that_loses_the_device_ends_the_process_and_is_noted(tmp_path: Pa
     with pytest.raises(SystemExit) as ended:
         day(tmp_path).step("a", fails("CUDA error: an illegal memory access was encountered"))
     assert ended.value.code == BROKEN
-    assert day(tmp_path).step("a", lambda: 1) is None  # of the same call: another process goes on behind it
+    assert day(tmp_path).step("a", lambda: 1) is None  # of the same call: another process does the steps after it
     assert day(tmp_path, run="2").step("a", lambda: 1) == 1
 
 
@@ -108,7 +108,7 @@ def test_a_dry_day(tmp_path: Path) -> None:
 
 
 def test_what_is_carried_lacks_nothing_that_it_needs() -> None:
-    """Beside what torch and transformers have brought, and requests, which gguf wants only to download."""
+    """Apart from what torch and transformers have brought, and requests, which gguf wants only to download."""
     brought = {re.sub(r"[-_.]+", "-", name).lower() for name in (*carried.THERE, *carried.CARRIED, *carried.LARGE)}
     brought |= {"typing-extensions", "huggingface-hub", "requests"}
     needed = {"kvtool": requires("kvtool")} | {name: requires(name) for name in carried.CARRIED}

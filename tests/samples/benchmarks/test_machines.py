@@ -1,4 +1,4 @@
-"""The pages and the figure by machine, from results that nobody has measured."""
+"""The pages and the figure by machine, from invented results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, tables and the chart of `peers.py`, from measurements that nobody has made."""
+"""Rows, tables and the chart of `peers.py`, from invented measurements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The load test of the server: it tells another answer from the expected one, and an error from an answer."""
+"""The load test of the server: it distinguishes a wrong answer from the expected one, and an error from an answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link, decoding beside it, and the pass after it, by hand."""
+"""The link, decoding at the same time, and the pass after it, computed by hand."""
 
 from __future__ import annotations
 

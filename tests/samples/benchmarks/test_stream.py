@@ -1,4 +1,4 @@
-"""What the simulation must show: the adaptive policy is in time wherever another one is, and loses less."""
+"""The simulation's promise: the adaptive policy is in time wherever another one is, and loses less."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def answered(score: float, distance: float) -> dict[str, object]:
 def test_tables_of_several_sets_and_of_all_together(tmp_path: Path) -> None:
     a, b = journal(tmp_path / "a.jsonl", 1), journal(tmp_path / "b.jsonl", 0, 6)
     said = run("tools/quality_tables.py", f"A={a}", f"B, of six={b}", "--default", "reuse")
-    assert "A: 4 questions" in said  # of the fifth one run alone is known
+    assert "A: 4 questions" in said  # of the fifth only one run is known
     assert "all together: 10 questions" in said
     rows = [line.strip("| ").split(" | ") for line in said.splitlines() if line.startswith("|")]
     reuse = [row for row in rows if row[0] == "`reuse`"]

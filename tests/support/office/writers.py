@@ -1,4 +1,4 @@
-"""One writer for each format: puts a fact's paragraphs into a file, and says where its answer stands then."""
+"""Writers, one for each format: puts a fact's paragraphs into a file, and returns the place of its answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Writer = Callable[[Path, Fact], str]
 
 
 def _line(path: Path, fact: Fact) -> str:
-    """The line of the file on which the answer stands."""
+    """Return the line of the file that has the answer."""
     lines = path.read_text("utf-8").splitlines()
     return f":{next(number for number, line in enumerate(lines, 1) if fact.answer in line)}"
 
