@@ -51,7 +51,7 @@ class Machine:
 
     @property
     def share(self) -> float:
-        """Return the share of its cores that llama.cpp got during prefill: 1 on an idle machine: they never sleep."""
+        """Return the share of its cores that llama.cpp got during prefill; near 1, as its threads spin."""
         rows = [row for row in self.bench["rows"] if row["kind"] == "llama.cpp"]
         return min(row["ttft_cpu_ms"] / row["ttft_ms"] for row in rows) / int(self.bench["threads"])
 

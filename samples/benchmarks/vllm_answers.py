@@ -1,4 +1,4 @@
-"""Answers of vLLM fed from a store beside those of kvtool's own engine from the same prompt, mode by mode.
+"""Answers of vLLM fed from a store, compared with those of kvtool's own engine to the same prompt, mode by mode.
 
     python samples/benchmarks/vllm_answers.py STORE MODEL VLLM_PYTHON
 

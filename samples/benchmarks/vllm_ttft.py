@@ -1,4 +1,4 @@
-"""Time to the first token of vLLM on a CPU, by itself and fed from a kvtool store.
+"""Time to the first token of vLLM on a CPU, without kvtool and fed from a kvtool store.
 
     OMP_NUM_THREADS=1 /…/vllm/bin/python samples/benchmarks/vllm_ttft.py STORE MODEL [--tokens 1000,2000] [--rounds 3]
 

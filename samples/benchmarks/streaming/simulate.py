@@ -188,7 +188,7 @@ def simulate(policy: Policy, task: Task, trace: LinkTrace, depth: int = DEPTH, s
 
 
 def _next_event(policy: Policy, link: _Link, processor: _Processor, now: float) -> tuple[float, _Sent | None, bool]:
-    """Return the first event: (when, the fetch or None, whether it is whole); None: the computation, or a wait."""
+    """Return the first event: (when, the fetch or None, whether it is whole); None: the computation, or a pause."""
     events: list[tuple[float, _Sent | None, bool]] = []
     if link.sent:
         events.append(link.first_event(policy, now))
