@@ -13,6 +13,7 @@ import pytest
 
 from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
+from kvtool.core.codec.levels import RAW
 from kvtool.core.common.files import cache_dir
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.job import create
@@ -193,6 +194,28 @@ def test_two_servers_of_one_store_share_what_they_learn(store: Path, tmp_path: P
         assert cached(asked(other, [ARNE])) > 0
         assert cached(asked(one, [BRIX])) > 0
         assert one.warnings == other.warnings == []
+
+
+def test_another_arithmetic_has_chunks_of_its_own(store: Path) -> None:
+    ids = tuple(range(100, 200))
+    described, marks = list[str](), list[bytes | None]()
+    for dtype in ("float32", "bfloat16", "float32"):
+        with Store.open(store) as opened:
+            session = Session(opened, ModelOptions(dtype=dtype))
+            session.learn(10**9)
+            assert session.learned is not None
+            if len(marks) < 2:
+                assert session.learned.spot(ids, "all") == []
+                session.learned.put("all", session.learned.wanted("all", ids), "A text.")
+            (span,) = session.learned.spot(ids, "all")
+            info = session.learned.store.chunk_info(span.chunk_id)
+            assert info is not None
+            assert info.arithmetic == session.decoder.loaded.arithmetic
+            described.append(info.arithmetic.dtype)
+            marks.append(session.learned.store.record_mark(span.chunk_id, RAW, 0))
+            session.close()
+    assert described == ["float32", "bfloat16", "float32"]
+    assert marks[0] == marks[2] != marks[1]
 
 
 def test_what_declines_to_learn(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

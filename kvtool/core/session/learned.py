@@ -2,7 +2,8 @@
 
 It is a store of its own in kvtool's cache folder. So nothing of it is retrieved, listed, pushed or exported, and it
 takes no space from ingested documents. Each of its documents is one chunk, `OWNER/CHUNK ID`. The owner is part of a
-chunk's id, so two owners of one text have a copy each, and neither can tell by any time what the other has.
+chunk's id, so two owners of one text have a copy each, and neither can tell by any time what the other has. So is the
+arithmetic: servers on different devices do not replace each other's chunks.
 """
 
 from __future__ import annotations
@@ -102,8 +103,8 @@ class LearnedStore:
         run_pending()
         with suppress(DamagedError):
             info = self.store.chunk_info(chunk_id)
-            if info is not None and info.arithmetic == self._decoder.loaded.arithmetic:
-                return info.token_ids if self.wanted(owner, info.token_ids).chunk_id == chunk_id else ()
+            if info is not None and self.wanted(owner, info.token_ids).chunk_id == chunk_id:
+                return info.token_ids
         return ()
 
     def passage(self, chunk_id: bytes) -> Passage:
@@ -113,8 +114,8 @@ class LearnedStore:
     # ---- writing ----
 
     def wanted(self, owner: str, ids: Ids) -> ChunkSpec:
-        """Specify the chunk of an owner's passage."""
-        return replace(self.identity, namespace=owner).wanted(ids)
+        """Specify the chunk of an owner's passage, as it is computed here."""
+        return replace(self.identity, namespace=f"{owner}, {self._decoder.loaded.arithmetic}").wanted(ids)
 
     def put(self, owner: str, chunk: ChunkSpec, text: str) -> None:
         """Compute and store a passage of an owner.
@@ -129,7 +130,7 @@ class LearnedStore:
             if not self.store.manifest():
                 writer.set_manifest(self.identity.to_manifest())
             self._make_room(writer, sum(map(len, made.layers)))
-            writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, origin=HERE)
+            writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, replace=True, origin=HERE)
             ref = ChunkRef(chunk.chunk_id, 0, len(text), len(chunk.ids))
             document = DocumentEntry(source, "text", text, (ref,))
             writer.commit_file(FileEntry(source, len(text), 0, "", "", (source,)), [document])
