@@ -142,6 +142,27 @@ def test_a_text_that_repeats_itself_is_found_all_along() -> None:
         assert len(prompt) - sum(map(len, spans)) < FEWEST + 2 * SEAM
 
 
+@pytest.mark.parametrize("period", [1, 2, 30])
+def test_the_tokens_compared_grow_with_the_text_and_not_with_its_square(
+    period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared, common = [0], spotting._common
+
+    def counting(one: spotting.Tokens, other: spotting.Tokens) -> int:
+        same = common(one, other)
+        compared[0] += same + 1
+        return same
+
+    monkeypatch.setattr(spotting, "_common", counting)
+    text = list(range(period)) * (3000 // period)
+    spotter = Spotter(lambda chunk_id: text, anchors=1 << 12)
+    spotter.update([id_of(0)])
+    spans = spotter.spot(text)
+    assert_true(spans, [text], text)
+    assert sum(map(len, spans)) > len(text) - FEWEST - 2 * SEAM
+    assert compared[0] <= 80 * len(text)
+
+
 def test_a_chunk_that_could_not_be_read_is_read_again() -> None:
     readable: dict[bytes, Ids] = {id_of(0): CHUNKS[0]}
     spotter = Spotter(lambda chunk_id: readable.get(chunk_id, []))

@@ -23,6 +23,7 @@ SEAM = 8  # tokens at either end of a chunk that often change with the text next
 FEWEST = 24  # tokens; a shorter run is computed as quickly as it is read
 _ANCHORS = 3
 _COPIES = 16  # anchors compared at one place of a prompt; further chunks of the same text add nothing
+_COMPARED = 64  # tokens for each one of a prompt; of a text that repeats itself, each place matches many others
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, and its bits look random: 2^64 by the golden ratio
 _BYTE, _IN_BYTE = np.uint64(3), np.uint64(7)
 
@@ -55,7 +56,7 @@ class Spotter:
     unread : number of wanted chunks that could not be read; the next update reads them again.
     """
 
-    def __init__(self, read: Callable[[bytes], Sequence[int]], anchors: int = _ANCHORS) -> None:
+    def __init__(self, read: Callable[[bytes], Sequence[int] | Tokens], anchors: int = _ANCHORS) -> None:
         self._read, self._anchors = read, anchors
         self._ids = b""  # of all chunks, one after another
         self._hashes = np.empty(0, np.uint64)  # of their anchors, ascending
@@ -73,10 +74,10 @@ class Spotter:
         wanted, held = set(chunk_ids), [self._id(number) for number in range(len(self._ids) // ID_BYTES)]
         stays = np.array([chunk_id in wanted for chunk_id in held], bool)
         lacking, new, kept = sorted(wanted.difference(held)), list[bytes](), int(stays.sum())
-        windows, entries = list[Sequence[int]](), list[int]()
+        windows, entries = list[Sequence[int] | Tokens](), list[int]()
         for chunk_id in lacking:
             ids = self._read(chunk_id)
-            for which, at in enumerate(self._places_in(ids)):
+            for which, at in enumerate(_anchors(len(ids), self._anchors)):
                 windows.append(ids[at : at + WIDTH])
                 entries.append((kept + len(new)) * self._anchors + which)
             new += [chunk_id] if len(ids) else []
@@ -102,21 +103,21 @@ class Spotter:
         prompt = np.asarray(ids, np.uint32)
         read = dict[bytes, Tokens]()
         reached = dict[tuple[bytes, int], int]()  # by chunk and where its first token would be: the last match's end
-        spans = list[Span]()
+        spans, left, end = list[Span](), _COMPARED * len(prompt), 0  # tokens to compare; end of what is matched
         for place, entry in self._places(prompt):
+            if left <= 0 and place + WIDTH <= end:
+                continue  # only what extends a match is compared from now on
             chunk_id, which = self._id(entry // self._anchors), entry % self._anchors
             if chunk_id not in read:
                 read[chunk_id] = np.asarray(self._read(chunk_id), np.uint32)
             own = read[chunk_id]
-            for at in self._places_in(own)[which : which + 1]:
-                if reached.get((chunk_id, place - at), 0) <= place:
-                    span = _extended(prompt, place, chunk_id, own, at)
-                    reached[chunk_id, place - at] = span.stop
-                    spans.append(span)
+            at = _anchor(len(own), self._anchors, which)
+            if at is not None and reached.get((chunk_id, place - at), 0) <= place:
+                span = _extended(prompt, place, chunk_id, own, at, end if left <= 0 else 0)
+                reached[chunk_id, place - at] = span.stop
+                spans.append(span)
+                left, end = left - len(span) - 1, max(end, span.stop)
         return without_overlap(spans)
-
-    def _places_in(self, ids: Sequence[int] | Tokens) -> list[int]:
-        return _anchors(len(ids), self._anchors)
 
     def _id(self, number: int) -> bytes:
         return self._ids[number * ID_BYTES : (number + 1) * ID_BYTES]
@@ -139,13 +140,21 @@ class Spotter:
                 yield place, entry
 
 
-def _anchors(tokens: int, most: int) -> list[int]:
-    """Return where the anchors of a chunk begin: after the first seam, before the last one, and between them."""
+def _anchors(tokens: int, most: int) -> Iterator[int]:
+    """Yield where the anchors of a chunk begin: after the first seam, before the last one, and between them."""
+    which = 0
+    while (at := _anchor(tokens, most, which)) is not None:
+        yield at
+        which += 1
+
+
+def _anchor(tokens: int, most: int, which: int) -> int | None:
+    """Return where one of a chunk's anchors begins; None: it has fewer."""
     last = tokens - WIDTH - SEAM
     if last < SEAM:
-        return [(tokens - WIDTH) // 2] if tokens >= FEWEST else []
+        return (tokens - WIDTH) // 2 if tokens >= FEWEST and which == 0 else None
     count = min(most, 1 + (last - SEAM) // FEWEST)
-    return [SEAM + (last - SEAM) * number // max(1, count - 1) for number in range(count)]
+    return SEAM + (last - SEAM) * which // max(1, count - 1) if which < count else None
 
 
 def _hashes(columns: NDArray[np.uint32]) -> NDArray[np.uint64]:
@@ -157,21 +166,25 @@ def _hashes(columns: NDArray[np.uint32]) -> NDArray[np.uint64]:
     return hashes
 
 
-def _extended(prompt: Tokens, place: int, chunk_id: bytes, own: Tokens, at: int) -> Span:
-    """Extend a match to both sides of a place; an empty span where nothing matches there."""
+def _extended(prompt: Tokens, place: int, chunk_id: bytes, own: Tokens, at: int, first: int) -> Span:
+    """Extend a match to both sides of a place, no further back than `first`; an empty span where nothing matches."""
     ahead = _common(prompt[place:], own[at:])
     if ahead < WIDTH:
         return Span(chunk_id, place, place, at)
-    behind = _common(prompt[:place][::-1], own[:at][::-1])
+    behind = _common(prompt[first:place][::-1], own[:at][::-1])
     return Span(chunk_id, place - behind, place + ahead, at - behind)
 
 
 def _common(one: Tokens, other: Tokens) -> int:
-    """Count the first tokens that are the same."""
-    length = min(len(one), len(other))
-    differs = one[:length] != other[:length]
-    first = int(differs.argmax()) if length else 0
-    return first if length and differs[first] else length
+    """Count the first tokens that are the same, in time that grows with them and not with what follows."""
+    length, done, step = min(len(one), len(other)), 0, 256
+    while done < length:
+        stop = min(done + step, length)
+        differs = one[done:stop] != other[done:stop]
+        if differs.any():
+            return done + int(differs.argmax())
+        done, step = stop, 2 * step
+    return length
 
 
 def without_overlap(spans: Iterable[Span]) -> list[Span]:
