@@ -153,8 +153,8 @@ class Scheduler:
     A turn brings one prompt to its first token, if an answer may begin, and then decodes one token of every answer.
     Between two layers of a prompt, tokens of the other answers are decoded, too, so that no answer waits for another
     one or for a long prompt. A prompt with earlier turns of a conversation is interrupted between two turns while other
-    questions wait, and continues after the first of them. Chunks are stored after the answer, in the same way; then
-    each turn learns one passage, if `--learn` has found some.
+    questions wait, and continues after the first of them. Chunks are stored after the answer, in the same way. A
+    turn after which nothing runs or waits learns one passage, if `--learn` has found some.
     """
 
     def __init__(self, model: LoadedModel, warn: Warn, options: ServeOptions, conversations: ConversationCache) -> None:
@@ -269,7 +269,8 @@ class Scheduler:
 
     @property
     def _can_learn(self) -> bool:
-        return self._taking and self.learning > 0
+        """Return True if there is something to learn, and nothing to answer."""
+        return self._taking and self.learning > 0 and not self._running and not self._waiting
 
     def _turn(self, batch: ContinuousBatch) -> None:
         jobs = [self._next(), self._aside.popleft() if self._aside else None]
