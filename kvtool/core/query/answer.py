@@ -261,11 +261,12 @@ def _keep(session: Session, fused: Fused, computed: Sequence[Segment], again: bo
 
 
 def _forget_unreadable(session: Session, learned: LearnedStore, holes: Sequence[Segment]) -> None:
-    """Drop learned passages that could not be read, and say so."""
-    for segment in holes:
+    """Drop learned passages that could not be read, and say so; those of another level than is asked for stay."""
+    lost = [segment for segment in holes if not segment.source.stored]
+    for segment in lost:
         session.warn(f"a learned passage was computed in place: {segment.reason}", "it is learned again")
-    if holes:
-        learned.forget({segment.source.chunk_id for segment in holes if not segment.source.stored})
+    if lost:
+        learned.forget({segment.source.chunk_id for segment in lost})
 
 
 def _timing(begun: PreparedAnswer, said: Generated) -> dict[str, float]:
