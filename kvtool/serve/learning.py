@@ -13,7 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvtool.core.retrieval.spotting import FEWEST, Spotter
+import numpy as np
+
+from kvtool.core.retrieval.spotting import FEWEST, Spotter, Tokens
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkSpec
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.session import Session
 
 _LEAST = 64  # tokens of a passage that is worth a chunk
-_REMEMBERED = 1 << 20  # tokens of an owner's texts that came once: 4 MB
+_REMEMBERED = 1 << 20  # tokens of an owner's texts that came once: 4 MB, and 1 MB for the index
 _ANCHORS = 1 << 12  # of a text, one in 24 tokens: part of it may come again
 _REQUESTS, _CHUNKS = 64, 1024  # that wait at most; older ones are dropped for new ones
 Run = tuple[int, int]  # first and end, in tokens
@@ -32,14 +34,14 @@ class SeenTexts:
     """Token ids of texts that came once, the latest ones. Parts of them are recognised in other texts."""
 
     def __init__(self) -> None:
-        self._texts: OrderedDict[bytes, tuple[int, ...]] = OrderedDict()
+        self._texts: OrderedDict[bytes, Tokens] = OrderedDict()
         self._tokens = 0
         self._spotter = Spotter(lambda digest: self._texts.get(digest, ()), _ANCHORS)
 
     def add(self, texts: Iterable[Sequence[int]]) -> None:
         """Remember texts."""
-        for ids in map(tuple, texts):
-            digest = hashlib.blake2b(repr(ids).encode(), digest_size=20).digest()
+        for ids in (np.array(text, np.uint32) for text in texts):
+            digest = hashlib.blake2b(ids.tobytes(), digest_size=20).digest()
             self._tokens += 0 if digest in self._texts else len(ids)
             self._texts[digest] = ids
         while self._tokens > _REMEMBERED:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,9 +20,11 @@ from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
+from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
 from kvtool.serve.engine import Engine
+from kvtool.serve.job import Ask
 from kvtool.serve.learning import Learner, SeenTexts
 from kvtool.serve.options import ServeOptions
 from tests.cli.working import QUESTION, break_record
@@ -259,6 +262,43 @@ def test_texts_that_came_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     for first in (0, 1000, 2000):
         seen.add([range(first, first + 100)])
     assert [bool(seen.runs(range(first, first + 100))) for first in (0, 1000, 2000)] == [False, True, True]
+
+
+def test_a_remembered_text_takes_little_more_than_four_bytes_a_token() -> None:
+    seen, count = SeenTexts(), 1 << 16
+    tracemalloc.start()
+    try:
+        seen.add(range(first, first + 4096) for first in range(1000, 1000 + count, 4096))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 6 * count
+
+
+def test_it_learns_only_while_there_is_nothing_to_answer(store: Path) -> None:
+    engine = Engine(store, ModelOptions(), lambda text, hint: None, ServeOptions(learn=True))
+    scheduler, request = engine.scheduler, Request(QUESTION, messages=(("user", ARNE),), owner="all")
+    assert scheduler._learner is not None
+    scheduler._learner.add(request)
+    assert scheduler._can_learn
+    job = scheduler.submit(Ask(request, QueryOptions()), lambda event: None)
+    assert not scheduler._can_learn
+    assert scheduler._next() is job  # it runs
+    assert not scheduler._can_learn
+    scheduler._end(job, KvtoolError("done"))
+    assert scheduler._can_learn
+    engine.close()
+
+
+def test_a_level_that_is_asked_for_forgets_nothing(store: Path) -> None:
+    with serving(store, learn=True) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+        served.warnings.clear()
+        finer = asked(served, [ARNE], level="2")
+        assert {chunk["status"] for chunk in finer["kvtool"]["chunks"]} == {"miss"}
+        assert served.warnings == []
+        assert cached(asked(served, [ARNE])) > 0
 
 
 def test_a_program_that_retrieves_by_itself_needs_no_ingest(tiny: Path, tmp_path: Path) -> None:
