@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvtool.core.errors import NoSpaceError, StoreLockedError
 from kvtool.core.retrieval.spotting import FEWEST, Spotter, Tokens
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class _Passage:
     owner: str
     chunk: ChunkSpec
     text: str
+    again: bool = False  # another server was writing
 
 
 class Learner:
@@ -88,7 +90,7 @@ class Learner:
 
         Raises
         ------
-        KvtoolError : that failed; it is not tried again.
+        KvtoolError : that failed. Where another server is writing, the passage is tried once more.
         """
         waiting: deque[Any] = self._passages or self._requests
         try:
@@ -100,6 +102,14 @@ class Learner:
                     self._look_at(session, session.learned, waiting[0])
                 else:
                     session.learned.put(waiting[0].owner, waiting[0].chunk, waiting[0].text)
+        except NoSpaceError:
+            while len(waiting) > 1:  # the others would fare alike
+                waiting.pop()
+            raise
+        except StoreLockedError:
+            if waiting is self._requests or waiting[0].again:
+                raise
+            waiting.append(replace(waiting[0], again=True))
         finally:
             waiting.popleft()  # only now: `len` counts it as long as it is under way
 

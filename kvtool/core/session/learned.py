@@ -20,7 +20,7 @@ from kvtool.core.cache.space import folder_bytes, megabytes
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
 from kvtool.core.common.types import Ids, Warn
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.records.encode import LeadIns, make
 from kvtool.core.retrieval.passages import Passage
@@ -62,7 +62,6 @@ class LearnedStore:
             raise KvtoolError(f"--learn cannot store passages: {error.message}", error.hint) from error
         self.identity, self._decoder, self._budget, self._warn = identity, decoder, budget, warn
         self._spotters: dict[str, Spotter] = {}
-        self._sources: dict[bytes, str] = {}
         self._revision = -1
         self._lead_ins: tuple[StoreIdentity, LeadIns] | None = None
 
@@ -77,7 +76,7 @@ class LearnedStore:
         """Find an owner's passages in a prompt's token ids; see `Spotter.spot`. A damaged store holds none."""
         try:
             self._follow()
-        except DamagedError as error:
+        except (DamagedError, StoreFormatError) as error:
             self._warn(
                 f"no learned passages are used: {error.message}", f"stop the server, and remove {self.store.path}"
             )
@@ -91,9 +90,9 @@ class LearnedStore:
         if revision == self._revision:
             return
         chunks: dict[str, list[bytes]] = {owner: [] for owner in self._spotters}
-        self._sources = {bytes.fromhex(source.rpartition("/")[2]): source for source in self.store.sources()}
-        for chunk_id, source in self._sources.items():
-            chunks.setdefault(source.partition("/")[0], []).append(chunk_id)
+        for source in self.store.sources():
+            owner, _, chunk_id = source.rpartition("/")
+            chunks.setdefault(owner, []).append(bytes.fromhex(chunk_id))
         for owner, chunk_ids in chunks.items():
             self._spotters.setdefault(owner, Spotter(partial(self._token_ids, owner))).update(chunk_ids)
         self._revision = revision
@@ -122,18 +121,21 @@ class LearnedStore:
 
         Raises
         ------
-        KvtoolError : another process is writing, or there is no space.
+        NoSpaceError : the budget is too small.
+        StoreLockedError : another process is writing.
         """
         source = f"{owner}/{chunk.chunk_id.hex()}"
-        (made,) = make(self._decoder, self._lead_in(), [chunk])
-        with self.store.writer(_LOCK_WAIT, self._budget) as writer:
+        with self.store.writer(_LOCK_WAIT, self._budget) as writer:  # before anything is computed
             if not self.store.manifest():
                 writer.set_manifest(self.identity.to_manifest())
-            self._make_room(writer, sum(map(len, made.layers)))
+            self._make_room(writer, self._decoder.kv_bytes(len(chunk.ids)))
+        (made,) = make(self._decoder, self._lead_in(), [chunk])  # other answers go on meanwhile: no writer waits
+        with self.store.writer(_LOCK_WAIT, self._budget) as writer:
             writer.put_chunk(made.chunk_id, made.info, made.level, made.layers, replace=True, origin=HERE)
             ref = ChunkRef(chunk.chunk_id, 0, len(text), len(chunk.ids))
             document = DocumentEntry(source, "text", text, (ref,))
             writer.commit_file(FileEntry(source, len(text), 0, "", "", (source,)), [document])
+        self._follow()  # in the time of who has it learned, not of who asks next
 
     def _lead_in(self) -> LeadIns:
         """Return the store's lead-in, computed once."""
@@ -167,6 +169,6 @@ class LearnedStore:
             self._drop(writer, chunk_ids)
 
     def _drop(self, writer: Writer, chunk_ids: Collection[bytes]) -> None:
-        self._follow()
-        writer.remove_documents(self._sources[chunk_id] for chunk_id in chunk_ids if chunk_id in self._sources)
+        wanted = {chunk_id.hex() for chunk_id in chunk_ids}
+        writer.remove_documents(source for source in self.store.sources() if source.rpartition("/")[2] in wanted)
         writer.drop_chunks(chunk_ids)
