@@ -16,11 +16,12 @@ from kvtool.core.cache.space import folder_bytes
 from kvtool.core.cache.store import Store
 from kvtool.core.codec.levels import RAW
 from kvtool.core.common.files import cache_dir
-from kvtool.core.errors import KvtoolError, UsageError
+from kvtool.core.errors import KvtoolError, NoSpaceError, StoreLockedError, UsageError
 from kvtool.core.ingest.job import create
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
+from kvtool.core.query.prompt import lay_out_messages
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
 from kvtool.serve.engine import Engine
@@ -219,6 +220,34 @@ def test_another_arithmetic_has_chunks_of_its_own(store: Path) -> None:
             session.close()
     assert described == ["float32", "bfloat16", "float32"]
     assert marks[0] == marks[2] != marks[1]
+
+
+def test_nothing_is_computed_without_room_or_while_another_writes(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    computed = list[Sequence[Any]]()
+    monkeypatch.setattr("kvtool.core.session.learned.make", lambda decoder, lead_ins, chunks: computed.append(chunks))
+    with Store.open(store) as opened:
+        session = Session(opened)
+        session.learn(10_000)
+        assert session.learned is not None
+        chunk = session.learned.wanted("all", tuple(range(100, 200)))
+        with pytest.raises(NoSpaceError):
+            session.learned.put("all", chunk, "A text.")
+        with Store.open(learned(store)) as other, other.writer(), pytest.raises(StoreLockedError):
+            session.learned.put("all", chunk, "A text.")
+        session.close()
+    assert computed == []
+
+
+def test_a_conversation_at_the_end_of_the_context_starts_over(store: Path) -> None:
+    with Store.open(store) as opened:
+        session = Session(opened)
+        session.learn(10**9)
+        long = QueryOptions(max_tokens=session.decoder.context)
+        request = Request(QUESTION, messages=(("user", ARNE), ("assistant", "Yes."), ("user", QUESTION)), owner="all")
+        assert lay_out_messages(session, request, long) is None
+        with pytest.raises(UsageError):
+            lay_out_messages(session, replace(request, messages=request.messages[:1]), long)
+        session.close()
 
 
 def test_what_declines_to_learn(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

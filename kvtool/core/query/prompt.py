@@ -350,12 +350,12 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
 
     Returns
     -------
-    None : they hold no stored passage, and none that might be learned, or the model's template cannot be followed;
-        chunks are to be found then.
+    None : they hold no stored passage, and none that might be learned, or the model's template cannot be followed, or
+        they are a conversation at the end of the context; chunks are to be found then.
 
     Raises
     ------
-    UsageError : the prompt is longer than a loaded model's context.
+    UsageError : a single question's prompt is longer than a loaded model's context.
     """
     if not request.messages or session.identity.keeps_states:
         return None
@@ -370,7 +370,12 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
         if ids is None:
             return None
         if session.is_loaded:
-            session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
+            try:
+                session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
+            except UsageError:
+                if any(role == "assistant" for role, _ in request.messages):
+                    return None  # a conversation starts over at the context's end
+                raise
         # The last token is always computed: the answer follows it.
         spans = spotted(spot_all(session, ids[:-1], request.owner))
         if not spans and not is_own:
