@@ -50,7 +50,7 @@ def mcp(run: Run) -> None:
 
 def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
     from kvtool import __version__
-    from kvtool.core.agent.options import read_key
+    from kvtool.core.agent.options import read_keys
     from kvtool.core.agent.server import serve_http, serve_stdio
 
     run.out.idle()
@@ -58,7 +58,7 @@ def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
         serve_stdio(tools, __version__)
         return
     path = options.key_path
-    key = read_key(path)
+    keys = read_keys(path)
     if not is_loopback(options.host):
         run.out.warning(f"{options.host} may be reached by others, and the key travels as it is", "put TLS before it")
 
@@ -67,4 +67,4 @@ def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
             f"listening to {url} (Ctrl-C ends it); clients send `Authorization: Bearer` and the key in {path}"
         )
 
-    serve_http(tools, __version__, options, key, told)
+    serve_http(tools, __version__, options, keys, told)

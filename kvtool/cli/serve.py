@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import Out, OutputClosed
-from kvtool.core.agent.options import read_key
+from kvtool.core.agent.options import read_keys
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.installing import extra_line
 from kvtool.core.common.json_text import escaped
@@ -42,7 +43,7 @@ _NEEDED = ("starlette", "uvicorn", "prometheus_client")
 class ServeFlags(Options, settings=False):
     """Options that only the command line has."""
 
-    show_key: bool = option(False, "Print the API key, and exit.", group=ACCESS)
+    show_key: bool = option(False, "Print the first API key, and exit.", group=ACCESS)
 
 
 @app.command()
@@ -62,15 +63,15 @@ def serve(run: Run) -> None:
     options = run.get(ServeOptions)
     file = options.key_path
     if run.get(ServeFlags).show_key:
-        key = read_key(file)
+        key = read_keys(file)[0]
         run.out.result({"key": key, "path": str(file)}, human=lambda: run.out.print(key))
         return
     if missing := [name for name in _NEEDED if find_spec(name) is None]:
         raise KvtoolError(f"`kvtool serve` needs the package {missing[0]}", extra_line("serve"))
-    _serve(run, options, read_key(file) if options.key else None, file)
+    _serve(run, options, read_keys(file) if options.key else None, file)
 
 
-def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None:
+def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Path) -> None:
     from kvtool.serve.app import make_app
     from kvtool.serve.engine import Engine
     from kvtool.serve.metrics import AccessLog
@@ -84,14 +85,14 @@ def _serve(run: Run, options: ServeOptions, key: str | None, file: Path) -> None
         engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options)
         log = _Log(run, options.request_log)
         requests = AccessLog(engine, log.write)
-        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), key, requests)
+        app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), keys, requests)
         local = _local(run, engine, requests, options)
         listeners = [Listener(app, bound, tls, timeout=options.client_timeout), *local]
         address = address_of(bound, tls is not None)
         run.out.doing("loading the model")
         try:
             engine.start()
-            said = partial(_say, run, options, address, key, file)
+            said = partial(_say, run, options, address, file)
             run_server(engine, listeners, options.drain_timeout, said, warn)
         finally:
             for listener in listeners:
@@ -168,8 +169,8 @@ def _ingesting(run: Run) -> IngestOptions:
     return replace(options, model=model.model, device=model.device, dtype=model.dtype, system=system, log=None)
 
 
-def _say(run: Run, options: ServeOptions, address: str, key: str | None, file: Path) -> None:
-    how = "no key is needed" if key is None else f"the key is in {file} (`kvtool serve --show-key` prints it)"
+def _say(run: Run, options: ServeOptions, address: str, file: Path) -> None:
+    how = "no key is needed" if not options.key else f"the key is in {file} (`kvtool serve --show-key` prints it)"
     run.out.status(f"listening at {address}; {how}", address=address)
     if not options.is_local and options.tls_cert is None:
         run.out.warning(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +49,7 @@ def make_app(
     options: ServeOptions,
     asking: QueryOptions,
     ingesting: IngestOptions,
-    key: str | None,
+    keys: Sequence[str] | None,
     log: AccessLog,
 ) -> ASGIApp:
     """Make the HTTP application.
@@ -57,7 +57,7 @@ def make_app(
     Parameters
     ----------
     asking, ingesting : defaults of questions and ingests.
-    key : that clients have to send, or several, separated by white space; None: no key.
+    keys : of which clients have to send one; None: no key is required.
     """
     openai = OpenAI(engine, asking, options)
     documents = Documents(engine, ingesting, options.root, options.uploads)
@@ -82,7 +82,7 @@ def make_app(
     app = Starlette(
         routes=routes,
         middleware=[
-            Middleware(Guard, key=key, origins=options.cors_origin),
+            Middleware(Guard, keys=keys, origins=options.cors_origin),
             Middleware(
                 CORSMiddleware,
                 allow_origins=options.cors_origin,

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import URL, Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvtool.core.agent.options import is_key
+from kvtool.core.agent.options import key_of
 from kvtool.serve.options import ANY_ORIGIN
 from kvtool.serve.wire import Refusal, refused
 
@@ -24,15 +24,15 @@ class Guard:
 
     Parameters
     ----------
-    key : one or several, separated by white space; the scope of a request gets the `OWNER` of what is learned from it.
+    keys : valid ones; the scope of a request gets the `OWNER` of what is kept of it.
         None: none is required, and the server listens at a loopback address only. Then web pages must not ask
         unnoticed: a request has to name this machine as its host (another name may lead here), and a page an origin
         that is allowed.
     origins : allowed origins of web pages.
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, origins: Sequence[str]) -> None:
-        self._app, self._keys, self._origins = app, None if key is None else key.split(), origins
+    def __init__(self, app: ASGIApp, keys: Sequence[str] | None, origins: Sequence[str]) -> None:
+        self._app, self._keys, self._origins = app, keys, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
@@ -52,11 +52,9 @@ class Guard:
         if scope["path"] in _OPEN or (scope["method"] == "OPTIONS" and "origin" in headers):
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer":
-            for key in self._keys:
-                if is_key(given.strip(), key):
-                    scope[OWNER] = hashlib.sha256(key.encode()).hexdigest()[:16]
-                    return None
+        if kind.lower() == "bearer" and (key := key_of(given.strip(), self._keys)) is not None:
+            scope[OWNER] = hashlib.sha256(key.encode()).hexdigest()[:16]
+            return None
         hint = "send it as `Authorization: Bearer KEY`; `kvtool serve --show-key` shows it"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)
 

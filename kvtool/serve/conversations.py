@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvtool.core.query.conversation import Conversation
     from kvtool.core.session.session import Session
 
-# Not more precise: a client with the key could find out by guesses which questions others have asked.
+# Not more precise: a client with the same key could find out by guesses which questions others have asked.
 _NOT_HELD = "none is held with these turns and options"
 _FREE = ("temperature", "seed", "explain", "token_ids")  # options that do not change the prompt
 _FORGOTTEN = "the model sees none of the turns before; they still steer the search"
@@ -31,8 +31,9 @@ _FORGOTTEN = "the model sees none of the turns before; they still steer the sear
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """Inputs of a conversation's prompt, except for the store and the model."""
+    """Inputs of a conversation's prompt, except for the store and the model; and its owner, as in `Request`."""
 
+    owner: str | None
     options: QueryOptions
     chunks: tuple[str, ...]
     documents: tuple[str, ...]
@@ -43,7 +44,7 @@ class _Key:
         """Make the key of a conversation; options that do not change the prompt get their defaults."""
         plain = QueryOptions()
         free = {name: getattr(plain, name) for name in _FREE}
-        return cls(replace(options, **free), request.chunks, request.documents, turns)
+        return cls(request.owner, replace(options, **free), request.chunks, request.documents, turns)
 
     def begins(self, other: _Key) -> bool:
         """Return True if the other conversation continues this one, or is this one."""

@@ -221,7 +221,6 @@ class Engine:
             "model": self.model_name,
             "queue": self.scheduler.waiting,
             "running": self.scheduler.running,
-            "learning": self.scheduler.learning,
             "conversations": len(self.conversations),
         }
 

@@ -409,7 +409,7 @@ _MAX_TEXTS = 2048  # of embeddings
 _EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
 _FORMATS = ("float", "base64")
 EVERYBODY = "all"
-"""Owner of passages that are learned without a key, or for all keys."""
+"""Owner of passages and conversations of clients without a key, or of all keys."""
 Read = Callable[[Mapping[str, Any], QueryOptions], ChatRequest]
 
 
@@ -449,10 +449,8 @@ class OpenAI:
             raise Refusal(404, "model_not_found", f"there is no model {asked.model!r}", hint, "model")
         address = request.client.host if request.client else ""
         question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
-        if self._serving.learn:
-            owner = request.scope.get(OWNER, EVERYBODY) if self._serving.isolate else EVERYBODY
-            question = replace(question, owner=owner)
-        ask = replace(asked.ask, client=(address, asked.user), request=question)
+        owner = request.scope.get(OWNER, EVERYBODY) if self._serving.isolate else EVERYBODY
+        ask = replace(asked.ask, client=(address, asked.user), request=replace(question, owner=owner))
         response = OpenAIResponse(chat, name or _ANY_NAME, asked.usage)
         if asked.stream:
             events = self._streamed(request, ask, response)

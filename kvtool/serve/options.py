@@ -98,7 +98,7 @@ class ServeOptions(Options, sections=("serve",)):
     )
     isolate: bool = option(
         True,
-        "Reuse learned passages only for the API key that sent them.",
+        "Reuse learned passages and conversations only for the API key that sent them.",
         group=DOCUMENTS,
         flag="--isolate/--no-isolate",
         setting="serve_isolate",

@@ -37,7 +37,7 @@ def test_all_that_a_used_store_keeps_is_its_owners(
     open_umask: None, tiny: Path, static_model: Path, home: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("mcp")
-    from kvtool.core.agent.options import AgentOptions, read_key
+    from kvtool.core.agent.options import AgentOptions, read_keys
     from kvtool.serve.options import ServeOptions
     from tests.serve.conftest import serving
 
@@ -58,8 +58,8 @@ def test_all_that_a_used_store_keeps_is_its_owners(
     kvtool("store", "push", f"file://{tier}", *at).fine()
     kvtool("store", "export", tmp_path / "a.kvpack", *at).fine()
     kvtool("query", QUESTION, "--store", f"file://{tier}", "--model", tiny, *SHORT).fine()
-    read_key(AgentOptions().key_path)
-    read_key(ServeOptions().key_path)
+    read_keys(AgentOptions().key_path)
+    read_keys(ServeOptions().key_path)
     with serving(store, uploads=tmp_path / "uploads") as served, served.client as client:
         sent = {"documents": [{"name": "notes/a.md", "text": "The kite is in Oslo."}]}
         assert client.post("/v1/documents", json=sent).status_code == 200

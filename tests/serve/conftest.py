@@ -31,7 +31,7 @@ from tests.cli.working import QUESTION, built, says, tiny
 from tests.retrieval.conftest import static_model
 
 __all__ = ["built", "says", "static_model", "tiny"]
-KEY = "kv-of-the-tests"
+KEY = "kv-of-these-tests"
 PATIENCE = 120.0  # seconds, on a busy machine
 
 
@@ -72,7 +72,10 @@ def serving(
     kept: int | None = None,
     **options: Any,
 ) -> Iterator[Served]:
-    """Serve a store in this process; `kept`: bytes that the system may hold of what a client does not read."""
+    """Serve a store in this process.
+
+    `key`: one or several, one a line. `kept`: bytes that the system may hold of what a client does not read.
+    """
     wanted = ServeOptions(key=key is not None, **options)
     warnings: list[str] = []
 
@@ -90,7 +93,8 @@ def serving(
     served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
     log = AccessLog(engine, served.log.append)
-    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, key, log)
+    keys = None if key is None else key.splitlines()
+    app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, keys, log)
     reached = [Listener(app, bound, tls, timeout=wanted.client_timeout)] + (
         [Listener(local_app(engine, log), beside)] if beside is not None else []
     )

@@ -29,7 +29,7 @@ from kvtool.serve.options import ServeOptions
 from tests.cli.working import write_corpus
 from tests.families import HYBRIDS, save_tiny
 from tests.serve import asking
-from tests.serve.conftest import PATIENCE, Served, serving, wait_until
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
 
 QUESTIONS = (
     "Who built the third mill?",
@@ -37,6 +37,7 @@ QUESTIONS = (
     "And when was that?",
     "And the second one?",
 )
+CHAT = "/v1/chat/completions"
 PLENTY = 10**9
 SHORT = QueryOptions(max_tokens=6, top_k=2)
 
@@ -221,6 +222,24 @@ def test_what_was_not_asked_for_longest_goes_first(ready: Path) -> None:
         gone = client.ask("What else?", first)
         assert gone.facts["turn"]["reason"] == _NOT_HELD
         assert counts(client.ask("What else?", third))[0] > 0
+
+
+@pytest.mark.parametrize("isolate", [True, False])
+def test_each_key_has_its_own(ready: Path, isolate: bool) -> None:
+    other = "kv-of-another-client"
+
+    def kept(key: str) -> int:
+        with served.client as client:
+            answer = client.post(CHAT, json=sent, headers={"Authorization": f"Bearer {key}"}).json()
+        return int(answer["kvtool"]["turn"]["kept"])
+
+    with serving(ready, key=f"{KEY}\n{other}", isolate=isolate) as served:
+        with served.client as client:
+            first = [{"role": "user", "content": QUESTIONS[0]}]
+            said = client.post(CHAT, json={"messages": first, "max_tokens": 6}).json()["choices"][0]["message"]
+        sent = {"messages": [*first, said, {"role": "user", "content": QUESTIONS[1]}], "max_tokens": 6}
+        assert (kept(other) == 0) == isolate
+        assert (kept(KEY) > 0) == isolate  # else the other one has continued it
 
 
 def test_a_conversation_that_is_held_again_counts_once(client: Client) -> None:

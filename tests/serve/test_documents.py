@@ -146,7 +146,7 @@ def test_a_store_is_made_by_the_first_ingest(tiny: Path, tmp_path: Path) -> None
         sent = {"documents": [{"name": "mill.md", "text": "The mill was built by baker Z."}]}
         assert client.post(DOCUMENTS, json=sent).json()["documents"]["added"] == 1
         assert sources(client, "Who built the mill?") == ["mill.md:1"]
-        busy = {"queue": 0, "running": 0, "learning": 0, "conversations": 1}
+        busy = {"queue": 0, "running": 0, "conversations": 1}
         assert client.get("/health").json() == {"status": "ok", "model": "tiny", **busy}
 
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvtool.cli.out import Out
 from kvtool.cli.serve import warning_to
-from kvtool.core.agent.options import is_key, read_key
+from kvtool.core.agent.options import key_of, read_keys
 from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.auth import BodyTimeout
@@ -61,7 +61,9 @@ def still_answers(served: Served) -> None:
 @pytest.mark.parametrize("key", ["", "Bearer", "Bearer kv-another", f"Basic {KEY}", f"Bearer {KEY}x"])
 def test_the_key_is_asked_for_everywhere_but_of_health(served: Served, key: str) -> None:
     with httpx2.Client(base_url=served.url, headers={"Authorization": key}, timeout=PATIENCE) as stranger:
-        assert stranger.get("/health").json()["status"] == "ok"
+        health = stranger.get("/health").json()
+        assert health["status"] == "ok"
+        assert "learning" not in health  # it tells that somebody has sent something twice
         for answer in (
             stranger.post(CHAT, json=body()),
             stranger.get("/v1/models"),
@@ -116,20 +118,38 @@ def test_no_server_that_anybody_could_use() -> None:
 
 def test_the_key_is_made_once_and_kept_from_others(home: Path) -> None:
     path = ServeOptions().key_path
-    key = read_key(path)
-    assert read_key(path) == key
+    (key,) = read_keys(path)
+    assert read_keys(path) == (key,)
     assert len(key) > 40
     assert path.stat().st_mode & 0o777 == 0o600
-    assert is_key(key, key)
-    assert not is_key(key[:-1], key)
-    assert not is_key("🔑", key)
+    assert key_of(key, ["kv-another", key]) == key
+    for given in ("", key[:-1], "🔑"):
+        assert key_of(given, ["kv-another", key]) is None
     path.chmod(0o644)
     with pytest.raises(KvtoolError, match="others may read"):
-        read_key(path)
-    path.chmod(0o600)
-    path.write_text(" \n")
-    with pytest.raises(KvtoolError, match="holds no key"):
-        read_key(path)
+        read_keys(path)
+
+
+def test_a_line_of_a_key_file_is_a_key_a_comment_or_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.touch(0o600)
+    path.write_text(f"# alice\n  {KEY}  \n\n  # bob\r\nkv-of-another-client")
+    assert read_keys(path) == (KEY, "kv-of-another-client")
+    many = [f"{KEY}-{number}" for number in range(1000)]  # more than 4,096 bytes
+    path.write_text("\n".join(many))
+    assert [*read_keys(path)] == many
+    for wrong, why in (
+        (" \n# none\n", "holds no key"),
+        (f"{KEY}\n{KEY} # alice\n", "line 2 of .* is no key"),
+        ("correct horse battery staple", "line 1 of .* is no key"),
+        (f"{KEY[:15]}\n", "line 1 of .* is no key"),
+        ("\n".join(many * 4), "longer than 65,536 bytes"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(UsageError, match=why) as caught:
+            read_keys(path)
+        assert caught.value.hint
+        assert "horse" not in str(caught.value)
 
 
 # ---- what is no request ----

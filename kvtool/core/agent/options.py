@@ -1,20 +1,22 @@
-"""Options of the server for agents, and the API key that clients of kvtool's servers send."""
+"""Options of the server for agents, and the API keys that clients of kvtool's servers send."""
 
 from __future__ import annotations
 
 import hmac
 import os
 import secrets
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvtool.core.common.files import data_dir, make_folder
-from kvtool.core.errors import KvtoolError
+from kvtool.core.errors import KvtoolError, UsageError
 from kvtool.core.options.option import Options, option
 
 SERVER = "Server"  # heading in the command's help
-_MAX_KEY = 4096  # bytes
+_LONGEST = 1 << 16  # bytes of a key file
+_SHORTEST = 16  # characters of a key: a shorter one can be guessed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +31,7 @@ class AgentOptions(Options, settings=False, group=SERVER):
     port: int = option(8722, "Port to listen on; 0 takes a free one.", lowest=0, highest=65535)
     key_file: Path | None = option(
         None,
-        "File of the key that clients send; created if missing.",
+        "File of the keys that clients send, one a line; created with one if missing.",
         metavar="FILE",
         unit="path",
         instead="the user's own",
@@ -42,12 +44,15 @@ class AgentOptions(Options, settings=False, group=SERVER):
         return self.key_file or data_dir() / "mcp.key"
 
 
-def read_key(path: Path) -> str:
-    """Read the key in a file; a missing file is created with a new key, readable by its owner only.
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Read the keys in a file, one a line; a missing file is created with a new key, readable by its owner only.
+
+    Empty lines, and lines that begin with `#`, hold none.
 
     Raises
     ------
-    KvtoolError : the file cannot be read or created, is readable by others, or contains no key.
+    UsageError : the file is too long, contains no key, or one that is too short or has white space in it.
+    KvtoolError : the file cannot be read or created, or is readable by others.
     """
     try:
         make_folder(path.parent)
@@ -55,18 +60,28 @@ def read_key(path: Path) -> str:
         if path.stat().st_mode & 0o077:
             raise KvtoolError(f"others may read the key in {path}", "remove the file, and a new one is made")
         with path.open("rb") as file:
-            key = file.read(_MAX_KEY).decode("ascii").strip()
+            data = file.read(_LONGEST + 1)
+        lines = [line.strip() for line in data.decode("ascii").splitlines()]
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no ASCII text"
         raise KvtoolError(f"the key in {path} cannot be read: {why}", "name another with --key-file") from error
-    if not key:
-        raise KvtoolError(f"{path} holds no key", "remove the file, and a new one is made")
-    return key
+    if len(data) > _LONGEST:
+        raise UsageError(f"{path} is longer than {_LONGEST:,} bytes", "name a file of keys, one a line")
+    for number, line in enumerate(lines, 1):
+        if line and not line.startswith("#") and (len(line) < _SHORTEST or len(line.split()) > 1):
+            hint = f"a line has one key of at least {_SHORTEST} characters, without spaces; a comment is a line with #"
+            raise UsageError(f"line {number} of {path} is no key", hint)  # the line itself may be a secret
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise UsageError(f"{path} holds no key", "remove the file, and a new one is made")
+    return keys
 
 
-def is_key(given: str, key: str) -> bool:
-    """Return True if what a client sent is the key, compared in constant time."""
-    return hmac.compare_digest(given.encode("utf-8", "replace"), key.encode("ascii"))
+def key_of(given: str, keys: Sequence[str]) -> str | None:
+    """Return the key that a client sent, if it is one of these; each is compared in constant time."""
+    sent = given.encode("utf-8", "replace")
+    same = [key for key in keys if hmac.compare_digest(sent, key.encode("ascii"))]
+    return same[0] if same else None
 
 
 def _create(path: Path) -> None:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import socket
 from base64 import b64decode, urlsafe_b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any, TypeVar
 from urllib.parse import quote
@@ -24,7 +24,7 @@ from mcp.shared.exceptions import MCPError
 from mcp_types import INVALID_PARAMS, ListResourcesResult, PaginatedRequestParams, Resource, ToolAnnotations
 from pydantic import AnyHttpUrl
 
-from kvtool.core.agent.options import AgentOptions, is_key
+from kvtool.core.agent.options import AgentOptions, key_of
 from kvtool.core.agent.tools import Tools
 from kvtool.core.errors import KvtoolError, UsageError
 
@@ -125,8 +125,10 @@ def serve_stdio(tools: Tools, version: str) -> None:
     anyio.run(StoreServer(tools, version).run_stdio_async)
 
 
-def serve_http(tools: Tools, version: str, options: AgentOptions, key: str, told: Callable[[str], None]) -> None:
-    """Serve clients that send the key, until a signal. `told` is called with the URL.
+def serve_http(
+    tools: Tools, version: str, options: AgentOptions, keys: Sequence[str], told: Callable[[str], None]
+) -> None:
+    """Serve clients that send one of the keys, until a signal. `told` is called with the URL.
 
     Requests have to name this server as their host, or one of `allow_host`, so that no web page can reach it under a
     name of its own.
@@ -141,7 +143,7 @@ def serve_http(tools: Tools, version: str, options: AgentOptions, key: str, told
         server = StoreServer(
             tools,
             version,
-            token_verifier=_Key(key),
+            token_verifier=_Keys(keys),
             auth=AuthSettings(issuer_url=AnyHttpUrl(url), resource_server_url=None),
         )
         app = server.streamable_http_app(streamable_http_path=PATH, transport_security=_security(host, options))
@@ -152,15 +154,15 @@ def serve_http(tools: Tools, version: str, options: AgentOptions, key: str, told
         uvicorn.Server(config).run(sockets=[listener])
 
 
-class _Key:
-    """Verifier of the key that clients send."""
+class _Keys:
+    """Verifier of the keys that clients send."""
 
-    def __init__(self, key: str) -> None:
-        self._key = key
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._keys = keys
 
     async def verify_token(self, token: str) -> AccessToken | None:
         """See `TokenVerifier` of the library."""
-        return AccessToken(token=token, client_id="kvtool", scopes=[]) if is_key(token, self._key) else None
+        return AccessToken(token=token, client_id="kvtool", scopes=[]) if key_of(token, self._keys) else None
 
 
 def _security(host: str, options: AgentOptions) -> TransportSecuritySettings:

@@ -41,7 +41,8 @@ class Request:
     search : the text to search for instead of the question itself; "": the question.
     messages : the whole prompt of a client, as role and text of each message, the question in the last one: passages
         of the store in it are reused where they are, and none is retrieved (query/prompt.py).
-    owner : whose learned passages are reused, too (session/learned.py); None: no learned ones.
+    owner : whose learned passages (session/learned.py) and conversations are reused; None: no learned passages, and
+        conversations of no owner.
     """
 
     question: str
