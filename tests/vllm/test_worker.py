@@ -115,6 +115,15 @@ def test_another_model_than_the_stores_is_refused(store: Path) -> None:
         feeder_of(store, other).load(load_of(store, "reuse"))
 
 
+def test_no_models_gate_result_passes_as_anothers(store: Path, served: Imitation) -> None:
+    """vLLM may serve a fine-tune of the store's model, before or after the store's own."""
+    other, load = Imitation(tiny_model("llama", seed=1)), load_of(store, "reuse")
+    for _ in range(2):
+        with pytest.raises(GateError, match="records made in"):
+            feeder_of(store, other).load(load)
+        feeder_of(store, served).load(load)
+
+
 def test_a_model_of_another_shape_is_refused(store: Path) -> None:
     with pytest.raises(ModelError, match="do not fit the model"):
         feeder_of(store, Imitation(tiny_model("qwen3"))).load(load_of(store, "reuse"))
