@@ -150,10 +150,8 @@ class Feeder:
                 buffer.keys[:, :, segment.start : segment.stop] = 0
                 buffer.values[:, :, segment.start : segment.stop] = 0
         device = session.decoder.device
-        places, blocks = (
-            torch.arange(wanted.first, wanted.stop, device=device),
-            torch.tensor(wanted.blocks, device=device),
-        )
+        places = torch.arange(wanted.first, wanted.stop, device=device)
+        blocks = torch.tensor(wanted.blocks, device=device)
         slots = blocks[places // self._block_size] * self._block_size + places % self._block_size
         for module, keys, values in _rows(session.decoder, fused.cache, slice(wanted.first, wanted.stop)):
             _write(module, module.kv_cache, keys, values, slots)
