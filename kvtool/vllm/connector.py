@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +12,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.logger import init_logger
 
-from kvtool.core.errors import UsageError
+from kvtool.core.errors import GateError
+from kvtool.vllm.config import check_config
 from kvtool.vllm.requests import FIELD, Passages, PassageSpotter
 from kvtool.vllm.worker import Comparison, Feeder, Load
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _logger = init_logger("vllm.kvtool")
@@ -35,11 +38,23 @@ class Step(KVConnectorMetadata):
     comparison: Comparison | None = None
 
 
+@dataclass
+class Verdict(KVConnectorWorkerMetadata):
+    """The gate's, as the worker reports it to the scheduler."""
+
+    passed: bool
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Verdict:
+        """Return that of two workers."""
+        assert isinstance(other, Verdict)
+        return Verdict(self.passed and other.passed)
+
+
 class KvtoolConnector(KVConnectorBase_V1):
     """A KV connector over a kvtool store: stored passages are spotted in prompts, fused, and written to vLLM's blocks.
 
     All but a prompt's last token is claimed, so vLLM computes one row. What cannot be loaded is reported to vLLM, which
-    then computes the prompt itself. Until the first prompt of 48 tokens was compared, nothing is claimed.
+    then computes the prompt itself. Until a prompt of 48 tokens was compared, nothing is claimed.
 
     Raises
     ------
@@ -48,7 +63,7 @@ class KvtoolConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
-        _check_config(vllm_config)
+        check_config(vllm_config)
         # A prompt whose records cannot be read would end as an error otherwise.
         self._kv_transfer_config.kv_load_failure_policy = "recompute"
         config = self._kv_transfer_config.kv_connector_extra_config
@@ -56,8 +71,9 @@ class KvtoolConnector(KVConnectorBase_V1):
         self._found: dict[str, Passages] = {}
         self._due: list[Load] = []
         self._failed: set[int] = set()
-        self._compares = False
-        self._spotter = PassageSpotter(config, _warn)
+        self._verdict: Verdict | None = None  # in the worker: what is not reported yet
+        self._seen: Any = None  # the hook that waits for the model
+        self._spotter = PassageSpotter(config, _warn, vllm_config.scheduler_config.max_num_batched_tokens)
         context = vllm_config.model_config.max_model_len
         self._feeder = Feeder(config, context, self._block_size, _warn) if role == KVConnectorRole.WORKER else None
 
@@ -77,7 +93,7 @@ class KvtoolConnector(KVConnectorBase_V1):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         """Claim all tokens of a prompt with passages but the last one; they are loaded within the step."""
-        if request.request_id not in self._found or not self._compares:
+        if request.request_id not in self._found or not (self._verdict and self._verdict.passed):
             return 0, False
         return max(0, request.num_prompt_tokens - 1 - num_computed_tokens), False
 
@@ -89,15 +105,25 @@ class KvtoolConnector(KVConnectorBase_V1):
             self._due.append(Load(ids, found.spans, found.options, stop - num_external_tokens, stop, own))
 
     def build_connector_meta(self, scheduler_output: Any) -> Step:
-        """Return the loads of a step, and what is to be compared in the first one that has enough."""
+        """Return the loads of a step, and what is to be compared while the gate has no verdict."""
         step, self._due = Step(self._due), []
-        for new in () if self._compares else scheduler_output.scheduled_new_reqs:
+        for new in scheduler_output.scheduled_new_reqs if self._verdict is None else ():
             count = min(scheduler_output.num_scheduled_tokens[new.req_id], _MOST_COMPARED)
             ids = tuple(new.prompt_token_ids or ())[:count]
-            if new.num_computed_tokens == 0 and len(ids) >= _FEWEST_COMPARED and new.lora_request is None:
-                step.comparison, self._compares = Comparison(ids, tuple(new.block_ids[0])), True
+            is_plain = new.lora_request is None and new.prompt_embeds is None and not new.mm_features
+            if is_plain and new.num_computed_tokens == 0 and len(ids) >= _FEWEST_COMPARED:
+                step.comparison = Comparison(ids, tuple(new.block_ids[0]))
                 break
         return step
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Take the gate's verdict, and take blocks that were not filled out of vLLM's prefix cache."""
+        verdict = connector_output.kv_connector_worker_meta
+        if isinstance(verdict, Verdict):
+            self._verdict = verdict
+        # vLLM leaves them there: it counts on their request to compute them, which may be aborted before.
+        if connector_output.invalid_block_ids:
+            self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request."""
@@ -109,15 +135,14 @@ class KvtoolConnector(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the work of a step; in the first one, note the model that is about to be called."""
         super().bind_connector_metadata(connector_metadata)
-        if self._feeder is not None and self._feeder.model is None:
-            hook = torch.nn.modules.module.register_module_forward_pre_hook(self._see_model)
-            self._seen = hook
+        if self._feeder is not None and self._seen is None:
+            self._seen = torch.nn.modules.module.register_module_forward_pre_hook(self._see_model)
 
     def _see_model(self, module: torch.nn.Module, args: Any) -> None:
-        """Note the first module that is called, vLLM's model; connectors are not handed it."""
-        assert self._feeder is not None
-        self._seen.remove()
-        self._feeder.model = module
+        """Note vLLM's model, the first module with logits that is called; connectors are not handed it."""
+        if self._feeder is not None and hasattr(module, "compute_logits"):
+            self._seen.remove()
+            self._feeder.model = module
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fill the blocks of this step's requests; those that cannot be filled are reported."""
@@ -127,6 +152,8 @@ class KvtoolConnector(KVConnectorBase_V1):
             except Exception as error:  # whatever it is, vLLM can compute these blocks itself
                 _warn(f"a prompt of {len(load.ids)} tokens is computed by vLLM: {error}", "")
                 self._failed.update(load.touched(self._block_size))
+                if isinstance(error, GateError):
+                    self._verdict = Verdict(passed=False)
 
     def _feed(self, load: Load) -> None:
         assert self._feeder is not None
@@ -136,9 +163,14 @@ class KvtoolConnector(KVConnectorBase_V1):
         """Compare what vLLM has computed in this step, if the gate is to be run."""
         if self._step.comparison is not None and self._feeder is not None:
             try:
-                self._feeder.compare(self._step.comparison)
-            except Exception as error:  # nothing is loaded then
+                self._verdict = Verdict(self._feeder.compare(self._step.comparison))
+            except Exception as error:  # the next prompt is compared then
                 _warn(f"nothing is loaded from the store: {error}", "")
+
+    def build_connector_worker_meta(self) -> Verdict | None:
+        """Report the gate's verdict, once."""
+        verdict, self._verdict = self._verdict, None
+        return verdict
 
     @property
     def _step(self) -> Step:
@@ -164,17 +196,7 @@ def _is_plain(request: Request) -> bool:
     return not any(other is not None and other != [] for other in others) and not request.skip_reading_prefix_cache
 
 
-def _check_config(config: VllmConfig) -> None:
-    """Refuse what the connector cannot serve. Raises UsageError."""
-    parallel, dtype = config.parallel_config, config.cache_config.cache_dtype
-    for name, size in {"pipeline": parallel.pipeline_parallel_size, "tensor": parallel.tensor_parallel_size}.items():
-        if size > 1:
-            raise UsageError(f"the kvtool connector does not support {name} parallelism", "serve the model on one rank")
-    if dtype not in ("auto", "float16", "bfloat16", "float32"):
-        raise UsageError(f"the kvtool connector does not fill a cache of {dtype}", "leave --kv-cache-dtype out")
-
-
-@cache
+@lru_cache(1000)
 def _warn(text: str, hint: str) -> None:
-    """Log what a user should know, each text once."""
+    """Log what a user should know, each of the last 1,000 texts once."""
     _logger.warning("kvtool: %s", f"{text}; {hint}" if hint else text)

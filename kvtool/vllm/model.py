@@ -158,7 +158,7 @@ class RowModel(nn.Module):
 
 @dataclass(frozen=True)
 class VllmLoaded(Loaded):
-    """A model that vLLM has loaded. Its arithmetic has a name of its own, so that the gate measures it."""
+    """A model that vLLM has loaded. It has an arithmetic of its own and no fingerprint: the gate measures it."""
 
     @property
     def arithmetic(self) -> Arithmetic:

@@ -49,18 +49,19 @@ class PassageSpotter:
     ----------
     config : `kv_connector_extra_config`: `store`, and options of `kvtool query` that say how to fuse.
     warn : reports why requests are left to vLLM.
+    most : tokens outside passages that a request may have: they are computed in one step of vLLM.
 
     Raises
     ------
     UsageError : no store is named, or an option is unknown or wrong.
     """
 
-    def __init__(self, config: Mapping[str, Any], warn: Warn) -> None:
+    def __init__(self, config: Mapping[str, Any], warn: Warn, most: int = 1 << 20) -> None:
         if not config.get("store"):
             raise UsageError("kv_connector_extra_config names no store", 'add "store": "PATH"')
         self._path = Path(config["store"])
         self._settings = {name: value for name, value in config.items() if name != "store"}
-        self._warn = warn
+        self._warn, self._most = warn, most
         self.options(None)
 
     def options(self, wish: object) -> QueryOptions | None:
@@ -76,7 +77,9 @@ class PassageSpotter:
         """
         if wish is False:
             return None
-        more = {"fusion": wish} if isinstance(wish, str) else wish if isinstance(wish, Mapping) else {}
+        more = {"fusion": wish} if isinstance(wish, str) else {} if wish is None or wish is True else wish
+        if not isinstance(more, Mapping):
+            raise UsageError(f"{FIELD!r} of a request is {wish!r}", "give a fusion mode, options by name, or false")
         settings = self._settings | dict(more)
         if unknown := [name for name in settings if name not in _SETTINGS]:
             raise UsageError(f"the connector has no option {unknown[0]!r}", f"known: store, {', '.join(_SETTINGS)}")
@@ -107,7 +110,10 @@ class PassageSpotter:
         except KvtoolError as error:
             self._warn(error.message, error.hint)
             return None
-        if not spans:
+        except Exception as error:  # whatever a client sends, vLLM's engine must not end with it
+            self._warn(f"a prompt of {len(ids)} tokens is left to vLLM: {error!r}", "")
+            return None
+        if not spans or len(ids) - sum(map(len, spans)) > self._most:
             return None
         selector = selector_for(options, options.mode())
         rest = () if selector.ignores_question else tuple(ids)

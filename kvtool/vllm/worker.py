@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -94,22 +95,39 @@ class Feeder:
         decoder = VllmDecoder(self.model, dtype, getattr(torch, identity.dtype), self._context)
         return Session(store, decoder=decoder, warn=self._warn)
 
-    def compare(self, given: Comparison) -> None:
-        """Measure how far kvtool's prefill is from what vLLM has just written of the same tokens."""
+    def compare(self, given: Comparison) -> bool:
+        """Measure how far kvtool's prefill is from what vLLM has just written of the same tokens; False: too far."""
         decoder: Any = self.session.decoder
         _, cache = decoder.prefill(given.ids)
         count = -(-len(given.ids) // self._block_size)
-        places = torch.arange(len(given.ids))
-        worst = 0.0
+        places = torch.arange(len(given.ids), device=decoder.device)
+        blocks = torch.tensor(given.blocks[:count], device=decoder.device)
+        found: list[float] = []
         for module, keys, values in _rows(decoder, cache, slice(0, len(given.ids))):
-            theirs = module.kv_cache[torch.tensor(given.blocks[:count])]
-            ours, written = theirs.clone(), torch.zeros_like(theirs)
+            theirs = module.kv_cache[blocks]
+            ours = theirs.clone()
             _write(module, ours, keys, values, places)
-            _write(module, written, torch.ones_like(keys), torch.ones_like(values), places)
-            some = written != 0  # in whatever layout the backend keeps
-            reference, other = theirs[some].double(), ours[some].double()
-            worst = max(worst, float((reference - other).square().mean().sqrt() / reference.square().mean().sqrt()))
-        self._difference = worst
+            for key, value in ((1, 0), (0, 1)):  # apart: keys may be many times as large as values
+                written = torch.zeros_like(theirs)
+                _write(module, written, torch.full_like(keys, key), torch.full_like(values, value), places)
+                some = written != 0  # in whatever layout the backend keeps
+                reference, other = theirs[some].double(), ours[some].double()
+                found.append(float((reference - other).square().mean().sqrt() / reference.square().mean().sqrt()))
+        self._difference = max(found) if all(map(isfinite, found)) else inf
+        try:
+            self._check_difference()
+        except GateError as error:
+            self._warn(error.message, error.hint)
+            return False
+        return True
+
+    def _check_difference(self) -> None:
+        allowed = TOLERANCE[self.session.decoder.dtype]
+        if self._difference is None:
+            raise GateError("kvtool's prefill was not compared with vLLM's", "an earlier line of the log says why")
+        if not self._difference <= allowed:
+            what = f"kvtool's prefill over vLLM's modules differs from vLLM's by {self._difference:.3g} > {allowed:.3g}"
+            raise GateError(what, "vLLM computes these prompts itself; report the model")
 
     def load(self, wanted: Load) -> None:
         """Fuse a prompt and write its rows to the request's blocks.
@@ -118,13 +136,8 @@ class Feeder:
         ------
         GateError : the gate has not passed. KvtoolError : the store, or what is stored, cannot be used.
         """
+        self._check_difference()
         session = self.session
-        allowed = TOLERANCE[session.decoder.dtype]
-        if self._difference is None:
-            raise GateError("kvtool's prefill was not compared with vLLM's", "an earlier line of the log says why")
-        if not self._difference <= allowed:
-            what = f"kvtool's prefill over vLLM's modules differs from vLLM's by {self._difference:.3g} > {allowed:.3g}"
-            raise GateError(what, "vLLM computes these prompts itself; report the model")
         with session.lock, session.store.view():
             session.refresh()
             plan = plan_spotted(session, wanted.ids, wanted.spans, wanted.options)
@@ -136,8 +149,10 @@ class Feeder:
             for segment in hidden:  # no row sees them, but a backend may load them with those next to them
                 buffer.keys[:, :, segment.start : segment.stop] = 0
                 buffer.values[:, :, segment.start : segment.stop] = 0
-        places = torch.arange(wanted.first, wanted.stop)
-        slots = torch.tensor(wanted.blocks)[places // self._block_size] * self._block_size + places % self._block_size
+        device = session.decoder.device
+        places = torch.arange(wanted.first, wanted.stop, device=device)
+        blocks = torch.tensor(wanted.blocks, device=device)
+        slots = blocks[places // self._block_size] * self._block_size + places % self._block_size
         for module, keys, values in _rows(session.decoder, fused.cache, slice(wanted.first, wanted.stop)):
             _write(module, module.kv_cache, keys, values, slots)
 

@@ -79,6 +79,21 @@ def test_a_wrong_setting_is_refused_at_the_start_and_reported_of_a_request(
     assert what in said[0][0]
 
 
+@pytest.mark.parametrize("wish", [5, 0, [1], {"ratio": 10**400}], ids=["five", "zero", "list", "huge"])
+def test_a_wish_of_any_kind_is_reported_and_ends_nothing(store: Path, wish: object) -> None:
+    said: Said = []
+    assert spotter_of(store, said).find(prompt_of(store)[0], wish) is None
+    assert len(said) == 1
+
+
+def test_a_prompt_with_more_text_of_its_own_than_a_step_computes_is_left_to_vllm(store: Path) -> None:
+    ids, places = prompt_of(store)
+    own = len(ids) - sum(stop - start for start, stop in places)
+    spotter, fewer = (PassageSpotter({"store": str(store)}, lambda *_: None, most) for most in (own, own - 1))
+    assert spotter.find(ids) is not None
+    assert fewer.find(ids) is None
+
+
 def test_a_store_that_is_not_there_is_reported(tmp_path: Path) -> None:
     said: Said = []
     with pytest.raises(UsageError, match="names no store"):

@@ -115,6 +115,26 @@ def test_another_model_than_the_stores_is_refused(store: Path) -> None:
         feeder_of(store, other).load(load_of(store, "reuse"))
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, 0.0])
+def test_values_alone_that_differ_or_are_no_numbers_are_refused(store: Path, served: Imitation, wrong: float) -> None:
+    feeder = feeder_of(store, served, passes=False)
+    served.serve(OWN * 9, OTHERS)
+    attention: Any = served.model.layers[-1].self_attn
+    attention.attn.kv_cache[:, :, 1] = wrong
+    feeder.compare(Comparison(OWN * 9, OTHERS))
+    with pytest.raises(GateError, match="differs from vLLM's by"):
+        feeder.load(load_of(store, "reuse"))
+
+
+def test_no_models_gate_result_passes_as_anothers(store: Path, served: Imitation) -> None:
+    """vLLM may serve a fine-tune of the store's model, before or after the store's own."""
+    other, load = Imitation(tiny_model("llama", seed=1)), load_of(store, "reuse")
+    for _ in range(2):
+        with pytest.raises(GateError, match="records made in"):
+            feeder_of(store, other).load(load)
+        feeder_of(store, served).load(load)
+
+
 def test_a_model_of_another_shape_is_refused(store: Path) -> None:
     with pytest.raises(ModelError, match="do not fit the model"):
         feeder_of(store, Imitation(tiny_model("qwen3"))).load(load_of(store, "reuse"))

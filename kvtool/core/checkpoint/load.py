@@ -34,6 +34,7 @@ class Loaded:
     model : `PreTrainedModel`, in eval mode, no gradients.
     tokenizer : fast tokenizer of `transformers`.
     dtype : of its keys and values, resolved: "bfloat16", "float16" or "float32".
+    fingerprint : of the weights; empty: not known, so no result of the gate is stored.
     load_ms : time that loading took, tokenizer and fingerprint included.
     """
 

@@ -76,15 +76,21 @@ def gate_store(
     chunks : token ids to check with; None: some of the store's.
     """
     arithmetic = decoder.loaded.arithmetic
-    result = stored_result(store, identity.fingerprint, arithmetic)
+    result = stored_result(store, identity.fingerprint, arithmetic) if decoder.loaded.fingerprint else None
     if result is not None:
         return result
     chunks = _own_chunks(store, identity) if chunks is None else chunks
     if not chunks:
         return None
     result = check_invariants(decoder, identity.fingerprint, identity.prefix, chunks)
-    keep_result(store, result, arithmetic)
+    _keep(store, decoder, result)
     return result
+
+
+def _keep(store: Store, decoder: Decoder, result: ConformanceResult) -> None:
+    """Store a result, unless nobody knows whose weights gave it: it would pass as the store's model's."""
+    if decoder.loaded.fingerprint:
+        keep_result(store, result, decoder.loaded.arithmetic)
 
 
 def _own_chunks(store: Store, identity: StoreIdentity) -> list[Ids]:
@@ -298,7 +304,7 @@ def _add_cross_dtype(
             others = found.cross_dtype_loss | {str(made): measured[1]}
             found = replace(found, checks=(*found.checks, measured[0]), cross_dtype_loss=others)
     if found is not result:
-        keep_result(store, found, own)
+        _keep(store, decoder, found)
     return found
 
 

@@ -240,7 +240,9 @@ class Session:
         GateError : with the measured numbers.
         """
         if self._conformance is None:
-            self._conformance = stored_result(self.store, self.identity.fingerprint, self.arithmetic) or self._meet()
+            is_known = not self.is_loaded or self.decoder.loaded.fingerprint
+            stored = stored_result(self.store, self.identity.fingerprint, self.arithmetic) if is_known else None
+            self._conformance = stored or self._meet()
         if self._conformance is None:
             return False
         own, makers = {None, self.arithmetic}, self.store.arithmetics(chunk_ids)
