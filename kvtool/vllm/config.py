@@ -1,4 +1,4 @@
-"""What vLLM may be configured to do while the connector feeds it."""
+"""Configurations of vLLM that the connector supports."""
 
 from __future__ import annotations
 
