@@ -120,8 +120,8 @@ def serving(
 
 
 @contextmanager
-def turned(served: Served) -> Iterator[threading.Semaphore]:
-    """Each turn of the engine takes a permit."""
+def turned(served: Any) -> Iterator[threading.Semaphore]:
+    """Let each turn of an engine, `served.engine`, take a permit."""
     permits, scheduler = threading.Semaphore(0), served.engine.scheduler
     turn = scheduler._turn
 

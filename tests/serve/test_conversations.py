@@ -29,7 +29,7 @@ from kvtool.serve.options import ServeOptions
 from tests.cli.working import write_corpus
 from tests.families import HYBRIDS, save_tiny
 from tests.serve import asking
-from tests.serve.conftest import KEY, PATIENCE, Served, serving, wait_until
+from tests.serve.conftest import KEY, PATIENCE, Served, serving, turned
 
 QUESTIONS = (
     "Who built the third mill?",
@@ -253,10 +253,11 @@ def test_a_conversation_that_is_held_again_counts_once(client: Client) -> None:
 
 def test_who_leaves_in_the_middle_finds_it_as_it_was(ready: Path, client: Client) -> None:
     turns, _ = client.talk(QUESTIONS[:2])
-    stream = asking.stream(client.engine, Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=6), turns=turns))
-    next(stream)
-    stream.close()
-    wait_until(lambda: client.engine.scheduler.running == 0)  # it lets go of the conversation
+    with turned(client) as permits:
+        permits.release(3)  # of eight tokens some cannot be there yet
+        stream = asking.stream(client.engine, Ask(Request(QUESTIONS[2]), replace(SHORT, max_tokens=8), turns=turns))
+        next(stream)
+        stream.close()
     after = client.ask(QUESTIONS[2], turns)
     with Client(ready, keep=0) as other:
         assert other.ask(QUESTIONS[2], turns).text == after.text
