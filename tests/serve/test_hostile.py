@@ -336,8 +336,7 @@ def test_a_full_queue_says_when_to_come_again(ready: Path) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_answer_that_takes_too_long(ready: Path, stream: bool) -> None:
-    with serving(ready) as served, served.client as client:
-        served.engine.scheduler._timeout = -1.0
+    with serving(ready, request_timeout=0.001) as served, served.client as client:
         assert client.post(CHAT, json=body(stream=stream)).status_code == 504
 
 
