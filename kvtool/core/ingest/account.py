@@ -42,14 +42,14 @@ class Account:
         self._named = {str(place) for path in options.paths for place in places(path)}
 
     @contextmanager
-    def phase(self, name: str, told: bool = True) -> Iterator[None]:
+    def phase(self, name: str, reported: bool = True) -> Iterator[None]:
         """Report and time a phase of the run (`report.PHASES`). A nested phase counts only for itself.
 
         Parameters
         ----------
-        told : False if the code inside reports it in more detail.
+        reported : False if the code inside reports it in more detail.
         """
-        if told:
+        if reported:
             self.events.status(PHASES[name])
         phases = self.report.phases
         started, others = time.perf_counter(), sum(phases.values())

@@ -75,7 +75,7 @@ class Forecast:
         """Return True if the KV is large enough to show a forecast."""
         return self.kv_bytes >= _NOTED_BYTES
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Return the forecast in words."""
         before = "" if self.level == "raw" else " before compression"
         kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
