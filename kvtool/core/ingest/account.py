@@ -103,6 +103,11 @@ class Account:
         if not self.report.dry_run:
             self.events.step("reading files", len(files), "files")
 
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Leave files out of the estimate that are known to be unchanged."""
+        for name in names:
+            self._estimate.pass_by(name)
+
     def look_at(self, path: str) -> None:
         """Count a file as read."""
         known = self._estimate.pass_by(path)

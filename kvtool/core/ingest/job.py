@@ -230,6 +230,7 @@ class _Job:
                     continue
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
+                    self.stream.leave_known_out()
                     self._say_forecast(store, self.account.expected)
                     storer = self._storer(store, writer, new)
                     self.account.begin_computing()
