@@ -53,6 +53,8 @@ def main() -> None:
     show_answers(out, shown)
     show_table(out, rows[-1])
     out.print(f"\n{rows[-1]['count']} questions, {time.perf_counter() - started:.0f} s in all; store: {place[1]}")
+    if options.model == "smollm2":
+        out.print("The packaged model is too small to answer well in any mode, and such short prompts gain the least.")
     question = shlex.quote(shown["question"])
     out.print(f"\nAsk it yourself:\n\n    {program()} query {question} {shlex.join(place)}")
 

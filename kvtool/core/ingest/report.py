@@ -88,7 +88,7 @@ class Forecast:
         """Return a hint to store less, if the KV is large."""
         much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
         hint = (
-            "`--level lossless` stores it exactly in less; `kvtool compress --drop-raw` afterwards makes it far less, "
+            "`--level lossless` takes less and is exact; `kvtool compress --drop-raw` afterwards takes far less, "
             "with some loss"
         )
         return hint if much and self.level == "raw" else ""
