@@ -110,9 +110,9 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
     ("url", "said"),
     [
         ("ftp://host/x", "no shared store of the kind ftp://"),
-        ("s3://", "names no place of values"),
-        ("s3://bucket/a//b", "names no place of values"),
-        ("gs://bucket/../other", "names no place of values"),
+        ("s3://", "names no bucket or folder"),
+        ("s3://bucket/a//b", "names no bucket or folder"),
+        ("gs://bucket/../other", "names no bucket or folder"),
         ("az://key:secret@container", "holds a user or a password"),
         ("https://host/kv?signature=1", "after . or #"),
         ("file://host/folder", "names no folder of this machine"),
