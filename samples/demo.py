@@ -53,8 +53,8 @@ def main() -> None:
     show_answers(out, shown)
     show_table(out, rows[-1])
     out.print(f"\n{rows[-1]['count']} questions, {time.perf_counter() - started:.0f} s in all; store: {place[1]}")
-    question = shlex.quote(shown["question"])
-    out.print(f"\nAsk it yourself:\n\n    {program()} query {question} {shlex.join(place)}")
+    out.print("Small models answer badly in any mode, and prompts as short as these gain least.")
+    out.print(f"\nAsk it yourself:\n\n    {program()} query {shlex.quote(shown['question'])} {shlex.join(place)}")
 
 
 def arguments() -> argparse.Namespace:

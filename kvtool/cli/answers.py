@@ -45,7 +45,7 @@ def cited(chunk: ReplyChunk) -> str:
     """Return the place of a chunk on one line, relative to the working folder if it is below it, and whether its file
     has changed. No name of a file or an origin can look like several places."""
     made_by = f" (from {_unmistakable(chunk.origin)})" if chunk.origin else ""
-    return _unmistakable(chunk.behind(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
+    return _unmistakable(chunk.cite(as_named_here(chunk.source))) + made_by + _SINCE.get(chunk.since_ingest, "")
 
 
 def _unmistakable(name: str) -> str:

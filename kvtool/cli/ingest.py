@@ -112,13 +112,13 @@ def _show(run: Run, report: IngestReport) -> None:
         run.out.print(still_failing(report))
     if any(report.skipped.values()):
         kinds = {kind: count for kind, count in report.skipped.items() if kind != Skip.UNSUPPORTED} | report.unsupported
-        told = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
-        run.out.print(f"files skipped: {told}{' (-v names them)' if run.out.verbosity == 0 else ''}")
+        listed = ", ".join(_counted(count, kind) for kind, count in kinds.items() if count)
+        run.out.print(f"files skipped: {listed}{' (-v names them)' if run.out.verbosity == 0 else ''}")
     run.out.print(f"chunks: {chunks.computed} {would}computed, {chunks.reused} reused, {chunks.removed} removed")
     if report.dry_run:
         run.out.print(f"tokens to compute: {report.tokens:,}")
         if report.forecast is not None:
-            run.out.print(report.forecast.told())
+            run.out.print(report.forecast.text())
             if advice := report.forecast.advice():
                 run.out.print(advice)
         return

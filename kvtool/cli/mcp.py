@@ -62,9 +62,9 @@ def _serve(run: Run, tools: Tools, options: AgentOptions) -> None:
     if not is_loopback(options.host):
         run.out.warning(f"{options.host} may be reached by others, and the key travels as it is", "put TLS before it")
 
-    def told(url: str) -> None:
+    def show_url(url: str) -> None:
         run.out.status(
             f"listening to {url} (Ctrl-C ends it); clients send `Authorization: Bearer` and the key in {path}"
         )
 
-    serve_http(tools, __version__, options, keys, told)
+    serve_http(tools, __version__, options, keys, show_url)

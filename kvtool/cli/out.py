@@ -261,12 +261,12 @@ class Out:
             say = (lambda text, facts: self.status(text)) if aloud or self.verbosity >= 1 else None
             yield Lines(say, label, total, unit, ALOUD_EVERY_S if aloud else STATUS_EVERY_S)
 
-    def reminding(self, told: Callable[[], str]) -> Reminder | None:
+    def reminding(self, text: Callable[[], str]) -> Reminder | None:
         """Say every half minute how far a job is, where nothing else shows it: no bar can be drawn, and neither -v nor
         --jsonl has lines of its own."""
         if self.verbosity != 0 or self.mode == "jsonl" or self._draws_bars():
             return None
-        return Reminder(lambda: self.status(told()), PLAIN_EVERY_S)
+        return Reminder(lambda: self.status(text()), PLAIN_EVERY_S)
 
     def flush(self) -> None:
         """Make sure that stdout has everything, while a failure can still be reported."""
@@ -365,7 +365,7 @@ class JobView:
         )
 
     def __enter__(self) -> JobView:
-        self._reminder = self._out.reminding(self._told)
+        self._reminder = self._out.reminding(self._activity)
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -373,11 +373,11 @@ class JobView:
         if self._reminder is not None:
             self._reminder.close()
 
-    def _told(self) -> str:
+    def _activity(self) -> str:
         """Return the progress of the job, or its present activity if that has no count."""
         if self._doing:
             return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
-        return self._bar.told() if self._bar else "working"
+        return self._bar.text() if self._bar else "working"
 
     def _step(self, label: str, total: int, unit: str) -> None:
         self._close()

@@ -38,7 +38,7 @@ class Progress(Protocol):
     def describe(self, label: str) -> None:
         """Set the label of the present step."""
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Say how far it is."""
 
 
@@ -79,7 +79,7 @@ class Pace:
             return None
         return max(0.0, (self.total - self.done) / self.speed - (time.monotonic() - self._steps[-1][0]))
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Say it: `1,200/40,000 tokens, 310 tokens/s, 2:05 left`."""
         of = f"/{self.total:,.0f}" if self.total else ""
         parts = [f"{self.done:,.0f}{of} {self.unit}", speed_text(self.speed, self.unit)]
@@ -97,15 +97,15 @@ class Lines:
         self._last = time.monotonic()
         if every == ALOUD_EVERY_S:
             self._last -= every  # what is done first is said at once: it names what the figures will be of
-        self._told = label
+        self._shown = label
 
     def advance(self, amount: float = 1) -> None:
         now = self._pace.advance(amount)
         if self._say and now - self._last >= self._every:
-            self._last, self._told = now, self._label
+            self._last, self._shown = now, self._label
             pace = self._pace
             facts = {"done": round(pace.done, 2), "total": pace.total, "unit": pace.unit, "per_second": pace.speed}
-            self._say(self.told(), facts | {"seconds_left": pace.left})
+            self._say(self.text(), facts | {"seconds_left": pace.left})
 
     def expect(self, total: float) -> None:
         self._pace.total = total
@@ -113,12 +113,12 @@ class Lines:
     def describe(self, label: str) -> None:
         self._label = one_line(label)
         now = time.monotonic()
-        if self._say and self._label != self._told and now - self._last >= self._every:
-            self._last, self._told = now, self._label
+        if self._say and self._label != self._shown and now - self._last >= self._every:
+            self._last, self._shown = now, self._label
             self._say(self._label, {})
 
-    def told(self) -> str:
-        return f"{self._label}: {self._pace.told()}"
+    def text(self) -> str:
+        return f"{self._label}: {self._pace.text()}"
 
 
 class Bar:
@@ -143,8 +143,8 @@ class Bar:
         """Show the progress, or nothing during an activity without a count."""
         self._bars.update(self._task, pace=self._pace if shown else None)
 
-    def told(self) -> str:
-        return self._pace.told()
+    def text(self) -> str:
+        return self._pace.text()
 
 
 class Reminder:
@@ -188,7 +188,7 @@ def rich_bars(stream: SafeStream) -> RichProgress:
 
         def render(self, task: Task) -> Text:
             pace: Pace | None = task.fields["pace"]
-            return Text(pace.told() if pace else "")
+            return Text(pace.text() if pace else "")
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(12), PaceColumn())  # within 80 columns
     console = Console(file=cast(IO[str], stream), markup=False, highlight=False, emoji=False)

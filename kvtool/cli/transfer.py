@@ -39,7 +39,7 @@ def push(run: Run, url: Url) -> int | None:
 
     with JobView(run.out) as view:
         report = push_to(url, run.folder, run.get(PushOptions), view.events)
-    return told(run, [report], report.to_json())
+    return show_transfers(run, [report], report.to_json())
 
 
 @takes(PullOptions, StoreOptions, examples=(f"store pull {_SHARED}", f"store pull {_SHARED} --level 2,3 --delete"))
@@ -52,10 +52,10 @@ def pull(run: Run, url: Url) -> int | None:
         tell_budget(run, options.max_size)
     with JobView(run.out) as view:
         report = pull_from(url, run.folder, options, view.events, run.get(StoreOptions))
-    return told(run, [report], report.to_json())
+    return show_transfers(run, [report], report.to_json())
 
 
-def told(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
+def show_transfers(run: Run, reports: list[TransferReport], value: dict[str, Any]) -> int | None:
     for report in reports:
         for row in report.damaged:
             run.out.warning(f"left out: {row['what']}: {row['reason']}")
@@ -182,4 +182,4 @@ def import_(run: Run, sources: Sources) -> int | None:
     if len(several := makers(made)) > 1:
         run.out.status(f"computed {', '.join(several)}: the first question measures what that loses")
     rows = [report.to_json() for report in reports]
-    return told(run, reports, (rows[0] if len(rows) == 1 else {}) | {"merged": rows, "computed_by": made})
+    return show_transfers(run, reports, (rows[0] if len(rows) == 1 else {}) | {"merged": rows, "computed_by": made})

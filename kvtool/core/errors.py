@@ -111,11 +111,11 @@ class KvtoolWarning(UserWarning):
         self.hint = hint
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], likeness: float = 0.5) -> str:
     """A hint: `did you mean …?`, or nothing where no known word is near."""
     import difflib
 
     words, typed = list(known), word[:_COMPARED].strip().lower()
     begun = [name for name in words if len(typed) > 1 and name.startswith(typed)]
-    near = begun or difflib.get_close_matches(typed, words, n=1, cutoff=0.5)
+    near = begun or difflib.get_close_matches(typed, words, n=1, cutoff=likeness)
     return f"did you mean {near[0]!r}?" if near else ""

@@ -91,7 +91,7 @@ def _summary(value: Mapping[str, Any]) -> Iterator[Shown]:
 
 
 def _where(place: Mapping[str, Any]) -> str:
-    cited = Place(place["line"], place["label"]).behind(as_named_here(place["source"]))
+    cited = Place(place["line"], place["label"]).cite(as_named_here(place["source"]))
     return f"{cited}, characters {place['start']} to {place['end']}"
 
 

@@ -161,7 +161,7 @@ def _table(value: Mapping[str, Any]) -> Table:
 def _row(chunk: Mapping[str, Any]) -> tuple[object, ...]:
     return (
         chunk["id"][:12],
-        Place(chunk["line"], chunk["label"]).behind(as_named_here(chunk["source"])),
+        Place(chunk["line"], chunk["label"]).cite(as_named_here(chunk["source"])),
         "-" if chunk["score"] is None else f"{chunk['score']:.2f}",
         chunk["tokens"],
         chunk["status"],

@@ -18,7 +18,7 @@ LEAD_IN = b"lead-in digest------"
 
 
 def noise(label: str, size: int) -> bytes:
-    """The same bytes for the same label, anywhere."""
+    """Return the same bytes for the same label, anywhere."""
     return hashlib.shake_128(label.encode("utf-8", "surrogatepass")).digest(size)
 
 
@@ -57,7 +57,7 @@ def put(writer: Writer, label: str, level: str = "raw", dim: int = DIM) -> Chunk
 
 
 def add_file(writer: Writer, path: str, labels: Sequence[str], dim: int = DIM) -> None:
-    """One file, one document, these chunks."""
+    """Add one file of one document of these chunks."""
     refs, start = list[ChunkRef](), 0
     for label in labels:
         refs.append(replace(put(writer, label, dim=dim), start=start, end=start + len(label)))
@@ -67,7 +67,7 @@ def add_file(writer: Writer, path: str, labels: Sequence[str], dim: int = DIM) -
 
 
 def make_store(path: Path, files: int = 2, chunks: int = 2, dim: int = DIM) -> Path:
-    """A store with files ``f0``, ``f1`` … of chunks ``f0.0``, ``f0.1`` …"""
+    """Make a store with files ``f0``, ``f1`` … of chunks ``f0.0``, ``f0.1`` …"""
     with Store.create_or_open(path) as store, store.writer() as writer:
         writer.set_manifest({"model": "tiny"})
         for number in range(files):
@@ -76,7 +76,7 @@ def make_store(path: Path, files: int = 2, chunks: int = 2, dim: int = DIM) -> P
 
 
 def check_file(store: Store, path: str, chunks: int = 2, dim: int = DIM) -> None:
-    """Everything about a file of :func:`make_store` reads back, byte for byte."""
+    """Check that everything about a file of :func:`make_store` reads back, byte for byte."""
     document = store.document(path)
     assert store.file(path) is not None
     assert document is not None

@@ -63,7 +63,7 @@ def test_who_waits_to_be_alone_is_not_starved() -> None:
 
 
 def test_the_map_changes_under_readers_in_a_loop(tmp_path: Path) -> None:
-    """Six readers that overlap: at nearly every moment one of them is reading."""
+    """Let six readers overlap: at nearly every moment one of them is reading."""
     done = threading.Event()
     with Store.open(make_store(tmp_path / "store")) as opened:
 

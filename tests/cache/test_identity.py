@@ -62,7 +62,7 @@ def test_ids_that_do_not_fit(bad: list[int]) -> None:
 
 
 def test_golden() -> None:
-    """These names are on disk: a change of the encoding needs a new ID_VERSION."""
+    """Check names that are on disk: a change of the encoding needs a new ID_VERSION."""
     assert chunk_id(**FIELDS).hex() == "3114556d85348dd3f8a56416ab19bbc8f02a7742"
     assert ids_digest([1, 2, 3]).hex() == "7a1da53788b323278e746d22f15674f5a804a4bc"
 

@@ -95,7 +95,7 @@ def test_raw_sizes_must_fit_the_shape() -> None:
 
 
 def test_a_signed_header_that_claims_too_much() -> None:
-    """A record whose digest is right and whose shape is absurd (2**96 elements) still is only damage."""
+    """Check that a record whose digest is right and whose shape is absurd (2**96 elements) still is only damage."""
     huge = KVHeader("float32", 2**32 - 1, 2**32 - 1, 2**32 - 1, 1, "x", 0)
     data = bytearray(encode_record(b"k", huge, [b"abcd"]))
     data[8:11] = b"raw"
@@ -132,7 +132,7 @@ def test_typed_parts_are_taken_as_bytes() -> None:
 
 
 def test_golden() -> None:
-    """These bytes are on disk: a change of the layout needs a new RECORD_VERSION."""
+    """Check bytes that are on disk: a change of the layout needs a new RECORD_VERSION."""
     data = encode_record(b"key", KVHeader("bfloat16", 1, 1, 1, 2, "raw", 3), [b"kk", b"vvvv"])
     assert data.hex() == (
         "6b76720001010100726177000000000000000000000000000300000001000000"

@@ -163,7 +163,7 @@ def test_records_of_something_else_are_refused(
 
 
 def test_a_stored_record_is_never_written_again(tmp_path: Path) -> None:
-    """Another process may have computed it in another rounding: the first one stays."""
+    """Keep the first one: another process may have computed it in another rounding."""
     path = make_store(tmp_path / "store")
     other = [encode_record(id_of("f0.0"), header_of(layer), payload_of("other", layer)) for layer in range(LAYERS)]
     with Store.open(path) as store:
@@ -229,7 +229,7 @@ def test_edit_remove_collect(tmp_path: Path) -> None:
 
 
 def test_a_change_by_an_older_kvtool_counts_as_one_of_documents(tmp_path: Path) -> None:
-    """It counts changes of documents only, and knows no second number: the retrieval index must not stay as it is."""
+    """Count a change of documents without the second number, unknown there: the index must not stay as it is."""
     with Store.open(make_store(tmp_path / "store")) as store:
         with store.writer() as writer:
             writer.collect()
@@ -347,7 +347,7 @@ def test_access_notes(tmp_path: Path) -> None:
 
 
 def test_every_use_warms_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noted by whom and folded when makes no difference, but for a second of rounding at each fold."""
+    """Check that the order of notes and folds makes no difference, but for a second of rounding at each fold."""
     path, often, late = make_store(tmp_path / "store"), id_of("f0.0"), id_of("f1.0")
     clock = SimpleNamespace(now=1e9)
     monkeypatch.setattr(access_log, "time", SimpleNamespace(time=lambda: clock.now))
@@ -376,7 +376,7 @@ def test_every_use_warms_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_use_is_known_at_once_and_wherever_it_was_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In this process, in the log, in a log set aside by a writer that died, and by another process's open store."""
+    """Note it in this process, in the log, in a log of a writer that died, and by another process's open store."""
     path, used = make_store(tmp_path / "store"), id_of("f0.0")
     with Store.open(path) as store, Store.open(path) as other:
         store.note_access([used])
@@ -454,7 +454,7 @@ def test_side_files_stay_inside(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.slow
 def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
-    """Law 6: the same bytes in another place."""
+    """Check law 6: the same bytes in another place."""
     path = make_store(tmp_path / "store")
     shutil.copytree(path, tmp_path / "copy")
     path.rename(tmp_path / "moved")
@@ -466,7 +466,7 @@ def test_moved_and_copied_stores_read_the_same(tmp_path: Path) -> None:
 
 
 def test_the_order_of_ingestion_does_not_show(tmp_path: Path) -> None:
-    """Law 10."""
+    """Check law 10."""
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         with Store.create_or_open(tmp_path / str(order)) as store:
@@ -540,7 +540,7 @@ def test_the_map_grows_under_readers(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_fork_is_refused(tmp_path: Path) -> None:
-    """In a process of its own, so that no thread of the test runner is forked."""
+    """Fork in a separate process, so that no thread of the test runner is forked."""
     path = make_store(tmp_path / "store")
     script = """
 import os, sys

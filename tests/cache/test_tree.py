@@ -58,7 +58,7 @@ def test_the_same_as_lmdb(seed: int, tmp_path: Path) -> None:
 
 
 def test_a_transaction_of_before(tmp_path: Path) -> None:
-    """What an older reader holds is read as it was; once its meta page is gone that is said, and LMDB begins anew."""
+    """Read what an older reader holds as it was; once its meta page is gone that is reported, and LMDB begins anew."""
     env = lmdb.open(str(tmp_path), map_size=2**24, lib_version=0)
     file = DataFile(tmp_path / "data.mdb")
     with env.begin(write=True) as transaction:
@@ -76,7 +76,7 @@ def test_a_transaction_of_before(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_any_bit_of_a_page_of_the_tree(tmp_path: Path) -> None:
-    """Keys, sizes, pointers, headers: found wherever it is flipped. (LMDB dies of some of these.)"""
+    """Flip bits of keys, sizes, pointers and headers: each is found. (LMDB dies of some of these.)"""
     env = lmdb.open(str(tmp_path), map_size=2**24, lib_version=0)
     sizes = {b"z%020d" % number: number % 7 * 500 for number in range(60)}
     with env.begin(write=True) as transaction:

@@ -20,7 +20,7 @@ from kvtool.core.checkpoint.files import PACKED
 from kvtool.core.checkpoint.gguf import config as gguf_config
 from kvtool.core.checkpoint.gguf import convert as conversion
 from kvtool.core.checkpoint.gguf.config import llama3_divisors
-from kvtool.core.checkpoint.gguf.convert import begin_as_told, converted, split_digits
+from kvtool.core.checkpoint.gguf.convert import add_bos_as_stated, converted, split_digits
 from kvtool.core.checkpoint.gguf.header import GgufHeader, read_header
 from kvtool.core.checkpoint.hub import model_fingerprint, resolve
 from kvtool.core.checkpoint.load import load_model, load_tokenizer
@@ -323,7 +323,7 @@ def test_texts_begin_as_the_file_says() -> None:
     tokenizer.add_bos_token = False
     assert tokenizer("a")["input_ids"][0] != tokenizer.bos_token_id
     for told, begins in ((False, False), (True, True)):
-        begin_as_told(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
+        add_bos_as_stated(GgufHeader({"tokenizer.ggml.add_bos_token": told}, {}), tokenizer)
         assert (tokenizer("a")["input_ids"][0] == tokenizer.bos_token_id) is begins
 
 

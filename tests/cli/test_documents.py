@@ -49,7 +49,7 @@ def _cited(finder: Finder, store: Store, one: documents.Asked, folder: Path) -> 
         assert document is not None
         at = document.text.find(one.answers[0], hit.passage.start, hit.passage.end)
         if at >= 0:
-            cited = document.place(at, at + len(one.answers[0])).behind(document.source)
+            cited = document.place(at, at + len(one.answers[0])).cite(document.source)
             assert any(named.start <= at < named.end for named in finder.places.of_chunks(cited))
             return cited.removeprefix(f"{folder}/")
     return "not found"

@@ -464,7 +464,7 @@ def test_a_line_now_and_then_at_v(make: Make, monkeypatch: pytest.MonkeyPatch) -
 def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     pace = module.Pace(4000, "tokens")
-    assert (pace.speed, pace.left, pace.told()) == (None, None, "0/4,000 tokens")
+    assert (pace.speed, pace.left, pace.text()) == (None, None, "0/4,000 tokens")
     left = []
     for step in range(1, 8):
         clock.now = 100.0 * step
@@ -475,7 +475,7 @@ def test_the_time_left_runs_down_between_steps_that_take_minutes(monkeypatch: py
     assert left == pytest.approx([800 - 50.0 * step for step in range(2, 16)])
     pace.total = 3500
     assert pace.left == 0
-    assert pace.told() == "3,500/3,500 tokens, 5.0 tokens/s"
+    assert pace.text() == "3,500/3,500 tokens, 5.0 tokens/s"
 
 
 def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -> None:

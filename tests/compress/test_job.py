@@ -17,6 +17,8 @@ from kvtool.core.compress.job import check_levels
 from kvtool.core.compress.loss import Toll, tolls
 from kvtool.core.compress.options import CompressOptions
 from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NoSpaceError, StoreNotFoundError, UsageError
+from kvtool.core.ingest.job import create
+from kvtool.core.ingest.options import IngestOptions
 from tests.cli.working import files_below, kvtool
 from tests.compress.making import (
     LAYERS,
@@ -41,6 +43,12 @@ from tests.compress.making import (
     without_profile,
 )
 from tests.families import save_tiny
+
+
+def test_a_store_without_documents(tiny: Path, tmp_path: Path) -> None:
+    create(tmp_path / "store", IngestOptions(model=str(tiny)))
+    with pytest.raises(KvtoolError, match="the store holds no documents"):
+        run(tmp_path / "store")
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def test_every_answer_is_read_and_its_place_told(asked: list[documents.Asked], f
 def _place(path: Path, answer: str, reading: Reading) -> str:
     (document,) = [one for one in reading.documents(path, path.read_bytes()) if answer in one.text]
     start = document.text.index(answer)
-    return place_of(document.text, document.marks, start, start + len(answer)).behind(document.source)
+    return place_of(document.text, document.marks, start, start + len(answer)).cite(document.source)
 
 
 def test_a_process_reads_what_this_one_would(asked: list[documents.Asked], folder: Path, reading: Reading) -> None:
@@ -132,8 +132,8 @@ def test_a_line_of_what_a_command_says_is_called_so(tmp_path: Path) -> None:
     """The file itself has no such line."""
     (document,) = Reading({".doc": _python(r'print("first\n\nthird")')}).documents(tmp_path / "a.doc", b"")
     assert document.text == "first\n\nthird\n"
-    assert place_of(document.text, document.marks, 7, 12).behind("a.doc") == "a.doc text line 3"
-    assert place_of(document.text, document.marks, 0, 13).behind("a.doc") == "a.doc text line 1–3"
+    assert place_of(document.text, document.marks, 7, 12).cite("a.doc") == "a.doc text line 3"
+    assert place_of(document.text, document.marks, 0, 13).cite("a.doc") == "a.doc text line 1–3"
     chunks = (ChunkRef(b"0" * 16, 0, 6, 2), ChunkRef(b"1" * 16, 6, 13, 2))
     places = Places(cast(Store, _Documents(DocumentEntry("/in/a.doc", "text", document.text, chunks, document.marks))))
     assert indices(places, "/in/a.doc:3") == indices(places, "/in/a.doc text line 3") == [1]

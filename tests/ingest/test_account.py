@@ -109,11 +109,11 @@ def test_the_estimate_learns_from_what_is_read() -> None:
 def test_what_makes_it_smaller_is_named_where_it_is_much(size: int, disk: int, level: str, much: bool) -> None:
     ahead = Forecast(41_000, size, None, disk, level)
     assert ("--level lossless" in ahead.advice() and "kvtool compress" in ahead.advice()) == much
-    assert ("before compression" in ahead.told()) == (level != "raw")
+    assert ("before compression" in ahead.text()) == (level != "raw")
 
 
 def test_minutes_are_told_where_a_speed_is_known() -> None:
-    told = [Forecast(41_000, GB, seconds, 50 * GB, "raw").told() for seconds in (None, 50.0, 700.0, 10_000.0)]
+    told = [Forecast(41_000, GB, seconds, 50 * GB, "raw").text() for seconds in (None, 50.0, 700.0, 10_000.0)]
     assert told[0] == "about 41,000 tokens to compute: 1.0 GB of KV, 50.0 GB of disk free"
     ends = ["a minute", "12 min", "3 h"]
     assert told[1:] == [f"{told[0]}; about {end} at the speed of the last ingest" for end in ends]

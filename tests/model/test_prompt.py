@@ -14,7 +14,7 @@ from kvtool.core.errors import ModelError
 from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model import prompt
 from kvtool.core.model.options import DEFAULT_SYSTEM
-from kvtool.core.model.prompt import chunk_tokens, message_tokens, prompt_parts, question_tokens, warm_passage
+from kvtool.core.model.prompt import chunk_tokens, lead_in_passage, message_tokens, prompt_parts, question_tokens
 from kvtool.core.model.tokens import count_tokens, encode, encode_batch, encode_control, holds_control
 from kvtool.core.options.option import options_of
 from tests.families import tiny_tokenizer
@@ -280,9 +280,9 @@ def test_whitespace_tokens_are_not_control() -> None:
     assert tokenizer.convert_tokens_to_ids("    ") in encode(tokenizer, "a    b")
 
 
-def test_warm_passage() -> None:
+def test_lead_in_passage() -> None:
     tokenizer = tiny_tokenizer()
-    text = tokenizer.decode(warm_passage(tokenizer))
+    text = tokenizer.decode(lead_in_passage(tokenizer))
     assert text.startswith("Tides\n\n")
     assert text.endswith("\n\n")
 

@@ -76,7 +76,7 @@ CALLS = [
     (lambda cache: cache.query("Who?", topk=3), "unknown option 'topk'"),
     (lambda cache: cache.query("Who?", device="cpu"), "device is the same for all"),
     (lambda cache: cache.ingest("docs", chunk_tokens=0), "chunk_tokens: 0 is less than 1"),
-    (lambda cache: cache.compress("9"), "levels: '9' is none of"),
+    (lambda cache: cache.compress("9"), "levels: '9' is none of 1..4, auto, lossless, cachegen-1..4"),
     (lambda cache: cache.prune(max_size="much"), "max_size: 'much' is not a size"),
     (lambda cache: cache.push("file:///x", dleete=True), "unknown option 'dleete'"),
     (lambda cache: cache.rm("x", dry=True), "unknown option 'dry'"),

@@ -376,7 +376,7 @@ def test_documents_are_shared_without_stretches(store: Path, tmp_path: Path) -> 
     ask(store, FIRST)
     tier = f"file://{tmp_path / 'tier'}"
     pushed = kvtool("store", "push", tier, "--store", store).fine()
-    assert f"{stretches(store)['count']} stretches of prompts stay here" in pushed.err
+    assert f"{stretches(store)['count']} state checkpoints of prompts stay here" in pushed.err
     assert "`kvtool store export`" in pushed.err
     pulled = tmp_path / "pulled"
     assert "a shared store holds no states" in kvtool("store", "pull", tier, "--store", pulled).fine().err

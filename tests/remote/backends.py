@@ -47,7 +47,7 @@ class Site:
 
     @property
     def can_be_written(self) -> bool:
-        """By what reads it."""
+        """Return True if its reader can also write."""
         return self.url == self.home
 
     @property
@@ -155,7 +155,7 @@ WRITABLE = [name for name in BACKENDS if name not in READ_ONLY]
 
 @contextmanager
 def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Site]:
-    """An empty place on a backend for a test, its server asked without a way in between."""
+    """Make an empty place on a backend for a test; its server is asked without a link in between."""
     stops: list[Stop] = []
     given = request.getfixturevalue
     site = BACKENDS[name].make(given, given("tmp_path"), given("monkeypatch"), stops)
@@ -167,14 +167,14 @@ def _made(name: str, request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.fixture
 def gs_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A folder of an empty bucket of Google's."""
+    """Return the URL of a folder of an empty bucket of Google's."""
     with _made("gs", request) as site:
         yield site.url
 
 
 @pytest.fixture
 def az_url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A folder of an empty container of Azure's."""
+    """Return the URL of a folder of an empty container of Azure's."""
     with _made("az", request) as site:
         yield site.url
 

@@ -235,7 +235,7 @@ def cell_of(row: Row, name: str) -> Cell | str:
 
 
 def cells(table: Mapping[str, Row]) -> list[ParameterSet]:
-    """What is to be tested, backend by backend, as parameters: the backend's name, the cell."""
+    """Return what is to be tested, backend by backend, as parameters: the backend's name, the cell."""
     return [
         pytest.param(name, cell, id=f"{name}-{fault}")
         for name in BACKENDS

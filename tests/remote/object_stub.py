@@ -30,7 +30,7 @@ class Request(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Of the object, without its bucket."""
+        """Return the object's name, without its bucket."""
         return unquote(self.path).lstrip("/").partition("/")[2]
 
 
@@ -55,16 +55,16 @@ class HttpServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
 
     def answer(self, request: Request) -> Answer | None:
-        """None: the connection is closed without a word."""
+        """Answer a request; None closes the connection without a word."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """No more of it."""
+        """Stop the server."""
         self.shutdown()
         self.server_close()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Clients go away in the middle: that is what is tested."""
+        """Ignore clients that go away in the middle: that is what is tested."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -97,11 +97,11 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_any
 
     def log_message(self, *given: object) -> None:
-        """It stays quiet."""
+        """Log nothing."""
 
 
 def value_answer(request: Request, value: bytes, headers: Mapping[str, str]) -> Answer:
-    """A value, or the part of it that was asked for."""
+    """Answer with a value, or with the part of it that was asked for."""
     headers = {**headers, "Last-Modified": formatdate(usegmt=True), "Content-Length": str(len(value))}
     if request.method == "HEAD":
         return Answer(200, headers=headers)
@@ -123,7 +123,7 @@ class WebServer(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer:
-        """Files are given, nothing is taken."""
+        """Serve files; refuse to take any."""
         path = self._folder / request.name
         if request.method not in ("GET", "HEAD"):
             return Answer(405)
@@ -143,7 +143,7 @@ class ObjectServer(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer:
-        """One request after the other."""
+        """Answer one request after the other."""
         with self._one:
             if unquote(request.path).strip("/").partition("/")[0] != "bucket":
                 return Answer(404, f"<Error><Code>{self.missing_bucket}</Code></Error>".encode())
@@ -167,7 +167,7 @@ class ObjectServer(HttpServer):
         return value_answer(request, value, self._tags(version))
 
     def _page(self, request: Request, after: str) -> tuple[list[str], str]:
-        """Some names, and the mark by which the next are asked for."""
+        """Return some names, and the mark by which the next are asked for."""
         names = sorted(name for name in self.objects if name.startswith(request.query.get("prefix", "")))
         left = [name for name in names if name > after]
         return left[:PAGE], left[PAGE - 1] if len(left) > PAGE else ""

@@ -33,7 +33,7 @@ class Scene:
 
     @property
     def folder(self) -> Path:
-        """Of the values."""
+        """Return the folder of the values."""
         assert self.site.folder is not None
         return self.site.folder
 
@@ -44,7 +44,7 @@ class Scene:
 
     @contextmanager
     def made(self, make: Callable[[Scene], object], middle: float) -> Iterator[None]:
-        """The trouble is there inside, and over afterwards."""
+        """Cause the trouble inside, and end it afterwards."""
         self.middle = middle
         try:
             make(self)
@@ -64,7 +64,7 @@ class Scene:
             yield blobs
 
     def close(self) -> None:
-        """The tier is reached without a link again."""
+        """Close the link: the shared store is reached without it again."""
         if self.link is not None:
             self.link.close()
             self.site.ask_at(self.site, self.site.reading_port)

@@ -39,13 +39,13 @@ def wreck(url: str, chunk: str, level: str, *layers: int) -> None:
 
 @pytest.fixture
 def small_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pack for every chunk at a level."""
+    """Put every chunk at a level into a pack of its own."""
     monkeypatch.setattr(send, "PACK_BYTES", 1)
 
 
 @pytest.fixture
 def no_packs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A value for every record, as older versions pushed them."""
+    """Put every record into a value of its own, as older versions pushed them."""
     monkeypatch.setattr(send, "MOST_BYTES", 0)
 
 
@@ -90,7 +90,7 @@ class S3Server:
             pass
 
     def folder(self) -> str:
-        """The URL of one that is empty."""
+        """Return the URL of an empty one."""
         return f"s3://bucket/team/kv{next(self._folders)}"
 
     def kill(self) -> None:
@@ -213,7 +213,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """An empty database."""
+    """Return the URL of an empty database."""
     import redis
 
     with redis.Redis.from_url(redis_server.url) as client:
@@ -230,7 +230,7 @@ def s3_server() -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_url(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty folder of a bucket, with what its tools find in the environment."""
+    """Return the URL of an empty folder of a bucket; its tools find what they need in the environment."""
     monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{s3_server.port}")
     for name, value in AMAZON.items():
         monkeypatch.setenv(name, value)
@@ -243,13 +243,13 @@ TIERS = {"file": "file://{folder}/shared", "redis": "redis_url", "s3": "s3_url"}
 
 @pytest.fixture(params=TIERS)
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty tier of each kind; tests of several at once ask for `WRITABLE` of `backends.py`."""
+    """Return the URL of an empty shared store of each kind; `WRITABLE` of `backends.py` is for several at once."""
     tier = TIERS.get(request.param, f"{request.param}_url")
     return tier.format(folder=tmp_path) if "://" in tier else str(request.getfixturevalue(tier))
 
 
 @pytest.fixture
 def blobs(url: str) -> Iterator[Blobs]:
-    """The same, opened."""
+    """Open the same."""
     with contextlib.closing(open_blobs(url)) as opened:
         yield opened

@@ -45,7 +45,7 @@ class Stepped:
         return [(torch.ones(1, 2, 4), torch.ones(1, 2, 4))]
 
     def prefill(self, segment: Segment, going: Callable[[], bool]) -> ChunkKV | None:
-        """Computes a layer for every `step`."""
+        """Compute a layer for every `step`."""
         number = segment.source.chunk_id[0]
         if number in self.broken:
             raise self.broken[number]
@@ -159,7 +159,7 @@ def test_a_record_that_cannot_be_decoded_ends_its_chunk_only(level: str, bench: 
 
 
 def test_what_is_known_of_its_speed(bench: Bench) -> None:
-    """Nothing of a level's first chunk; an unknown level is as slow as the slowest."""
+    """Check that the first chunk of a level does not count, and that an unknown level is as slow as the slowest."""
     assert bench.ahead.seconds(100, "4") == 0.0
     for number in (0, 1):
         bench.put(number)

@@ -75,7 +75,7 @@ def test_a_stream_in_the_order_asked_for(url: str) -> None:
 
 
 def test_parts_of_a_pack(url: str) -> None:
-    """In any order, adjacent, overlapping and far from each other; of one that ends too soon what there is."""
+    """Read parts in any order, adjacent, overlapping and far apart; of a value that ends too soon what there is."""
     with closing(open_blobs(url)) as blobs:
         blobs.put({"pack/a": BIG, "pack/b": b"0123456789"})
         arrivals = Prefetcher(blobs)
@@ -110,9 +110,9 @@ def test_a_prefix_keeps_stores_apart(redis_url: str) -> None:
     ("url", "said"),
     [
         ("ftp://host/x", "no shared store of the kind ftp://"),
-        ("s3://", "names no place of values"),
-        ("s3://bucket/a//b", "names no place of values"),
-        ("gs://bucket/../other", "names no place of values"),
+        ("s3://", "names no bucket or folder"),
+        ("s3://bucket/a//b", "names no bucket or folder"),
+        ("gs://bucket/../other", "names no bucket or folder"),
         ("az://key:secret@container", "holds a user or a password"),
         ("https://host/kv?signature=1", "after . or #"),
         ("file://host/folder", "names no folder of this machine"),
@@ -136,7 +136,7 @@ def test_what_is_no_url(url: str, said: str) -> None:
 
 @pytest.mark.parametrize("name", ["100% a#b?c", "가게", "\udcff\udcfe"])
 def test_folders_of_any_name(name: str, tmp_path: Path) -> None:
-    """What is shown of such a folder names it again, and none is taken for another."""
+    """Check that the shown name of such a folder names it again, and that none is taken for another."""
     with closing(open_blobs(f"file://{tmp_path}/{quote(name, errors='surrogateescape')}")) as blobs:
         blobs.put({"x": b"1"})
         assert [path.name for path in tmp_path.iterdir()] == [name]

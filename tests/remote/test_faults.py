@@ -47,7 +47,7 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, pristine: Path) -> Iterator[Site]:
-    """A tier on a backend, with a pack for each chunk, and how much comes of it in a pull."""
+    """Make a shared store on a backend, with a pack for each chunk; note how much of it comes in a pull."""
     folder = tmp_path_factory.mktemp("site")
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         patch.setattr(send, "PACK_BYTES", 1)
@@ -68,7 +68,7 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def counted(scene: Scene, what: Callable[[], object]) -> float:
-    """Bytes that come through the link, or reads of the folder."""
+    """Count the bytes that come through the link, or the reads of the folder."""
     begun, reads = scene.link.sent if scene.link else 0, [0]
     with scene.made(lambda scene: trouble_folder.counted(scene, reads), 0):
         what()
@@ -123,7 +123,7 @@ MIDDLE = {fault: row for fault, row in READING.items() if re.search("middle|once
 @pytest.mark.some(6)
 @pytest.mark.parametrize(("site", "cell"), cells(MIDDLE), indirect=["site"])
 def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None:
-    """The catalogue is here already. What comes is right, the rest are holes, and no reader waits for ever."""
+    """Ask with the catalogue here already: what comes is right, the rest are holes, and no reader waits for ever."""
     told: list[str] = []
     open_shared(scene.site.url).close()
     with scene.made(cell.make, scene.site.asked / 2):
@@ -139,7 +139,7 @@ def test_records_of_a_question(cell: Cell, scene: Scene, pristine: Path) -> None
 
 
 def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes, int], bytes | None]:
-    """Layer by layer, as a question does; None: a hole."""
+    """Read layer by layer, as a question does; None: a hole."""
     found: dict[tuple[bytes, int], bytes | None] = {}
     with open_shared(scene.site.url, timeout=patience, warn=lambda text, hint: told.append(text)) as store:
         for layer in range(LAYERS):
@@ -151,7 +151,7 @@ def read_all(scene: Scene, patience: float, told: list[str]) -> dict[tuple[bytes
 @pytest.mark.some(3)
 @pytest.mark.parametrize(("site", "cell"), cells(SENDING), indirect=["site"])
 def test_a_push(cell: Cell, scene: Scene, pristine: Path, tmp_path: Path) -> None:
-    """Readers see all of it or nothing; what was sent is not sent again."""
+    """Check that readers see all of it or nothing, and that what was sent is not sent again."""
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as store:
         with store.writer() as writer:
             add_file(writer, "f3", ["f3.0"])
@@ -179,7 +179,7 @@ VITAL = ("head", "catalogue", "shard", "meta/manifest")  # without these nothing
 
 
 def one_of_each(blobs: Blobs) -> dict[str, tuple[str, bytes, bytes]]:
-    """A name of each kind of values, what it holds, and what another one of the kind holds."""
+    """Return a name of each kind of values, what it holds, and what another one of the kind holds."""
     names = sorted(name for name in blobs.names() if name != "head.lock")
     chunks = read_catalogue(blobs).chunks
     records = {one.pack for key, chunk in chunks.items() for one in records_wanted(key, chunk, "raw")}
@@ -217,7 +217,7 @@ def replaced(blobs: Blobs, values: dict[str, tuple[str, bytes, bytes]], harm: Ha
 @pytest.mark.parametrize("harm", VALUES.values(), ids=VALUES)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is harmed is named, the rest is taken, and a push that verifies mends it."""
+    """Check that what is harmed is named and the rest taken, and that a push that verifies mends it."""
     with scene.behind() as behind, closing(scene.blobs()) as blobs:
         before = one_of_each(behind)
         for kind in VITAL:
@@ -239,7 +239,7 @@ def test_a_value(harm: Harm, scene: Scene, pristine: Path, tmp_path: Path, monke
 @pytest.mark.some(2)
 @pytest.mark.parametrize("site", BACKENDS, indirect=True)
 def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
-    """As from a cache on the way: an older store, and all of it."""
+    """Give an older head, as from a cache on the way: an older store, and all of it."""
     with Store.open(shutil.copytree(pristine, tmp_path / "more")) as more, scene.behind() as behind:
         with more.writer() as writer:
             add_file(writer, "f3", ["f3.0"])
@@ -261,7 +261,7 @@ def test_a_head_of_before(scene: Scene, pristine: Path, tmp_path: Path) -> None:
 def test_no_value_at_all(
     cell: Cell, scene: Scene, pristine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is never waited for, nor followed."""
+    """Check that it is never waited for, nor followed."""
     with scene.behind() as blobs:
         before = one_of_each(blobs)
         for number, kinds in enumerate([*([kind] for kind in VITAL), [kind for kind in before if kind not in VITAL]]):
@@ -295,7 +295,7 @@ def test_every_backend_has_its_column() -> None:
 
 
 def test_every_trouble_has_its_row() -> None:
-    """What can be made to happen does happen."""
+    """Check that every trouble of the table is made to happen."""
     rows = inspect.getsource(faults)
     for alias, module in {"folder": trouble_folder, "http": trouble_http, "redis": trouble_redis}.items():
         for name, made in inspect.getmembers(module, inspect.isfunction):

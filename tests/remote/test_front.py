@@ -25,7 +25,7 @@ FILES, DIM = 12, 8192  # a chunk takes 1 MB
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every use at a second of its own, after all has come."""
+    """Set every use to a second of its own, after all has come."""
     clock = itertools.count(2_000_000_000)
     monkeypatch.setattr("kvtool.core.cache.access_log.time", SimpleNamespace(time=lambda: next(clock)))
 
@@ -146,7 +146,7 @@ def test_a_question_that_is_larger_than_the_budget_is_answered_and_drives_nothin
 
 
 def test_kv_gives_way_to_new_documents(url: str, tmp_path: Path) -> None:
-    """A full local cache continues to take over what the shared store describes."""
+    """Check that a full local cache continues to take over what the shared store describes."""
     for number in range(6):
         ask(url, number, [])
     keep_budget(local_place(url), space.folder_bytes(local_place(url)) + 300_000)

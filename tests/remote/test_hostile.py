@@ -52,7 +52,7 @@ HOSTILE: tuple[Any, ...] = (
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with chunks at two levels, and `shared`, a tier that holds it."""
+    """Make `store`, with chunks at two levels, and `shared`, a shared store that holds it."""
     folder = tmp_path_factory.mktemp("built")
     with Store.open(make_store(folder / "store")) as store:
         with store.writer() as writer:
@@ -99,7 +99,7 @@ def publish(blobs: Blobs, data: bytes) -> None:
 
 
 def mutants(value: Any) -> Iterator[Any]:
-    """The value with each of its parts, and each of its keys, replaced by each hostile one, or gone."""
+    """Yield the value with each of its parts, and each of its keys, replaced by each hostile one, or gone."""
     for path in paths(value):
         for bad in HOSTILE:
             yield changed(value, path, lambda inner, key, bad=bad: inner.__setitem__(key, bad))
@@ -126,7 +126,7 @@ def changed(value: Any, path: tuple[Any, ...], change: Callable[[Any, Any], obje
 
 
 def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
-    """Its JSON with one file and one chunk: the others are like them."""
+    """Return its JSON with one file and one chunk: the others are like them."""
     value = text_of(catalogue)
     for name in ("files", "chunks"):
         value[name] = dict([max(value[name].items(), key=lambda item: len(str(item[1])))])
@@ -135,7 +135,7 @@ def one_of_each(catalogue: Catalogue) -> dict[str, Any]:
 
 @in_a_folder
 def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
-    """What is wrong with it is one damage; what is not, a reader can live with."""
+    """Check that what is wrong with it is one damage, and that a reader can live with the rest."""
     value = one_of_each(read_catalogue(blobs))
     assert Catalogue.unpack(packed(value)).chunks
     left = []
@@ -151,7 +151,7 @@ def test_every_part_of_a_catalogue(blobs: Blobs, tmp_path: Path) -> None:
 
 @in_a_folder
 def test_every_part_of_a_root(blobs: Blobs, tmp_path: Path) -> None:
-    """As of a catalogue; and a shard describes what belongs into it, and nothing else."""
+    """Check it as a catalogue; and that a shard describes what belongs into it, and nothing else."""
     (head,) = blobs.get([HEAD])
     (root,) = blobs.get([f"catalogue/{unseal_head(head or b'').catalogue}"])
     value = json.loads(zstandard.ZstdDecompressor().decompress(root or b""))
@@ -196,7 +196,7 @@ def test_what_is_no_catalogue(data: bytes, blobs: Blobs, tmp_path: Path) -> None
 
 
 def test_names_stay_in_the_folder(blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked for by a name that leads out of it, be it a folder's or a bucket's."""
+    """Check that nothing is asked for by a name that leads out of it, be it a folder's or a bucket's."""
     (tmp_path / "secret").write_bytes(b"secret")
     asked: list[str] = []
     monkeypatch.setattr(blobs, "get", lambda names, real=blobs.get: (asked.extend(names), real(names))[1])
@@ -232,7 +232,7 @@ OTHER_CHUNKS = (
 
 @pytest.mark.parametrize("info", OTHER_CHUNKS)
 def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp_path: Path) -> None:
-    """Its tokens, or the lead-in that it was computed after, would be another text's."""
+    """Change the tokens, or the lead-in, so that the chunk would be another text's."""
     key = id_of("f0.1")
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, info.to_bytes()))
     found = damaged_by(blobs, tmp_path / "other")
@@ -243,7 +243,7 @@ def test_a_chunk_that_is_not_what_its_id_says(info: ChunkInfo, blobs: Blobs, tmp
 
 
 def test_a_sealed_value_is_held_to_its_name() -> None:
-    """The seal does not prove it: a user who writes to the shared store can seal any value under any name."""
+    """Check names in spite of seals: a user who writes to the shared store can seal any value under any name."""
     key = id_of("f0.1")
     for info in OTHER_CHUNKS:
         with pytest.raises(DamagedError, match="describes another chunk"):
@@ -316,7 +316,7 @@ def test_every_part_of_a_file() -> None:
 
 @pytest.mark.parametrize(("name", "state"), [("manifest", {"identity": IDENTITY}), ("codec", CODEC)])
 def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, Any]) -> None:
-    """Code that reads it afterwards gets known types, and can write them again."""
+    """Check that code that reads it afterwards gets known types, and can write them again."""
     for mutant in mutants(state):
         try:
             found = values.open_meta(name, seal(name.encode(), Kind.MANIFEST, json.dumps(mutant).encode()))
@@ -326,7 +326,7 @@ def test_every_part_of_what_a_tier_knows_of_itself(name: str, state: dict[str, A
 
 
 def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
-    """The catalogue says one model, the manifest that is to be kept another."""
+    """Give a catalogue of one model, and a manifest of another to keep."""
     value = seal(b"manifest", Kind.MANIFEST, dump_json({"identity": IDENTITY | {"fingerprint": "another"}}))
     found = text_of(read_catalogue(blobs))
     found["meta"]["manifest"] = digest_of(value)
@@ -338,7 +338,7 @@ def test_a_manifest_of_another_store(blobs: Blobs, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_packs")
 def test_records_of_another_shape_or_size(store: Store, url: str, tmp_path: Path) -> None:
-    """Each whole in itself, and none what the catalogue or the chunk's description says."""
+    """Give records that are whole, and none of them what the catalogue or the chunk's description says."""
     with closing(open_blobs(url)) as blobs:
         push(store, blobs)
         check_records_of_another_shape_or_size(blobs, tmp_path)
@@ -382,7 +382,7 @@ def test_bases_that_cannot_be(blobs: Blobs, tmp_path: Path) -> None:
 
 
 def test_a_hostile_tier_behind_a_local_store(blobs: Blobs, store: Store) -> None:
-    """Opened for questions: what is wrong is reported, and the rest is there."""
+    """Open it for questions: what is wrong is reported, and the rest is there."""
     key, told = id_of("f0.1"), list[str]()
     replace_value(blobs, "chunk", key, seal(key, Kind.CHUNK, ChunkInfo((), LEAD_IN, LAYERS).to_bytes()))
     with open_shared(blobs.url, warn=lambda text, hint: told.append(text)) as tier:

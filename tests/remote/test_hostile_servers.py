@@ -79,12 +79,12 @@ def _ok(words: list[bytes]) -> Iterator[bytes]:
 
 
 def always(*pieces: bytes) -> Reply:
-    """The same answer each time."""
+    """Give the same answer each time."""
     return lambda words: iter(pieces)
 
 
 def endless(first: bytes, piece: bytes) -> Reply:
-    """An answer without an end."""
+    """Give an answer without an end."""
     return lambda words: itertools.chain([first], itertools.repeat(piece))
 
 
@@ -123,19 +123,19 @@ REDIS: dict[str, Reply] = {
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A store with two documents of its own."""
+    """Return a store with two documents of its own."""
     return make_store(tmp_path / "store")
 
 
 def unharmed(store: Path) -> None:
-    """All that was in the store reads back."""
+    """Check that all that was in the store reads back."""
     with Store.open(store) as opened:
         for name in ("f0", "f1"):
             check_file(opened, name)
 
 
 def peak() -> int:
-    """The most memory that this process ever had, in bytes."""
+    """Return the most memory that this process ever had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -163,7 +163,7 @@ def refused(work: Callable[[], object], perhaps: bool = False) -> KvtoolError | 
 
 
 def both_ways(url: str, store: Path) -> None:
-    """A pull and a push from there are refused, and nothing is lost here."""
+    """Check that a pull and a push from there are refused, and that nothing is lost here."""
     for job in (pull, _push):
         with closing(open_blobs(url, PATIENCE)) as blobs:
             error = refused(lambda job=job, blobs=blobs: job(store, blobs))  # type: ignore[misc]
@@ -186,7 +186,7 @@ def test_a_hostile_redis(name: str, store: Path) -> None:
 @pytest.mark.some(4)
 @pytest.mark.parametrize("name", REDIS)
 def test_a_redis_that_answers_hostilely_to_whatever_is_asked(name: str) -> None:
-    """Sizes, a scan, leases, and a reader: one at a time."""
+    """Ask for sizes, a scan, leases, and a reader, one at a time."""
     commands = ("strlen", "scan", "unlink", "time", "zrangebyscore", "get", "getrange", "zrem")
     with closing(HostileRedis(**dict.fromkeys(commands, REDIS[name]))) as server:
         for ask in (
@@ -225,7 +225,7 @@ class HostileS3(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer | None:
-        """What was given."""
+        """Return what was given."""
         return self._say(request)
 
 
@@ -292,7 +292,7 @@ def test_a_hostile_s3(name: str, store: Path, s3: Start) -> None:
 
 
 def test_no_signature_goes_where_a_server_sends_us(store: Path, s3: Start) -> None:
-    """A request is made again elsewhere without what was signed for the first host, or not at all."""
+    """Check that a request is made again elsewhere without what was signed for the first host, or not at all."""
     thief = s3(lambda request: Answer(404))
     s3(lambda request: Answer(307, headers={"Location": f"http://127.0.0.1:{thief.port}/bucket/head"}))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
@@ -321,7 +321,7 @@ def test_a_list_that_never_ends(s3: Start, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("key", ["../../etc/passwd", "team/kv/../x", "team/kv//x", "team/kv/\x01", "/x", "", "other"])
 def test_names_of_a_list_that_are_none(key: str, s3: Start) -> None:
-    """They are refused or passed over; anything deleted by such a name is in the folder."""
+    """Check that they are refused or passed over; anything deleted by such a name is in the folder."""
     server = s3(lambda request: Answer(200, _page(key, more=False)))
     with closing(open_blobs(S3_URL, PATIENCE)) as blobs, suppress(KvtoolError):
         names = list(blobs.names())
@@ -355,7 +355,7 @@ class RawServer:
                 client.sendall(self._piece)
 
     def close(self) -> None:
-        """No more of it."""
+        """Stop sending."""
         self._over.set()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
@@ -389,7 +389,7 @@ def test_a_hostile_line(name: str, store: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -> None:
-    """The server says that it gives the part, and sends without an end."""
+    """Let the server say that it gives the part, and send without an end."""
     from kvtool.core.cache.backend import BlobRequest
 
     part = b'HTTP/1.1 206 Partial Content\r\nETag: "x"\r\nLast-Modified: Wed, 21 Oct 2026 07:28:00 GMT\r\n'
@@ -415,7 +415,7 @@ def test_a_part_that_is_longer_than_what_was_asked_for(store: Path, s3: Start) -
 
 
 def test_commands_end_in_words(store: Path) -> None:
-    """Nothing but an error, a hint and the exit code of a failure."""
+    """Check that nothing is printed but an error, a hint and the exit code of a failure."""
     command = [sys.executable, "-m", "kvtool", "store", "pull"]
     for name in ("a bulk of 2^60", "arrays in arrays", "an array of 2^28"):
         with closing(HostileRedis(getrange=REDIS[name])) as server:

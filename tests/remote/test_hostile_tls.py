@@ -49,7 +49,7 @@ class Peer:
                 client.sendall(self._plain)
 
     def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on all clients."""
         for one in (self._server, *self._held):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
@@ -65,7 +65,7 @@ def authority() -> trustme.CA:
     params=["wrong name", "expired", "not yet", "self-signed", "old protocol", "plain text", "silence", "good"]
 )
 def peer(request: pytest.FixtureRequest, authority: trustme.CA) -> Iterator[tuple[str, Peer]]:
-    """A peer of each kind."""
+    """Start a peer of each kind."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     made = {
         "wrong name": lambda: authority.issue_cert("elsewhere.example"),

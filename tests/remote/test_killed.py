@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("small_packs")
 
 @pytest.fixture(scope="module")
 def processes() -> Any:
-    """Children that have all imported, and none of this process's threads."""
+    """Return a pool of children that have all imported, and have none of this process's threads."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.remote.dying", "obstore", "redis"])
     return context
@@ -63,7 +63,7 @@ def test_a_push(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A reader finds the store of before or the one of after, and all of it; the next push does the rest."""
+    """Check that a reader finds the store of before or after, and all of it; the next push does the rest."""
     push(store, blobs)
     forget(store, "f2")
     with store.writer() as writer:
@@ -85,7 +85,7 @@ def test_a_push(
 
 
 def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> None:
-    """A reader finds no store before its head is there."""
+    """Check that a reader finds no store before its head is there."""
     killed(processes, pushing, store.path, url, ("compare_and_swap", 1, False))
     with pytest.raises(StoreNotFoundError):
         read_catalogue(blobs)
@@ -97,7 +97,7 @@ def test_a_first_push(processes: Any, store: Store, blobs: Blobs, url: str) -> N
 @pytest.mark.some(3)
 @pytest.mark.parametrize("moment", [("set_manifest", 1, True), ("put_chunk", 3, True), ("commit_files", 1, True)])
 def test_a_pull(processes: Any, moment: Moment, store: Store, blobs: Blobs, url: str, tmp_path: Path) -> None:
-    """What is there is sound; the next pull does the rest, and fetches nothing again that was imported."""
+    """Check that what is there is sound; the next pull does the rest, and fetches nothing again that was imported."""
     push(store, blobs)
     everything = pull(tmp_path / "whole", blobs).bytes
     killed(processes, pulling, tmp_path / "pulled", url, moment)

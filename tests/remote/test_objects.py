@@ -95,7 +95,7 @@ def error_of(code: str) -> bytes:
 
 
 def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The environment first, then a profile; what neither has is said without asking for long."""
+    """Look into the environment first, then into a profile; what neither has is reported without a long search."""
     service = serve(answering(404))
     monkeypatch.setenv("AWS_ENDPOINT_URL", service.url)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
@@ -127,7 +127,7 @@ def test_credentials_of_a_profile(serve: Serve, s3_url: str, tmp_path: Path, mon
 def test_credentials_of_the_machines_role(
     serve: Serve, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where nothing else is set: a token is asked for (IMDSv2), with it the role's key, with that all is signed."""
+    """Ask the machine where nothing else is set: for a token (IMDSv2), with it for the role's key, which signs all."""
     keys = {"Code": "Success", "Type": "AWS-HMAC", "Expiration": "2099-01-01T00:00:00Z"}
     keys |= {"AccessKeyId": "OFTHEROLE", "SecretAccessKey": "zqxwvb", "Token": "zqxwvt"}
     metadata, asked_with = "/latest/meta-data/iam/security-credentials", list[tuple[str, str | None]]()
@@ -203,7 +203,7 @@ def test_the_service_itself_refuses_a_swap_that_comes_second(s3_url: str, monkey
 
 
 def test_leases_of_several_at_once(s3_url: str) -> None:
-    """All are in one object, and none is lost."""
+    """Check that all are in one object, and that none is lost."""
     with closing(open_blobs(s3_url, PATIENCE)) as blobs:
         names = [f"push-{number}" for number in range(6)]
         holding = [threading.Thread(target=blobs.hold, args=(name,)) for name in names]
@@ -220,7 +220,7 @@ def test_leases_of_several_at_once(s3_url: str) -> None:
 
 @pytest.mark.parametrize("url", ["s3", "gs", "az"], indirect=True)
 def test_nothing_depends_on_lists(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that lags by far: what is deleted is put off, nothing else is otherwise."""
+    """Let lists lag by far: what is deleted is put off, nothing else changes."""
     monkeypatch.setattr(ObjectBlobs, "_list", lambda self, folder: iter(()))
     monkeypatch.setattr(object_store, "_MANY", 0)
     with Store.open(new_store(tmp_path / "store")) as store, closing(open_blobs(url, PATIENCE)) as blobs:
@@ -264,7 +264,7 @@ def test_credentials_are_shown_and_written_nowhere(s3_url: str, store: Path, tmp
 
 
 def files_of(folder: Path, ranges: bool) -> Callable[[Any], None]:
-    """Files as a web server gives them, in parts or whole."""
+    """Return files as a web server gives them, in parts or whole."""
 
     def answer(handler: Any) -> None:
         path = folder / handler.path.partition("?")[0].removeprefix("/kv/")
@@ -288,7 +288,7 @@ def files_of(folder: Path, ranges: bool) -> Callable[[Any], None]:
 
 @pytest.fixture
 def shared(tmp_path: Path) -> Path:
-    """A folder that a store was pushed to."""
+    """Return a folder that a store was pushed to."""
     with (
         Store.open(new_store(tmp_path / "store")) as store,
         closing(open_blobs(f"file://{tmp_path / 'shared'}")) as blobs,
@@ -313,7 +313,7 @@ def test_a_web_server_is_read(shared: Path, serve: Serve, tmp_path: Path) -> Non
 
 
 def test_certificates(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an authority of one's own: it is named as OpenSSL has it named, and not as other tools do."""
+    """Name an authority of one's own as OpenSSL does, and not as other tools do."""
     authority, context = trustme.CA(), ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("localhost").configure_cert(context)
     authority.cert_pem.write_to_path(str(tmp_path / "authority.pem"))

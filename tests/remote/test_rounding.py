@@ -36,14 +36,14 @@ OWN = Trust(mine=True)
 
 
 def kv_of(layer: int, machine: int) -> KV:
-    """The same chunk as two machines compute it."""
+    """Return the KV of a chunk as two machines compute it."""
     keys, values = model().kv(layer, TOKENS)
     noise = torch.Generator().manual_seed(machine)
     return keys + 0.3 * machine * torch.rand(keys.shape, generator=noise), values
 
 
 def compressed(path: Path, levels: Sequence[str], machine: int) -> Path:
-    """A store whose first chunk is there at some levels, each refining the next coarser one of them."""
+    """Make a store whose first chunk is there at some levels, each refining the next coarser one of them."""
     with Store.open(make_store(path)) as store, store.writer() as writer:
         writer.set_manifest({"identity": {"fingerprint": "model", "model": "tiny"}})
         of = profile()
@@ -70,7 +70,7 @@ def blobs(tmp_path: Path) -> Iterator[Blobs]:
 
 
 def sent(path: Path, blobs: Blobs, **options: bool) -> dict[str, torch.Tensor]:
-    """Push, and what is read at each lossy level there."""
+    """Push, and return what is read at each lossy level there."""
     with Store.open(path) as store:
         push(store, blobs, **options)
         return {level: read(store, level) for level in store.levels(CHUNK) if level != "raw"}
@@ -116,7 +116,7 @@ def test_a_base_that_is_damaged_there_takes_nothing_away_here(blobs: Blobs, tmp_
 
 
 def test_levels_that_do_not_belong_together_are_not_sent(blobs: Blobs, tmp_path: Path) -> None:
-    """A store that an older kvtool mixed."""
+    """Push a store that an older kvtool mixed."""
     one = compressed(tmp_path / "one", ["1", "2"], machine=0)
     with Store.open(one) as store, Store.open(compressed(tmp_path / "other", ["2"], machine=1)) as other:
         records = [other.read_kv(CHUNK, "2", layer) for layer in range(LAYERS)]
@@ -143,7 +143,7 @@ def test_a_level_of_a_plugin_between_two_that_belong_together(tmp_path: Path) ->
 
 
 def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_path: Path) -> None:
-    """It holds a level of one machine; another one has pushed its own, and what refines that."""
+    """Hold a level of one machine; another one has pushed its own, and what refines that."""
     sent(compressed(tmp_path / "one", ["2"], machine=0), blobs)
     with open_shared(blobs.url) as tier:
         read(tier, "2")
@@ -161,7 +161,7 @@ def test_a_store_in_front_drops_what_is_no_longer_the_tiers(blobs: Blobs, tmp_pa
 
 
 def test_what_was_made_elsewhere_is_not_refined_here(tmp_path: Path) -> None:
-    """The exact record is this machine's, the stored level another's: a finer one is encoded without a base."""
+    """Encode a finer level without a base: the exact record is this machine's, the stored level another's."""
     with Store.open(compressed(tmp_path / "one", ["2", "3"], machine=0)) as store, store.writer() as writer:
         exact = []
         for layer in range(LAYERS):

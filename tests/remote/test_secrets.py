@@ -61,7 +61,7 @@ def here(url: str, port: int) -> str:
 
 
 def every_command(corpus: Path, url: str) -> Iterator[tuple[object, ...]]:
-    """All that take a store, or a URL."""
+    """Yield all commands that take a store, or a URL."""
     for words in (
         "inspect",
         "inspect plan Who?",
@@ -92,7 +92,7 @@ def some_commands(url: str) -> Iterator[tuple[object, ...]]:
 
 @pytest.fixture
 def looked_at(tmp_path: Path) -> Iterator[list[Done]]:
-    """What was said, looked at in the end, as are all files."""
+    """Record what was said; look at it in the end, and at all files."""
     said: list[Done] = []
     yield said
     for done in said:
@@ -163,7 +163,7 @@ def test_a_store_behind_a_password_does_not_hold_it(
 
 
 def test_what_a_server_repeats_of_a_password_is_not_passed_on(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as one that does not know AUTH, and quotes its arguments."""
+    """Ask a server that does not know AUTH, and quotes its arguments."""
     from redis import Connection
     from redis.exceptions import ResponseError
 
@@ -204,7 +204,7 @@ def test_a_url_for_people(url: str, shown: str) -> None:
 
 
 def test_what_signs_an_address_is_shown_nowhere(work: Path, looked_at: list[Done]) -> None:
-    """Also not where the address of a container or an object is given in the place of a file or a cluster."""
+    """Check it also where the address of a container or an object is given in place of a file or a cluster."""
     for url in (
         "https://HERE/kv?sv=2020&sig=zqxwva%3D",
         "https://HERE/kv?X-Amz-Credential=zqxwva&X-Amz-Signature=zqxwvb",
@@ -217,7 +217,7 @@ def test_what_signs_an_address_is_shown_nowhere(work: Path, looked_at: list[Done
 
 
 def test_the_hint_that_shows_a_url_stays_whole() -> None:
-    """It speaks of the `@` in a password, which must not be taken for one."""
+    """Check that the `@` of a password, of which the hint speaks, is not taken for one."""
     done = kvtool("store", "push", "redis:nonsense")
     assert done.code == 2
     assert "hint: in a password write / @ ? # as %2F %40 %3F %23; such as redis://host:6379/0 or file:///" in done.err

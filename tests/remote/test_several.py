@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.usefixtures("small_packs"), pytest.mark.parametrize("u
 def test_a_sweep_spares_what_a_running_push_counts_on(
     store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between sending and publishing: f1 and f2 are there, and by the other's catalogue nobody needs them."""
+    """Sweep between sending and publishing: f1 and f2 are there, and by the other's catalogue nobody needs them."""
     push(store, blobs)
     pushed_by(other, url)()
     with store.writer() as writer:
@@ -44,7 +44,7 @@ def test_a_sweep_spares_what_a_running_push_counts_on(
 def test_a_sweep_follows_the_catalogue_in_force(
     store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Between publishing and sweeping the other one brings its document back."""
+    """Bring a document back between publishing and sweeping, by the other one."""
     push(other, blobs)
     push(store, blobs)
     after_first(monkeypatch, blobs, "compare_and_swap", pushed_by(other, url))
@@ -58,7 +58,7 @@ def test_a_sweep_follows_the_catalogue_in_force(
 def test_what_came_back_into_force_is_not_reclaimed(
     store: Store, other: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A version that only the oldest catalogue counts on is pushed anew, by one that begins later and ends sooner."""
+    """Push a version anew that only the oldest catalogue counts on, by one that begins later and ends sooner."""
     for number in range(3):
         with store.writer() as writer:
             add_file(writer, "f1", [f"version {number}"])
@@ -83,7 +83,7 @@ def test_what_came_back_into_force_is_not_reclaimed(
 def test_a_head_that_changes_while_a_sweep_deletes(
     store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By somebody who knows of no leases: what the head counts on by then stays, and what is gone comes back."""
+    """Change it without leases: what the head counts on by then stays, and what is gone comes back."""
     monkeypatch.setattr(gc, "_AT_ONCE", 1)
     push(store, blobs)
     (first,) = blobs.get([HEAD])
@@ -140,7 +140,7 @@ def test_a_push_that_was_killed_holds_up_sweeps_for_a_while_only(
 def test_what_is_deleted_while_it_is_pulled_is_not_damaged(
     store: Store, blobs: Blobs, url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The pull continues with the catalogue that came into force meanwhile."""
+    """Check that the pull continues with the catalogue that came into force meanwhile."""
     push(store, blobs)
     forget(store, "f2")
     after_first(monkeypatch, blobs, "reader", pushed_by(store, url, delete=True, yes=True))
@@ -164,7 +164,7 @@ def hold_at(blobs: Blobs, name: str, at: float) -> None:
 
 @pytest.mark.parametrize("what", ["push", "sweep"])
 def test_what_a_wrong_clock_holds_holds_nobody_up(what: str, store: Store, blobs: Blobs) -> None:
-    """It would be valid until that time, and a concurrent push would be taken for dead."""
+    """Check that it is not valid until that time: a concurrent push would be taken for dead."""
     push(store, blobs)
     forget(store, "f2")
     hold_at(blobs, f"{what}-ghost", time.time() + 10_000_000)
@@ -186,7 +186,7 @@ def test_a_sweep_that_never_ends_is_waited_for_no_longer_than_a_dead_one(
 
 
 def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For hours, of a large tier: a deletion would take what it has found sound, and nobody counts on yet."""
+    """Read a large shared store for hours: a deletion would take what is found sound, and nobody counts on yet."""
     push(store, blobs)
     seen = list[str]()
     real = type(blobs).get
@@ -199,7 +199,7 @@ def test_who_reads_all_back_goes_on_being_seen(store: Store, blobs: Blobs, monke
 
 
 def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By far: what is deleted is put off, nothing else is otherwise."""
+    """Let them lag by far: what is deleted is put off, nothing else changes."""
     monkeypatch.setattr(type(blobs), "names", lambda self, below="": iter(()))
     push(store, blobs)
     assert push(store, blobs).bytes == 0
@@ -212,7 +212,7 @@ def test_lists_that_lag(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch:
 
 
 def test_two_push_at_once(store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that comes second takes the other's catalogue in."""
+    """Check that the second one merges the other's catalogue."""
     with Store.open(new_store(tmp_path / "second", files=0)) as second:
         with second.writer() as writer:
             add_file(writer, "g", ["g.0"])

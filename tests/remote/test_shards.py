@@ -23,7 +23,7 @@ MANY = 40  # files of two chunks
 
 @pytest.fixture
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four entries, where a hundred and twenty are in some thirty."""
+    """Make shards of four entries: a hundred and twenty are in some thirty."""
     monkeypatch.setattr(catalogue_io, "ENTRIES", 4)
     monkeypatch.setattr(catalogue_io, "_FEWEST", 1)
     monkeypatch.setattr(catalogue_io, "_MOST", 8)
@@ -65,7 +65,7 @@ class Counted:
 def test_a_change_sends_and_fetches_the_shards_that_it_is_in(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One file of forty, its two chunks, and the two that it had before."""
+    """Change one file of forty: its two chunks, and the two that it had before."""
     counted = Counted(monkeypatch)
     url = f"file://{tmp_path / 'shared'}"
     with store, closing(open_blobs(url)) as blobs:

@@ -50,7 +50,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def other(tmp_path: Path) -> Iterator[Store]:
-    """Another store of the same model, with one document in common and one of its own."""
+    """Make another store of the same model, with one document in common and one of its own."""
     with Store.open(new_store(tmp_path / "other", files=1)) as opened:
         with opened.writer() as writer:
             add_file(writer, "g", ["g.0"])
@@ -65,24 +65,24 @@ def forget(store: Store, *paths: str) -> None:
 
 
 def below(url: str, name: str) -> str:
-    """The URL of a tier inside another's."""
+    """Return the URL of a shared store inside another's."""
     return f"{url}?prefix=kvtool/{name}" if url.startswith("redis:") else f"{url}/{name}"
 
 
 def put_foreign(blobs: Blobs, names: tuple[str, ...] = WORDS) -> dict[str, bytes]:
-    """Values that are none of ours, straight into the folder or the database."""
+    """Put foreign values straight into the folder or the database."""
     values = {name: f"my {name}".encode() for name in names if "/" in name or name not in ("kv", "file")}
     blobs.put(values)
     return values
 
 
 def is_whole(blobs: Blobs) -> bool:
-    """Whether everything is there that the catalogue counts on."""
+    """Return True if everything is there that the catalogue counts on."""
     return all(blobs.sizes(sorted(read_catalogue(blobs).blobs())))
 
 
 def after_first(monkeypatch: pytest.MonkeyPatch, blobs: Blobs, method: str, then: Callable[[], object]) -> None:
-    """Once the first call of a method of this tier has returned, do something else."""
+    """Do something else once the first call of a method of this shared store has returned."""
     real, called = getattr(blobs, method), []
 
     def wrapped(*args: Any) -> Any:
@@ -96,7 +96,7 @@ def after_first(monkeypatch: pytest.MonkeyPatch, blobs: Blobs, method: str, then
 
 
 def pushed_by(store: Store, url: str, **options: bool) -> Callable[[], None]:
-    """Another process's push."""
+    """Push from another process."""
 
     def run() -> None:
         with closing(open_blobs(url)) as own:
@@ -167,7 +167,7 @@ def test_what_looks_like_ours_below_another_head_is_not_ours(store: Store, blobs
 
 
 def test_only_a_part_of_a_folder_is_walked(store: Store, tmp_path: Path) -> None:
-    """Links lead elsewhere: nothing is deleted there, and nothing is written."""
+    """Check that nothing is deleted or written where links lead."""
     precious = tmp_path / "precious"
     precious.mkdir()
     root = tmp_path / "shared"
@@ -253,7 +253,7 @@ def test_what_the_command_says(store: Store, blobs: Blobs, url: str) -> None:
 
 @pytest.mark.parametrize("harm", ["gone", "empty", "cut off"])
 def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs) -> None:
-    """Also in a push that was resumed after a power loss: what has a name is not trusted to be whole."""
+    """Resume a push after a power loss, too: a value that has a name is not trusted to be whole."""
     push(store, blobs)
     before = {name: blobs.get([name])[0] for name in read_catalogue(blobs).blobs()}
     for name, value in before.items():
@@ -270,7 +270,7 @@ def test_a_plain_push_repairs_what_is_gone(harm: str, store: Store, blobs: Blobs
 def test_what_is_gone_of_a_level_of_another_machine_is_not_half_replaced(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records of two machines have one size and other bits: a level is all of one of them."""
+    """Check that a level is all of one machine: records of two have one size and other bits."""
     push(store, blobs)
     with monkeypatch.context() as patch:
         patch.setattr(making, "payload_of", lambda *args, real=payload_of: [part[::-1] for part in real(*args)])
@@ -355,7 +355,7 @@ def test_what_is_damaged_or_lost_here_is_not_deleted_there(
 def test_what_is_dropped_while_it_is_pushed_is_not_named_there(
     store: Store, blobs: Blobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by a prune: else every pull would miss it, and the next pushes would take it for there."""
+    """Drop it as a prune does: else every pull would miss it, and the next pushes would take it for there."""
     surveyed = values.survey
 
     def then_pruned(*given: Any, **more: Any) -> Any:

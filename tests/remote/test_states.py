@@ -75,7 +75,7 @@ def test_what_is_measured_later_reaches_the_store_in_front(store: Store, url: st
     "own", [{}, {"profile": "", "losses": {}}, {"profile": "", "losses": {NONE: {"1": loss(0.1)}}}]
 )
 def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: Path, url: str) -> None:
-    """Of a store that was never compressed, and of one that was pruned of all KV."""
+    """Push a store that was never compressed, and one that was pruned of all KV."""
     digest = hashlib.blake2b(b"profile", digest_size=16).digest()
     know(store, {"profile": digest.hex(), "losses": {"2": loss(0.001)}})
     with store.writer() as writer:
@@ -98,7 +98,7 @@ def test_a_push_without_a_profile_leaves_the_tiers(own: dict[str, Any], store: P
 
 
 def test_a_store_in_front_that_was_filled_by_an_older_kvtool(store: Store, url: str) -> None:
-    """It holds the catalogue, and a codec state from before."""
+    """Make one that holds the catalogue, and a codec state from before."""
     know(store, {"profile": MINE, "losses": {"2": loss(0.001)}})
     send(store, url)
     seen(url)

@@ -48,14 +48,14 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def sent(store: Store, blobs: Blobs, **options: bool) -> tuple[int, int]:
-    """Files and chunks at a level that were sent."""
+    """Return the numbers of files and of chunks at a level that were sent."""
     report = push(store, blobs, **options)
     assert report.damaged == []
     return report.files.moved, report.chunks.moved
 
 
 def bytes_of(path: Path) -> list[tuple[bytes, str, int, bytes]]:
-    """Every record of a store."""
+    """Return every record of a store."""
     with Store.open(path) as store:
         found = []
         for chunk in store.chunk_ids():
@@ -137,7 +137,7 @@ def test_what_is_gone_stays_until_it_is_to_be_deleted(store: Store, blobs: Blobs
 
 
 def test_a_pull_forgets_most_of_a_store_only_if_somebody_says_so(store: Store, blobs: Blobs, tmp_path: Path) -> None:
-    """What was never pushed is nowhere else: a tier that is new, or another one, is no reason to forget it."""
+    """Pull from a new shared store, or another: no reason to forget what was never pushed and is nowhere else."""
     sent(store, blobs)
     with Store.open(make_store(tmp_path / "mine", files=4)) as mine, mine.writer() as writer:
         writer.set_manifest(MANIFEST)

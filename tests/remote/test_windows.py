@@ -43,7 +43,7 @@ class Asked:
 
 @pytest.fixture(scope="module")
 def ingested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a tiny gpt-oss, three of whose four layers see 16 tokens; leave it as it is."""
+    """Make a store of a tiny gpt-oss, three of whose four layers see 16 tokens; leave it as it is."""
     folder = tmp_path_factory.mktemp("windowed")
     torch.set_num_threads(1)
     save_tiny("gpt-oss", folder / "model")
@@ -95,7 +95,7 @@ def asking(place: Path | str, told: list[str] | None = None, **options: Any) -> 
 
 
 def read_here(place: Path, **options: Any) -> tuple[Reply, list[Record]]:
-    """An answer of a store that is a folder, and the records that its pass reads."""
+    """Return an answer of a store that is a folder, and the records that its pass reads."""
     found: list[Record] = []
     real = Store.read_layer
 
@@ -152,7 +152,7 @@ def test_a_mode_that_chooses_on_the_way_asks_for_all_that_it_may_choose(mode: st
 
 
 def test_records_that_refine_others(store: Path, tmp_path: Path) -> None:
-    """Of both levels the same layers."""
+    """Check that the same layers of both levels are read."""
     command("compress", "--fit", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
     url = f"file://{tmp_path / 'shared'}"
     command("store", "push", url, "--store", store).fine()
@@ -168,7 +168,7 @@ def test_records_that_refine_others(store: Path, tmp_path: Path) -> None:
 
 
 def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> None:
-    """So many records come of those that no row saw, then this happens, once."""
+    """Let so many records come of those that no row saw, then cause this, once."""
     real, rest = Prefetcher.take, Tier._fetch_rest
     errors, left = [error], list[int]()
 
@@ -190,7 +190,7 @@ def interrupted(patch: pytest.MonkeyPatch, after: int, error: BaseException) -> 
 def test_a_tier_that_goes_before_what_others_refine_has_come(
     store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finer record is of no use without the coarser one, and is kept only with it."""
+    """Check that a finer record is kept only with the coarser one, without which it is of no use."""
     command("compress", "--fit", "--level", "1", "--level", "2", "--store", store, "--questions", "0").fine()
     url = f"file://{tmp_path / 'shared'}"
     command("store", "push", url, "--store", store).fine()
@@ -209,7 +209,7 @@ def test_a_tier_that_goes_before_what_others_refine_has_come(
 
 
 def test_ctrl_c_while_the_rest_comes(store: Path, in_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was on its way is asked for again: nothing that comes then is taken for something else, and damaged."""
+    """Ask again for what was on its way: nothing that comes then is taken for something else, and damaged."""
     told: list[str] = []
     interrupted(monkeypatch, 3, KeyboardInterrupt())
     with kvtool.open(in_folder, warn=lambda text, hint: told.append(text)) as cache:
@@ -248,7 +248,7 @@ def test_a_store_in_front_that_another_writes_is_sent_what_is_seen(store: Path, 
 
 
 def test_what_nobody_saw_is_damaged(store: Path, in_folder: str) -> None:
-    """The answer is there; the chunk is not kept, and that is reported."""
+    """Check that the answer is there, and that the chunk is not kept, which is reported."""
     wanted, reads = read_here(store, fusion="reuse")
     chunk, _, layer = min(whole(reads) - {*reads})
     wreck(in_folder, chunk, "raw", layer)
@@ -263,7 +263,7 @@ def test_what_nobody_saw_is_damaged(store: Path, in_folder: str) -> None:
 
 
 def test_what_is_seen_is_damaged(store: Path, in_folder: str) -> None:
-    """Nothing more is fetched of a chunk that cannot become whole; the hole's rows see more of the others."""
+    """Check that no more is fetched of a chunk that cannot become whole; the hole's rows see more of the others."""
     chunk = asking(store, fusion="reuse")[0].chunks[1].id
     wreck(in_folder, chunk, "raw", FULL)
     reply, asked = asking(in_folder, fusion="reuse")
@@ -295,7 +295,7 @@ def test_a_tier_that_goes_when_the_answer_is_there(
 
 @pytest.mark.usefixtures("slow_machine")
 def test_an_objective_has_whole_chunks_streamed(store: Path, in_folder: str) -> None:
-    """Rows of what does not come in time see more: which layers are read is known when streaming is over."""
+    """Check that whole chunks are streamed: only afterwards it is known which layers are read."""
     wanted, reads = read_here(store, fusion="reuse")
     reply, asked = asking(in_folder, fusion="reuse", slo_ms=600_000.0)
     assert "miss" not in {one.status for one in reply.chunks}

@@ -15,7 +15,7 @@ Make = Callable[[Scene], object]
 
 
 def unmounted(scene: Scene) -> None:
-    """Nothing is there."""
+    """Move everything away."""
     aside = scene.folder.with_name("aside")
     scene.folder.rename(aside)
     scene.later.callback(aside.rename, scene.folder)
@@ -33,7 +33,7 @@ def counted(scene: Scene, reads: list[int]) -> None:
 
 
 def from_the_middle_on(then: Callable[[Scene], object]) -> Make:
-    """After half of the reads."""
+    """Begin the trouble after half of the reads."""
 
     def make(scene: Scene) -> None:
         left, real = [int(scene.middle)], os.pread
@@ -50,7 +50,7 @@ def from_the_middle_on(then: Callable[[Scene], object]) -> Make:
 
 
 def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
-    """Files, or those that are opened so, are refused."""
+    """Refuse files, or those that are opened so."""
 
     def make(scene: Scene) -> None:
         real = os.open
@@ -67,7 +67,7 @@ def failing(error: int, of: Callable[[int], bool] = lambda flags: True) -> Make:
 
 
 def reads_fail(error: int) -> Make:
-    """As of a disk that is dying."""
+    """Fail reads as a disk that is dying."""
 
     def make(scene: Scene) -> None:
         def pread(*given: Any) -> bytes:
@@ -79,7 +79,7 @@ def reads_fail(error: int) -> Make:
 
 
 def hangs(scene: Scene) -> None:
-    """As a mount whose server is gone."""
+    """Hang as a mount whose server is gone."""
     over, real, left = threading.Event(), os.pread, [scene.middle]
 
     def pread(*given: Any) -> bytes:
@@ -93,7 +93,7 @@ def hangs(scene: Scene) -> None:
 
 
 def crawls(scene: Scene) -> None:
-    """A hundredth of a second for every read."""
+    """Take a hundredth of a second for every read."""
     real, over = os.pread, threading.Event()
 
     def pread(*given: Any) -> bytes:
@@ -105,7 +105,7 @@ def crawls(scene: Scene) -> None:
 
 
 def cannot_sync(error: int) -> Make:
-    """What is written does not reach the disk."""
+    """Keep what is written from the disk."""
 
     def make(scene: Scene) -> None:
         def fsync(handle: int) -> None:

@@ -14,28 +14,28 @@ Which = Callable[[Request], bool]
 
 
 def error(code: str) -> bytes:
-    """As services word one; it repeats what must not be passed on."""
+    """Return an error as services word one; it repeats what must not be passed on."""
     return f"<Error><Code>{code}</Code><Message>AKIAZQXWVA zqxwvb</Message></Error>".encode()
 
 
 def is_record(request: Request) -> bool:
-    """Whether KV is asked for."""
+    """Return True if KV is asked for."""
     return "/pack/" in request.path.replace("%2F", "/") or "/kv/kv/" in request.path
 
 
 def is_write(request: Request) -> bool:
-    """Whether something is to be changed."""
+    """Return True if something is to be changed."""
     return request.method not in ("GET", "HEAD")
 
 
 def way_of(scene: Scene) -> Way:
-    """What answers in the service's place."""
+    """Return what answers in the service's place."""
     assert scene.site.way is not None
     return scene.site.way
 
 
 def answers(status: int, code: str = "", body: bytes = b"", which: Which = lambda request: True, **more: str) -> Make:
-    """To all that is asked for, or to some of it."""
+    """Answer so to all that is asked for, or to some of it."""
     headers = {name.replace("_", "-"): value for name, value in more.items()}
     answer = Answer(status, body or error(code), headers)
 
@@ -46,7 +46,7 @@ def answers(status: int, code: str = "", body: bytes = b"", which: Which = lambd
 
 
 def in_the_middle(status: int, code: str) -> Make:
-    """To all that is asked for after the first of the KV."""
+    """Answer so to all that is asked for after the first of the KV."""
 
     def make(scene: Scene) -> None:
         seen: list[Request] = []
@@ -61,7 +61,7 @@ def in_the_middle(status: int, code: str) -> Make:
 
 
 def once(answer: Answer) -> Make:
-    """To the first request for each kind of values, and then no more."""
+    """Answer so to the first request for each kind of values, and then no more."""
 
     def make(scene: Scene) -> None:
         seen: set[str] = set()
@@ -78,7 +78,7 @@ def once(answer: Answer) -> Make:
 
 
 def cut_off(scene: Scene) -> None:
-    """Of the first answer with KV half comes, and its line breaks."""
+    """Send half of the first answer with KV, then break its line."""
     seen: list[Request] = []
 
     def answer(request: Request) -> Answer | None:
@@ -103,7 +103,7 @@ def ignores_parts(scene: Scene) -> None:
 
 
 def sent_elsewhere(scene: Scene) -> None:
-    """To the server itself, as web servers do with folders that have moved."""
+    """Redirect to the server itself, as web servers do with folders that have moved."""
 
     def answer(request: Request) -> Answer:
         return Answer(307, headers={"Location": f"http://127.0.0.1:{scene.site.port}{request.target}"})
@@ -112,7 +112,7 @@ def sent_elsewhere(scene: Scene) -> None:
 
 
 def says_nothing(scene: Scene) -> None:
-    """Takes the request, and closes the line."""
+    """Take the request, and close the line."""
     scene.patch.setattr(way_of(scene), "trouble", lambda request: BREAK)
 
 
@@ -132,18 +132,18 @@ def dies(scene: Scene) -> None:
 
 
 def breaks(scene: Scene) -> None:
-    """In the middle, once."""
+    """Break the line in the middle, once."""
     scene.later.callback(scene.through().heal)
     scene.through().after(scene.middle, scene.through().heal)
 
 
 def stops(scene: Scene) -> None:
-    """In the middle nothing comes any more, and nothing is closed."""
+    """Send nothing any more from the middle on, and close nothing."""
     scene.later.callback(scene.through().heal)
     scene.through().after(scene.middle, scene.through().stop)
 
 
 def crawls(scene: Scene) -> None:
-    """From the middle on a hundred bytes come in a second."""
+    """Send a hundred bytes a second from the middle on."""
     scene.later.callback(scene.through().heal)
     scene.through().after(scene.middle, scene.through().crawl)

@@ -16,7 +16,7 @@ Make = Callable[[Scene], object]
 
 
 def client(scene: Scene) -> Any:
-    """Of the server itself."""
+    """Return a client of the server itself."""
     import redis
 
     made = redis.Redis(port=scene.site.port, socket_timeout=30)
@@ -47,19 +47,19 @@ def allows_no(command: str) -> Make:
 
 
 def rights_end(scene: Scene) -> None:
-    """When half of it has come."""
+    """Revoke the right to read when half has come."""
     there, mine = client(scene), ("ACL", "SETUSER", "default")
     scene.later.callback(there.execute_command, *mine, "+getrange")
     scene.through().after(scene.middle, lambda: there.execute_command(*mine, "-getrange"))
 
 
 def no_database(scene: Scene) -> None:
-    """The URL names one that the server does not have."""
+    """Name a database that the server does not have."""
     scene.patch.setattr(scene.site, "url", scene.site.url.replace("/0?", "/99?"))
 
 
 def is_busy(scene: Scene) -> None:
-    """With somebody's script."""
+    """Keep the server busy with a script."""
     import redis
 
     there, script = client(scene), client(scene)
@@ -86,7 +86,7 @@ def is_busy(scene: Scene) -> None:
 
 
 def holds_another_type(scene: Scene) -> None:
-    """Somebody's list has the name of the head."""
+    """Give the name of the head to another user's list."""
     there, name = client(scene), _key(scene, "head")
     there.rename(name, name + "-aside")
     there.lpush(name, "mine")
@@ -95,7 +95,7 @@ def holds_another_type(scene: Scene) -> None:
 
 
 def is_none(scene: Scene) -> None:
-    """Another program is at its port."""
+    """Put another program at its port."""
     web = GoogleServer()
     scene.later.callback(web.close)
     scene.patch.setattr(scene.through(), "_to", web.port)

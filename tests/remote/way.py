@@ -27,7 +27,7 @@ class Way(HttpServer):
         super().__init__()
 
     def answer(self, request: Request) -> Answer | None:
-        """That of the trouble, else the server's."""
+        """Return the answer of the trouble, else the server's."""
         answer = self.trouble(request) if self.trouble is not None else None
         return None if answer is BREAK else answer or self.forwarded(request)
 

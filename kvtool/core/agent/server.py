@@ -126,9 +126,9 @@ def serve_stdio(tools: Tools, version: str) -> None:
 
 
 def serve_http(
-    tools: Tools, version: str, options: AgentOptions, keys: Sequence[str], told: Callable[[str], None]
+    tools: Tools, version: str, options: AgentOptions, keys: Sequence[str], show_url: Callable[[str], None]
 ) -> None:
-    """Serve clients that send one of the keys, until a signal. `told` is called with the URL.
+    """Serve clients that send one of the keys, until a signal. `show_url` is called with the URL.
 
     Requests have to name this server as their host, or one of `allow_host`, so that no web page can reach it under a
     name of its own.
@@ -150,7 +150,7 @@ def serve_http(
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=_GRACE_S
         )
-        told(url + PATH)
+        show_url(url + PATH)
         uvicorn.Server(config).run(sockets=[listener])
 
 

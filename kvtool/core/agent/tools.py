@@ -323,4 +323,4 @@ def _excerpt(store: Store, passage: Passage, since: Mapping[str, str], hit: Hit 
     score = None if hit is None else round(hit.score, 4)
     source = passage.source
     origin = store.origin_of(source)
-    return Excerpt(passage.chunk_id.hex(), place.behind(source), source, text, score, since[source], origin)
+    return Excerpt(passage.chunk_id.hex(), place.cite(source), source, text, score, since[source], origin)

@@ -77,7 +77,7 @@ class StretchInfo:
             own, alone = bool(row["own"]), bool(row.get("alone", False))
             return cls(start, tokens, rows, states, chunks, own, size, alone, _arithmetic(row.get("arithmetic")))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise DamagedError(f"a stored stretch cannot be read: {type(error).__name__}") from error
+            raise DamagedError(f"a stored state checkpoint cannot be read: {type(error).__name__}") from error
 
 
 def _within(number: object, most: int) -> int:
@@ -139,7 +139,7 @@ class StretchReader(StoreConnection):
     def stretch(self, stretch: bytes) -> StretchInfo | None:
         """Return the description of a stretch, or None. Raises DamagedError."""
         with self.snapshot() as snapshot:
-            payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a stretch")
+            payload = snapshot.payload(tables.STRETCHES, stretch, Kind.STRETCH, "a state checkpoint")
         return None if payload is None else StretchInfo.from_bytes(payload)
 
     def read_part(self, stretch: bytes, place: Place) -> memoryview:
@@ -159,7 +159,7 @@ class StretchReader(StoreConnection):
 
     def sealed_stretch(self, stretch: bytes) -> bytes:
         """Return a description in its envelope, checked. Raises DamagedError."""
-        data = self._row(stretch, "descriptions of a stretch")
+        data = self._row(stretch, "descriptions of a state checkpoint")
         opened_info(stretch, data)
         return bytes(data)
 

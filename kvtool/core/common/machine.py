@@ -110,10 +110,10 @@ def _features(forced: str | None) -> frozenset[str]:
     return _plain(_compiler_features())
 
 
-def _check(told: list[str]) -> None:
+def _check(named: list[str]) -> None:
     """Refuse a name that is neither one of `_TELLABLE` nor this CPU's: a misspelt feature would count as missing."""
     known = _plain(_TELLABLE) | _features(None)
-    stray = next((name for name in told if not _plain([name]) <= known), None)
+    stray = next((name for name in named if not _plain([name]) <= known), None)
     if stray is not None:
         near = did_you_mean(stray, _TELLABLE)
         allowed = f"names as Linux lists them, a space between: {' '.join(_TELLABLE)}"

@@ -39,7 +39,7 @@ class Place:
     line: int | None = None
     label: str = ""
 
-    def behind(self, source: str) -> str:
+    def cite(self, source: str) -> str:
         """Return the source with its place: `notes.md:12`, `paper.pdf p. 12`."""
         return f"{source} {self.label}" if self.label else source if self.line is None else f"{source}:{self.line}"
 

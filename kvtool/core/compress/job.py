@@ -201,6 +201,8 @@ class _Job:
     def _fitted(self, chunks: Sequence[bytes]) -> Profile:
         exact = list(self._exact(self._own(chunks)))
         if not exact:
+            if next(self.store.files(), None) is None:
+                raise KvtoolError("the store holds no documents", "run `kvtool ingest PATH` first")
             raise KvtoolError("no exact record is left to fit a profile on", "ingest the documents again")
         self._load()
         self.report.fitted = True

@@ -130,11 +130,11 @@ class _Seen:
         rows = _computed(plan, selector, layers).nonzero()[:, 0].tolist()
         positions = plan.positions.tolist()
         seen = torch.zeros(plan.length, dtype=torch.bool)
-        behind = 0
+        done = 0
         for row in rows:
             begin = bisect_left(positions, positions[row] - window + 1)
-            seen[max(begin, behind) : row + 1] = True
-            behind = row + 1
+            seen[max(begin, done) : row + 1] = True
+            done = row + 1
         counts = torch.cat([torch.zeros(1, dtype=torch.int64), seen.cumsum(0)])
         return cls(counts, int(seen.nonzero()[0]) if bool(seen.any()) else plan.length)
 

@@ -139,7 +139,7 @@ class CheckpointLoader:
         expected = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, BufferLayer)}
         states = {number for number, layer in enumerate(self._cache.buffers) if isinstance(layer, StateLayer)}
         if {*info.rows} != expected or (with_states and {*info.states} != states) or info.tokens != len(segment.ids):
-            raise DamagedError("a stretch of another model")
+            raise DamagedError("a state checkpoint of another model")
         for layer in info.rows:
             tensors = self._part(stretch, ("rows", layer))
             buffer = self._cache.buffers[layer]
@@ -214,7 +214,7 @@ def decode_part(payload: memoryview) -> dict[str, torch.Tensor]:
         stop = _LENGTH + int.from_bytes(payload[:_LENGTH], "little")
         return dict(_tensors(json.loads(bytes(payload[_LENGTH:stop])), payload, stop))
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise DamagedError(f"a part of a stretch cannot be read: {type(error).__name__}") from error
+        raise DamagedError(f"a part of a state checkpoint cannot be read: {type(error).__name__}") from error
 
 
 def _tensors(

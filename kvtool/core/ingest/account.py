@@ -42,14 +42,14 @@ class Account:
         self._named = {str(place) for path in options.paths for place in places(path)}
 
     @contextmanager
-    def phase(self, name: str, told: bool = True) -> Iterator[None]:
+    def phase(self, name: str, reported: bool = True) -> Iterator[None]:
         """Report and time a phase of the run (`report.PHASES`). A nested phase counts only for itself.
 
         Parameters
         ----------
-        told : False if the code inside reports it in more detail.
+        reported : False if the code inside reports it in more detail.
         """
-        if told:
+        if reported:
             self.events.status(PHASES[name])
         phases = self.report.phases
         started, others = time.perf_counter(), sum(phases.values())
@@ -102,6 +102,11 @@ class Account:
         self._estimate = Estimate(files)
         if not self.report.dry_run:
             self.events.step("reading files", len(files), "files")
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Leave files out of the estimate that are known to be unchanged."""
+        for name in names:
+            self._estimate.pass_by(name)
 
     def look_at(self, path: str) -> None:
         """Count a file as read."""

@@ -230,6 +230,7 @@ class _Job:
                     continue
                 if storer is None and (new or self._needs_prefix(store)):
                     writer.require_room()  # a model is seconds to load
+                    self.stream.leave_known_out()
                     self._say_forecast(store, self.account.expected)
                     storer = self._storer(store, writer, new)
                     self.account.begin_computing()
@@ -262,7 +263,7 @@ class _Job:
     def _say_forecast(self, store: Store, tokens: int) -> None:
         ahead = self.account.report.forecast = self._forecast(store, tokens)
         if ahead is not None and ahead.is_noted:
-            self.account.events.say(ahead.told(), ahead.advice())
+            self.account.events.say(ahead.text(), ahead.advice())
 
     def _fits(self, file: PreparedFile, new: Sequence[ChunkSpec], check: Callable[[Sequence[ChunkSpec]], None]) -> bool:
         """Return True if the model can hold a file's new chunks. If not, only this file fails."""
@@ -307,7 +308,7 @@ class _Job:
 
     def _own_storer(self, store: Store, writer: Writer) -> Storer:
         """Load the model."""
-        with self.account.phase("model_load", told=False):
+        with self.account.phase("model_load", reported=False):
             from kvtool.core.ingest.storer import ChunkStorer
 
             self._session = session = self._open(store)
@@ -321,7 +322,7 @@ class _Job:
         """Load models in Ray workers, none here."""
         from kvtool.core.ingest.ray_storer import ray_storer
 
-        with self.account.phase("model_load", told=False):
+        with self.account.phase("model_load", reported=False):
             return ray_storer(store, writer, self.account, self.options, self.choices)
 
     # ---- the model ----

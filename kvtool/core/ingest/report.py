@@ -75,7 +75,7 @@ class Forecast:
         """Return True if the KV is large enough to show a forecast."""
         return self.kv_bytes >= _NOTED_BYTES
 
-    def told(self) -> str:
+    def text(self) -> str:
         """Return the forecast in words."""
         before = "" if self.level == "raw" else " before compression"
         kv, free = shown_size(self.kv_bytes), shown_size(self.disk_free)
@@ -88,7 +88,7 @@ class Forecast:
         """Return a hint to store less, if the KV is large."""
         much = self.kv_bytes >= min(_MUCH_BYTES, _MUCH_SHARE * self.disk_free)
         hint = (
-            "`--level lossless` stores it exactly in less; `kvtool compress --drop-raw` afterwards makes it far less, "
+            "`--level lossless` takes less and is exact; `kvtool compress --drop-raw` afterwards takes far less, "
             "with some loss"
         )
         return hint if much and self.level == "raw" else ""

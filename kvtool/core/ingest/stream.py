@@ -25,6 +25,7 @@ from kvtool.core.ingest.survey import (
     abandoned,
     gone,
     is_below,
+    is_known,
     reason_of,
     survey,
     vanished,
@@ -135,6 +136,15 @@ class Stream:
                 self._account.unchanged(outcome)
             elif (file := self._prepared(outcome)) is not None:
                 yield file
+
+    def leave_known_out(self) -> None:
+        """Leave unchanged files out of the estimate of what is to come, before it is printed."""
+        store, settings = self.store, self._choices.identity.settings_digest()
+        if store is not None:
+            known = (
+                file.name for file in self.walked.files if is_known(file, store, settings, self._reading, self.seen)
+            )
+            self._account.leave_out(known)
 
     def _surveyed(self) -> Iterator[Outcome]:
         """Survey each file. Failures are held back until one file can be ingested."""

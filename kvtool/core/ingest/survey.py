@@ -80,6 +80,15 @@ def survey(file: FoundFile, store: Store | None, settings: str, reading: Reading
         return seen.compared(store, Failure(path, reason))
 
 
+def is_known(file: FoundFile, store: Store, settings: str, reading: Reading, seen: Seen) -> bool:
+    """Return True if a stat shows that a file will be surveyed as unchanged."""
+    known = store.file(file.name)
+    if known is None or known.settings != settings + reading.settings(file.path) or known.origin.is_foreign:
+        return False
+    is_whole = seen.vouches(store, file.name, known.digest) or _is_whole(known, store)
+    return is_whole and seen.is_unchanged(store, file.name, known.digest)
+
+
 def reason_of(error: Exception) -> str:
     """Return the reason of a failure in words."""
     if isinstance(error, KvtoolError):

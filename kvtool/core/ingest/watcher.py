@@ -47,7 +47,7 @@ class Watcher:
         self._options = replace(options, paths=tuple(map(as_on_disk, options.paths)))
         self._kept = KeptModel()
         self._seen: Mapping[str, _Stamp] | None = None  # the files of the last round
-        self._told: set[object] = set()
+        self._reported: set[object] = set()
         self._again_at = float("inf")
         self._forgotten: set[Path] = set()  # named files that are gone, and whose documents are to go
         self._roots = self._look()
@@ -112,8 +112,8 @@ class Watcher:
         """Return callbacks that report each message once: every round meets the same unreadable file."""
 
         def is_new(*what: object) -> bool:
-            known = what in self._told
-            self._told.add(what)
+            known = what in self._reported
+            self._reported.add(what)
             return not known
 
         return replace(

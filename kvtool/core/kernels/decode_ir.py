@@ -309,10 +309,10 @@ class _Block:
     def _hide_the_rest(self) -> None:
         """Lowest scores from the last whole vector on: those of keys that are there are written over them."""
         width = self._k.width
-        behind = self._count // width * width
+        last = self._count // width * width
         low = self._k.zeros(width).like(_LOW)
         for head in range(self._heads.group):
-            self._scores.at(head * _ROW).store(low, behind)
+            self._scores.at(head * _ROW).store(low, last)
 
     def _score(self, tile: range) -> None:
         """Emit the scores of some query heads: every key is read once for all of them."""

@@ -190,11 +190,11 @@ def rotation_module(stored: str, kept: str, isa: Isa) -> str:
                 for side, form in (("from", stored), ("to", kept))
             )
             _rotate_row(k, source, target, (cos, sin), job.half)
-            behind = job.half * 2
+            rotated = job.half * 2
             if stored == kept:  # bit by bit
                 source, target = (side.of(STORED[stored]) for side in (source, target))
             with k.loop(job.rest // _WIDTH, may_be_empty=True) as index:
-                place = index * _WIDTH + behind
+                place = index * _WIDTH + rotated
                 target.store(source.load(place, _WIDTH), place)
     return module(k)
 

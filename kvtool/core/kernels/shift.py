@@ -86,8 +86,8 @@ def _are_factors(factors: torch.Tensor, rows: int) -> bool:
 def _are_spans(spans: Whole, rows: int) -> bool:
     if spans.shape[1:] != (2,) or not len(spans):
         return False
-    first, behind = spans[:, 0], spans[:, 1]
-    return bool((first >= 0).all() and (first <= behind).all() and (behind <= rows).all())
+    first, end = spans[:, 0], spans[:, 1]
+    return bool((first >= 0).all() and (first <= end).all() and (end <= rows).all())
 
 
 def shift_kernel(spans: ShiftSpans, layers: Sequence[Sides], rotations: Sequence[str | None]) -> ShiftKernel | None:
@@ -123,12 +123,12 @@ class ShiftKernel:
         heads, _, head_dim = like.shape
         self._kept = torch.empty((2, heads, len(runs.places), head_dim), dtype=like.dtype)
         self._sums = torch.empty((len(layers), len(runs.spans), heads, 2), dtype=torch.float32)
-        first, behind = runs.spans[:, 0], runs.spans[:, 1]
+        first, end = runs.spans[:, 0], runs.spans[:, 1]
         # First row, rows, first probe and probes of each span.
-        self._told = np.stack([first, behind - first, runs.counts.cumsum() - runs.counts, runs.counts], 1)
+        self._spans = np.stack([first, end - first, runs.counts.cumsum() - runs.counts, runs.counts], 1)
         self._jobs = Jobs(JOB, len(layers))
         self._jobs.set(
-            **{"units": len(self._told) * heads, "heads": heads, "runs": address(self._told)},
+            **{"units": len(self._spans) * heads, "heads": heads, "runs": address(self._spans)},
             **{"places": runs.places.data_ptr(), "probes": len(runs.places), "kept": self._kept.data_ptr()},
             **{"head": like.stride(0), "row": like.stride(1), "sums": [sums.data_ptr() for sums in self._sums]},
             **{side: [layer[at].data_ptr() for layer in layers] for at, side in enumerate(("keys", "values"))},
@@ -139,7 +139,7 @@ class ShiftKernel:
         (self._keep, self._plain), (_, self._turned) = (
             _compiled(isa, FORMATS[like.dtype], head_dim, half) for half in (0, max(runs.widths) // 2)
         )
-        self._helped = like[:, : int(self._told[:, 1].sum())].numel() > _ALONE
+        self._helped = like[:, : int(self._spans[:, 1].sum())].numel() > _ALONE
 
     def keep(self, layer: int) -> None:
         """Remember what a layer holds in the places of the probes."""

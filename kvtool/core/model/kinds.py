@@ -304,7 +304,7 @@ def check_window(base: Any, config: Any, layer: int, window: int | None) -> None
     stated = _stated_window(config, layer)
     if window != stated and (window is not None or _masks(base, config, layer)):
         raise ModelError(
-            f"layer {layer} attends over {_told(window)}, its configuration says {_told(stated)}; "
+            f"layer {layer} attends over {_window_text(window)}, its configuration says {_window_text(stated)}; "
             "that would need to be known which of them the model was trained with",
             "this family is not known to kvtool; use another model",
         )
@@ -320,7 +320,7 @@ def stated_windows(config: Any, layers: int) -> tuple[int | None, ...]:
     return tuple(_stated_window(config, layer) if known else None for layer in range(layers))
 
 
-def _told(window: int | None) -> str:
+def _window_text(window: int | None) -> str:
     return "all tokens" if window is None else f"a window of {window}"
 
 

@@ -139,7 +139,7 @@ def turn_header(tokenizer: Any) -> Ids:
     return tuple(encode_control(tokenizer, between))
 
 
-def warm_passage(tokenizer: Any) -> Ids:
+def lead_in_passage(tokenizer: Any) -> Ids:
     """Tokenise the neutral passage that comes with kvtool, formatted like a chunk.
 
     One gives most of what warming gives (kvtool/docs/concepts.md); every row costs attention at ingest: after two of
@@ -169,8 +169,8 @@ def _cut_turn(text: str) -> str | None:
     one that moves the instruction into the last turn."""
     if any(text.count(word) != 1 for word in (_ANSWER, _NEXT)):
         return None
-    before, _, behind = text.partition(_ANSWER)
-    between, found, _ = behind.partition(_NEXT)
+    before, _, after = text.partition(_ANSWER)
+    between, found, _ = after.partition(_NEXT)
     return between if found and _SYSTEM in before and _QUESTION in before else None
 
 
@@ -213,7 +213,7 @@ def lead_in_ids(mode: str, tokenizer: Any, parts: PromptParts) -> Ids:
     UsageError : no such lead-in, or the tokenizer has no BOS to make it of.
     """
     if mode == "warm":
-        return parts.prefix + warm_passage(tokenizer)
+        return parts.prefix + lead_in_passage(tokenizer)
     if mode in ("prefix", "neighbour"):
         return parts.prefix
     if mode == "none":

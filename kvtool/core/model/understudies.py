@@ -27,7 +27,7 @@ def _as_it_is(function: Any = None, *_: Any, **__: Any) -> Any:
     return _as_it_is if function is None else function
 
 
-def _told_its_version() -> dict[str, Any]:
+def _version_only() -> dict[str, Any]:
     from importlib.metadata import version
 
     return {"__version__": version("transformers")}
@@ -76,7 +76,7 @@ PLAYED: Mapping[str, Callable[[], Mapping[str, Any]]] = {
     ),
     "accelerate.utils.modeling": _later("accelerate.utils.modeling", "clean_device_map", "get_max_layer_size"),
     "torch._dynamo": lambda: dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _as_it_is),
-    "transformers": _told_its_version,
+    "transformers": _version_only,
     "transformers.models": dict,
     "transformers.utils.chat_template_utils": _later(
         "transformers.utils.chat_template_utils",

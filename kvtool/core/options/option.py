@@ -196,8 +196,8 @@ class Option:
         if "\0" in value:
             return "holds a NUL character"
         if self.choices and value not in self.choices:
-            many = len(self.choices) > _MOST_TOLD and "|" in self.metavar
-            return "is none of " + ", ".join(self.metavar.split("|") if many else self.choices)
+            short = "|" in self.metavar and (".." in self.metavar or len(self.choices) > _MOST_TOLD)
+            return "is none of " + ", ".join(self.metavar.split("|") if short else self.choices)
         if self.pattern and not re.fullmatch(self.pattern, value):
             return f"does not fit {self.metavar}"
         return self.check(value) if self.check else ""

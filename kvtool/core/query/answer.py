@@ -31,7 +31,7 @@ from kvtool.core.query.prompt import Marks, PromptLayout, lay_out_request, plan_
 from kvtool.core.query.recurrent import answer_chain, keep_prefix
 from kvtool.core.query.reply import OWN_TEXT, Reply, ReplyChunk, Request
 from kvtool.core.query.staleness import with_changes
-from kvtool.core.query.streaming import Streamed, stands_alone, stream_prompt
+from kvtool.core.query.streaming import Streamed, is_context_free, stream_prompt
 from kvtool.core.records.encode import LeadIns, make
 from kvtool.core.records.read import read_chunk, stored_shape
 from kvtool.core.session.identity import StoreIdentity, lead_ins_of
@@ -421,6 +421,6 @@ def _is_readable(session: Session, chunk: ChunkSpec, level: str) -> bool:
 def _wanted(segment: Segment, identity: StoreIdentity) -> ChunkSpec | None:
     """Return the record to make; None: there is one all the same, or the chunk before it is needed."""
     chunk_id = segment.source.chunk_id
-    if segment.source.stored or not stands_alone(segment, identity):
+    if segment.source.stored or not is_context_free(segment, identity):
         return None
     return identity.wanted_prefix if chunk_id == identity.prefix_id else identity.wanted(segment.ids)

@@ -39,7 +39,7 @@ class Auditor:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._told: set[str] = set()
+        self._said: set[str] = set()
 
     def is_due(self, reply: Reply, share: float) -> bool:
         """Return True if an answer is to be audited: it is sampled, it reused KV, the audit can be stored."""
@@ -72,8 +72,8 @@ class Auditor:
         return done
 
     def _once(self, text: str, tell: Callable[[str], None]) -> None:
-        if text not in self._told:
-            self._told.add(text)
+        if text not in self._said:
+            self._said.add(text)
             tell(text)
 
 

@@ -105,11 +105,11 @@ class ReplyChunk:
     @property
     def place(self) -> str:
         """`file:line`, `file.pdf p. 12`, or only the file."""
-        return self.behind(self.source)
+        return self.cite(self.source)
 
-    def behind(self, name: str) -> str:
+    def cite(self, name: str) -> str:
         """Return the place, with this name of its file before it."""
-        return Place(self.line, self.label).behind(name)
+        return Place(self.line, self.label).cite(name)
 
     def to_json(self) -> dict[str, Any]:
         names = ("id", "source", "start", "end", "line", "label", "score", "tokens", "status", "text")

@@ -123,7 +123,7 @@ def _stream(
 def _alone(session: Session, plan: Plan, speeds: Speeds, number: int) -> float:
     """Return the seconds of computing a segment by itself; infinite where that is not possible."""
     segment = plan.segments[number]
-    if not stands_alone(segment, session.identity):
+    if not is_context_free(segment, session.identity):
         return math.inf
     rows, before = len(segment.ids), len(session.identity.lead_in.ids)
     return _SLOWER * speeds.passes.seconds(rows, rows * before + rows * (rows + 1) / 2)
@@ -136,7 +136,7 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
     -------
     None : it needs the chunk before it, or `going` said to stop.
     """
-    if not stands_alone(segment, session.identity):
+    if not is_context_free(segment, session.identity):
         return None
     is_prefix = segment.source.chunk_id == session.identity.prefix_id
     lead_in = LeadIn(session.decoder, ()) if is_prefix else session.lead_in
@@ -146,7 +146,7 @@ def compute_alone(session: Session, segment: Segment, going: Callable[[], bool])
         return None
 
 
-def stands_alone(segment: Segment, identity: StoreIdentity) -> bool:
+def is_context_free(segment: Segment, identity: StoreIdentity) -> bool:
     """Return True if the segment's id follows from its ids and the store's lead-in, whatever came before them."""
     chunk_id = segment.source.chunk_id
     if chunk_id == identity.prefix_id:
@@ -432,7 +432,7 @@ class BackgroundDecoder:
         self._waiting: dict[int, Segment] = {}  # by number in the prompt; the last one came last
         self._text: tuple[int, Segment] | None = None  # what is to be computed, or is
         self._cut_off = False  # it is to be stopped
-        self._told: Ended | None = None  # how the last one ended, until `ended` is called
+        self._ended: Ended | None = None  # how the last one ended, until `ended` is called
         self._computed: set[int] = set()
         self._decoding = 0.0  # seconds, of all so far
         self._ahead: dict[int, _Decoded] = {}
@@ -480,15 +480,15 @@ class BackgroundDecoder:
     def ended(self) -> Ended | None:
         """Return the result of the computation, once; None before it ends, and afterwards."""
         with self._changed:
-            told, self._told = self._told, None
-            if told is not None:
+            ended, self._ended = self._ended, None
+            if ended is not None:
                 self._text = None
-            return told
+            return ended
 
     def wait(self, seconds: float) -> None:
         """Wait for its end, so many seconds at most."""
         with self._changed:
-            self._changed.wait_for(lambda: self._told is not None, seconds)
+            self._changed.wait_for(lambda: self._ended is not None, seconds)
 
     def _begin(self) -> None:
         if self._thread is None:
@@ -530,12 +530,12 @@ class BackgroundDecoder:
             return functools.partial(self._compute, *self._text)
 
     def _has_text(self) -> bool:
-        return self._text is not None and self._told is None
+        return self._text is not None and self._ended is None
 
     def _compute(self, number: int, segment: Segment) -> None:
         started, decoding, whole = time.perf_counter(), self._decoding, False
         try:
-            kv = self._prefill(segment, self._gives_way)
+            kv = self._prefill(segment, self._decode_waiting)
             whole = kv is not None and self._hold(number, segment, kv)
         except Exception:
             whole = False  # the pass after streaming meets it again; ending this thread would leave others waiting
@@ -544,11 +544,11 @@ class BackgroundDecoder:
             if whole:
                 self._computed.add(number)
                 self._waiting.pop(number, None)
-            self._told = Ended(number, seconds, whole)
+            self._ended = Ended(number, seconds, whole)
             self._changed.notify_all()
 
-    def _gives_way(self) -> bool:
-        """Decode what has come meanwhile; return whether to continue computing."""
+    def _decode_waiting(self) -> bool:
+        """Decode the chunks that have come meanwhile; return whether to continue computing."""
         while not self._stopped:
             with self._changed:
                 if self._cut_off:

@@ -298,7 +298,7 @@ def address_of(url: str) -> Address:
         raise UsageError(f"{shown} has text after ? or #", _SUCH_AS)
     folder = parts.path.strip("/")
     if not is_host(parts.netloc) or any(part in ("", ".", "..") for part in folder.split("/") if folder):
-        raise UsageError(f"{shown} names no place of values", _SUCH_AS)
+        raise UsageError(f"{shown} names no bucket or folder", _SUCH_AS)
     return Address(parts.scheme.lower(), parts.netloc, folder)
 
 

@@ -149,8 +149,8 @@ class _Push:
         """Warn of states of prompts, which a catalogue has no name for."""
         if count := sum(not info.alone for info in self.store.stretches().values()):
             self.events.warn(
-                f"a shared store holds no states: {counted(count, 'stretch', 'stretches')} of prompts stay here, and "
-                "a question there computes them",
+                f"a shared store holds no states: {counted(count, 'state checkpoint')} of prompts stay here, "
+                "and a question there computes them",
                 "`kvtool store export` puts them into a pack, and `kvtool store import` takes them from it",
             )
 

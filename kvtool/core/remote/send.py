@@ -66,7 +66,7 @@ class Sender:
         self.events.step("chunks", sum(len(chunk.levels) for chunk in mine.chunks.values()), "chunks")
         gaps = self._gaps(mine, theirs, broken, thin)
         chunks = self._of_one_machine(mine.chunks, gaps, theirs)
-        self._told(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
+        self._count(sum(len(chunk.levels) for chunk in chunks.values()) - len(gaps), moved=False)
         return mine.with_entries(mine.files, self._send_records(chunks, gaps) if gaps else chunks)
 
     def mend(self, digest: str, theirs: Catalogue) -> None:
@@ -156,12 +156,12 @@ class Sender:
             large = {member for member in members if chunks[member[0]].levels[level].size > MOST_BYTES}
             packs = packs_of((member for member in members if member not in large), records_of)
             for packed, moved in self._send_packs(packs):
-                self._told(len(packed.places), moved)
+                self._count(len(packed.places), moved)
                 places |= packed.places
             for key, _ in sorted(large):
                 if (records := records_of((key, level))) is not None:
                     self._put(dict(zip(kv_names(key, chunks[key], level), records, strict=True)))
-                    self._told(1, moved=True)
+                    self._count(1, moved=True)
                     places[key, level] = None
         return {key: _placed(key, chunk, places, lost) for key, chunk in chunks.items()}
 
@@ -173,7 +173,7 @@ class Sender:
             self._put(lacking)
             yield from ((packed, packed.pack.name in lacking) for packed in some)
 
-    def _told(self, count: int, moved: bool) -> None:
+    def _count(self, count: int, moved: bool) -> None:
         if moved:
             self.report.chunks.moved += count
         else:

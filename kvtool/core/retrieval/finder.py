@@ -26,7 +26,7 @@ from kvtool.core.errors import DamagedError, KvtoolError, ModelError, NothingFou
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.retrieval.embed import Embeds, Meaning, embedder_of, remember, remembered
 from kvtool.core.retrieval.index import Index, index_of
-from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, passages_in, recent_first, stands_in
+from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, holds_passage, passages_in, recent_first
 from kvtool.core.retrieval.search import Search, count_rare, keywords
 from kvtool.core.retrieval.spotting import Span, Spotter
 from kvtool.core.retrieval.tables import Array
@@ -136,9 +136,9 @@ def _holding(document: DocumentEntry, start: int) -> list[Passage]:
     """Return the passages with something of the part of a document that begins at a character; of an empty line the
     next."""
     text, stop = document.text, end_of(document.text, document.marks, start)
-    behind = [passage for passage in passages_in(document) if passage.end > start]
-    inside = [passage for passage in behind if text[max(start, passage.start) : min(stop, passage.end)].strip()]
-    return inside or behind[:1]
+    after = [passage for passage in passages_in(document) if passage.end > start]
+    inside = [passage for passage in after if text[max(start, passage.start) : min(stop, passage.end)].strip()]
+    return inside or after[:1]
 
 
 def _matching(name: str, sources: Sequence[str]) -> list[str]:
@@ -303,14 +303,14 @@ class Finder:
         """Return the text of a passage; None if its document is damaged, gone or has changed there."""
         with suppress(DamagedError):
             document = self.document(passage.source)
-            if document is not None and stands_in(document, passage):
+            if document is not None and holds_passage(document, passage):
                 return document.text[passage.start : passage.end]
         return None
 
     def _text(self, passage: Passage) -> str:
         """Return the text by which a chunk is found. Raises DamagedError where its document is damaged or gone."""
         document = self.document(passage.source)
-        if document is None or not stands_in(document, passage):
+        if document is None or not holds_passage(document, passage):
             raise DamagedError(f"the index says of {passage.source} what is not there", REPAIR)
         return found_by(document)[passage.index]
 

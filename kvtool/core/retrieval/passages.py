@@ -51,7 +51,7 @@ def passages_in(document: DocumentEntry) -> list[Passage]:
     return [Passage(c.chunk_id, document.source, c.start, c.end, index) for index, c in enumerate(document.chunks)]
 
 
-def stands_in(document: DocumentEntry, passage: Passage) -> bool:
+def holds_passage(document: DocumentEntry, passage: Passage) -> bool:
     """Return True if a document holds exactly this chunk at this place."""
     if not 0 <= passage.index < len(document.chunks):
         return False

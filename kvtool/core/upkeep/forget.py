@@ -122,7 +122,7 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
     for chunk, level in drops:
         going.setdefault(chunk, set()).add(level)
     lossless = {chunk for level in exact(by_level) for chunk in by_level[level]}
-    spared = {chunk for chunk in lossless if not _stands_in(store, chunk, going[chunk])}
+    spared = {chunk for chunk in lossless if not _rest_is_readable(store, chunk, going[chunk])}
     for level in lossy() if spared else ():  # a level that cannot be read replaces nothing
         writer.drop_level(spared, level)
     for level, chunks in by_level.items():
@@ -130,7 +130,7 @@ def _drop(store: Store, writer: Writer, drops: Sequence[Drop]) -> set[bytes]:
     return spared
 
 
-def _stands_in(store: Store, chunk: bytes, going: set[str]) -> bool:
+def _rest_is_readable(store: Store, chunk: bytes, going: set[str]) -> bool:
     """Return True if the finest level that stays of a chunk can be read, or none is to stay."""
     staying = [level for level in store.levels(chunk) if level not in going]
     if not staying:

@@ -80,7 +80,8 @@ def _meant(target: str, named: Named, with_chunk: Callable[[str], Iterable[str]]
     if sources := list(with_chunk(target)):
         return sources
     names = {PurePosixPath(file).name: file for file in named.values()}
-    hint = _folder_hint(target, named) or did_you_mean(PurePosixPath(target).name, names) or _LISTED
+    near = did_you_mean(PurePosixPath(target).name, names, 0.7)  # names of files end alike
+    hint = _folder_hint(target, named) or near or _LISTED
     raise UsageError(f"{target!r} is no document of the store", hint)
 
 

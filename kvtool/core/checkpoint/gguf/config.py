@@ -60,8 +60,8 @@ def model_config(gguf: Path, header: GgufHeader, alone: Path) -> Any:
 
     read = _read(gguf, header, alone)
     kind = CONFIG_MAPPING[read.pop("model_type")]
-    told = _gemma4(header) if header.architecture == _GEMMA4 else _told(header, kind)
-    config = kind(**{"pad_token_id": None} | read | told)
+    stated = _gemma4(header) if header.architecture == _GEMMA4 else _stated(header, kind)
+    config = kind(**{"pad_token_id": None} | read | stated)
     restore_rope(gguf, header, config)
     _restore_attention_scale(header, config)
     return config
@@ -100,11 +100,11 @@ def _architectures() -> set[str]:
     return legacy | set(GGUF_CONFIG_ARCHS) | {GPT_OSS, _GEMMA4}
 
 
-def _told(header: GgufHeader, kind: Any) -> dict[str, Any]:
+def _stated(header: GgufHeader, kind: Any) -> dict[str, Any]:
     """Return the values of the file that a kind of configuration has. A window of 0 is none (Phi-4)."""
     known = kind.__dataclass_fields__
-    told = {ours: header.value(theirs) for theirs, ours in _TOLD.items() if ours in known}
-    return {name: value or None for name, value in told.items() if value is not None}
+    stated = {ours: header.value(theirs) for theirs, ours in _TOLD.items() if ours in known}
+    return {name: value or None for name, value in stated.items() if value is not None}
 
 
 def _gemma4(header: GgufHeader) -> dict[str, Any]:
@@ -163,14 +163,14 @@ def restore_rope(gguf: Path, header: GgufHeader, config: Any) -> None:
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     whole = rope.get(_FULL)
-    told = (whole if isinstance(whole, dict) else rope) | _scaling(gguf, header, config)
+    stated = (whole if isinstance(whole, dict) else rope) | _scaling(gguf, header, config)
     if not isinstance(whole, dict):
-        config.rope_parameters = told | _base(header) | _part(header, config)
+        config.rope_parameters = stated | _base(header) | _part(header, config)
         if hasattr(config, _ORIGINAL):  # Phi-3's own, which takes precedence over that of its RoPE
-            setattr(config, _ORIGINAL, told.get(_ORIGINAL, config.max_position_embeddings))
+            setattr(config, _ORIGINAL, stated.get(_ORIGINAL, config.max_position_embeddings))
         return
     near = rope[_SLIDING] | _base(header, "_swa")
-    config.rope_parameters = {_SLIDING: near, _FULL: told | _base(header)}  # Gemma 3 and 4
+    config.rope_parameters = {_SLIDING: near, _FULL: stated | _base(header)}  # Gemma 3 and 4
 
 
 def _base(header: GgufHeader, of: str = "") -> dict[str, Any]:

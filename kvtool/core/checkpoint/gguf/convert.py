@@ -207,7 +207,7 @@ def _read_tokenizer(header: GgufHeader, alone: Path) -> Any:
     # AutoTokenizer would read the whole header once more
     tokenizer = TokenizersBackend.from_pretrained(str(alone.parent), gguf_file=alone.name, trust_remote_code=False)
     split_digits(header, tokenizer)
-    begin_as_told(header, tokenizer)
+    add_bos_as_stated(header, tokenizer)
     return tokenizer
 
 
@@ -221,7 +221,7 @@ def split_digits(header: GgufHeader, tokenizer: Any) -> None:
         )
 
 
-def begin_as_told(header: GgufHeader, tokenizer: Any) -> None:
+def add_bos_as_stated(header: GgufHeader, tokenizer: Any) -> None:
     """Begin texts with BOS where the file says so, which `transformers`' GGUF reader ignored before 5.23."""
     if header.metadata.get("tokenizer.ggml.add_bos_token") is True and not tokenizer.add_bos_token:
         tokenizer.add_bos_token = True

@@ -232,7 +232,7 @@ def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
     """All rows of X by one panel, a tile after the other; the last begins where it ends with the last row."""
     size = job.columns * OUTPUTS
     weights = job.weights.at(panel * size)
-    behind, output = weights.at(size), panel * OUTPUTS
+    next_panel, output = weights.at(size), panel * OUTPUTS
     tiles = _LINES // _VECTORS
     with k.loop((job.rows + (ROWS - 1)) // ROWS * tiles) as tile:
         row = k.minimum(tile // tiles * ROWS, job.rows - ROWS, signed=True)
@@ -240,7 +240,7 @@ def _panel(k: FunctionBuilder, job: Fields, panel: Value) -> None:
         line = (tile & (_LINES - 1)) * (2 * _WIDTH)
         x = job.x.at(row * job.columns)
         own = weights.of("i32").at(across).of("i16")
-        _store(job, _sums(k, job.columns, x, own, behind.at(line)), row, output + across)
+        _store(job, _sums(k, job.columns, x, own, next_panel.at(line)), row, output + across)
 
 
 def _sums(k: FunctionBuilder, columns: Value, x: Value, weights: Value, ahead: Value) -> list[Value]:
