@@ -45,10 +45,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.assign(items)
 
 
+def pytest_collectstart() -> None:
+    """Look for no garbage among what is imported: that takes a sixth of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Have no look for garbage go through thousands of tests, and what they import: it takes half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
