@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtool.core.common.machine import cores
 from tests import tiers
 
 # A shell starts background jobs with SIGINT ignored, and what ignores it passes that on: Ctrl-C would then be tested in
@@ -18,6 +19,11 @@ from tests import tiers
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# Tiny matrices take no help, and threads that wait for each other spin on the cores that other workers need. Before
+# torch is imported; what is run in threads of its own is tested with as many as the machine has (`room_threads`).
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+SEVERAL_THREADS = {"codec", "kernels", "model", "native", "records"}
 
 _session = contextlib.ExitStack()
 
@@ -45,10 +51,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     tiers.assign(items)
 
 
+def pytest_collectstart() -> None:
+    """Look for no garbage among what is imported: that takes a sixth of the time."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Have no look for garbage go through thousands of tests, and what they import: it takes half a second."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -71,6 +83,20 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def unpacked(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cache for all of a run's workers: to unpack the packaged model takes half a minute."""
     monkeypatch.setenv("KVTOOL_CACHE", str(tmp_path_factory.getbasetemp().parent / "models"))
+
+
+@pytest.fixture(autouse=True)
+def room_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All cores in the rooms of machine code that divides its work."""
+    if request.path.relative_to(Path(__file__).parent).parts[0] not in SEVERAL_THREADS:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(cores())
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -40,13 +40,13 @@ def used_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def test_no_file_reaches_into_another_ones_private_members() -> None:
-    trees = {path.relative_to(PACKAGE): ast.parse(path.read_text("utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
-    own = {path: {name for name in own_names(tree) if is_private(name)} for path, tree in trees.items()}
+    own, used = {}, {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name, tree = path.relative_to(PACKAGE), ast.parse(path.read_text("utf-8"))
+        own[name] = {each for each in own_names(tree) if is_private(each)}
+        used[name] = [(line, each) for line, each in used_names(tree) if is_private(each)]
     private = set().union(*own.values()) - {"_replace"}  # other libraries have their own; this one is of named tuples
     reached = [
-        f"{path}:{line} {name}"
-        for path, tree in trees.items()
-        for line, name in used_names(tree)
-        if name in private - own[path]
+        f"{path}:{line} {name}" for path, places in used.items() for line, name in places if name in private - own[path]
     ]
     assert reached == []
