@@ -117,7 +117,10 @@ class Learner:
                 if waiting is self._requests:
                     self._look_at(session, session.learned, waiting[0])
                 else:
-                    session.learned.put(waiting[0].owner, waiting[0].chunk, waiting[0].text)
+                    owner, chunk = waiting[0].owner, waiting[0].chunk
+                    stored = _stored(session, chunk.ids, owner)
+                    if not stored or any(_between(stored, len(chunk.ids))):  # not by another server meanwhile
+                        session.learned.put(owner, chunk, waiting[0].text)
         except NoSpaceError:
             while len(waiting) > 1:  # the others would fare alike
                 waiting.pop()
@@ -132,7 +135,6 @@ class Learner:
     def _look_at(self, session: Session, learned: LearnedStore, request: Request) -> None:
         """Queue the parts of a request's texts that came before; remember the others."""
         from kvtool.core.model.tokens import encode
-        from kvtool.core.query.prompt import spot_all
 
         owner, new = str(request.owner), list[Sequence[int]]()
         seen = self._seen.setdefault(owner, SeenTexts())
@@ -140,8 +142,7 @@ class Learner:
             if role == "assistant":
                 continue
             ids = encode(session.tokenizer, content)  # it was answered, so it is no longer than the context
-            stored = [(span.start, span.stop) for span in spot_all(session, ids, owner)]
-            for first, end in _between(stored, len(ids)):
+            for first, end in _between(_stored(session, ids, owner), len(ids)):
                 text = ids[first:end]
                 again = seen.take(text)
                 new += [text[start:stop] for start, stop in _between(again, len(text))]
@@ -162,6 +163,13 @@ class Learner:
             passage = _Passage(owner, learned.wanted(owner, own), part)
             if len(own) >= FEWEST and passage not in self._passages:
                 self._passages.append(passage)
+
+
+def _stored(session: Session, ids: Sequence[int], owner: str) -> list[Run]:
+    """Return the parts of a text that are stored."""
+    from kvtool.core.query.prompt import spot_all
+
+    return [(span.start, span.stop) for span in spot_all(session, ids, owner)]
 
 
 def _between(runs: Sequence[Run], length: int) -> Iterator[Run]:

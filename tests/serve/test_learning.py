@@ -406,6 +406,26 @@ def test_a_passage_is_tried_again_once_while_another_server_writes(
         session.close()
 
 
+def test_what_another_server_has_stored_meanwhile_is_not_stored_again(store: Path) -> None:
+    """Servers cut a passage by what they saw of it, so the chunks of one differ from those of the other."""
+    session = Session(Store.open(store))
+    session.learn(10**9)
+    assert session.learned is not None
+    one, other = Learner(), Learner()
+    words = ARNE.split()
+    for learner, text in ((one, ARNE), (other, " ".join(words[5:])), (one, ARNE), (other, " ".join(words[5:]))):
+        learner.add(Request("", messages=(("user", text),), owner="all"))
+        learner.step(lambda: session)
+    assert min(len(one), len(other)) > 1
+    counts = list[int]()
+    for learner in (one, other):
+        while len(learner):
+            learner.step(lambda: session)
+        counts.append(len(session.learned.store.chunk_ids()))
+    assert counts[0] == counts[1] > 1
+    session.close()
+
+
 def test_learned_passages_that_are_replaced_meanwhile_are_not_used(store: Path) -> None:
     with serving(store, learn=True) as served:
         for _ in range(2):

@@ -176,11 +176,13 @@ class LearnedStore:
         """Drop what exceeds the budget, and the passages of all owners but these. Raises KvtoolError."""
         with self.store.writer(_TRIM_WAIT, self._budget) as writer:
             self._follow()
+            others = set[bytes]()
             if owners is not None:
-                others = {chunk_id for owner, chunk_id in self._places.values() if owner not in owners}
-                self._drop(writer, others)
-                if others:
-                    writer.compact()  # their text leaves the disk
+                others |= {chunk_id for owner, chunk_id in self._places.values() if owner not in owners}
+            self._drop(writer, others)
+            writer.collect()  # chunks whose document a killed server had removed
+            if others:
+                writer.compact()  # their text leaves the disk
             self._make_room(writer, 0)
 
     def forget(self, chunk_ids: Set[bytes]) -> None:
