@@ -73,6 +73,7 @@ def serve(run: Run) -> None:
 
 def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Path) -> None:
     from kvtool.serve.app import make_app
+    from kvtool.serve.auth import owners_of
     from kvtool.serve.engine import Engine
     from kvtool.serve.metrics import AccessLog
     from kvtool.serve.server import Listener, address_of, bind
@@ -82,7 +83,7 @@ def _serve(run: Run, options: ServeOptions, keys: Sequence[str] | None, file: Pa
     tls = _tls(options, warn)
     _check_store(run, options)
     with bind(options) as bound:
-        engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options)
+        engine = Engine(run.get(StoreOptions).place, run.get(ModelOptions), warn, options, owners_of(keys))
         log = _Log(run, options.request_log)
         requests = AccessLog(engine, log.write)
         app = make_app(engine, options, run.get(QueryOptions), _ingesting(run), keys, requests)

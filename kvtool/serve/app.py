@@ -24,7 +24,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.auth import BodyTimeout, Guard
+from kvtool.serve.auth import OWNER, BodyTimeout, Guard, owner_of
 from kvtool.serve.documents import Documents
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, BusyError, LeftError
@@ -66,6 +66,9 @@ def make_app(
         return JSONResponse(await briefly(engine.status))
 
     async def metrics(request: Request) -> Response:
+        if keys is not None and options.isolate and request.scope[OWNER] != owner_of(keys[0]):
+            hint = "ask with the first key of the key file, which `kvtool serve --show-key` prints"
+            raise Refusal(403, "not_first_key", "the metrics show sums over all keys", hint)
         return Response(await asyncio.to_thread(log.metrics.text), media_type=_TEXT_FORMAT)
 
     routes = [

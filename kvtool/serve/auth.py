@@ -14,9 +14,21 @@ from kvtool.core.agent.options import key_of
 from kvtool.serve.options import ANY_ORIGIN
 from kvtool.serve.wire import Refusal, refused
 
-OWNER = "kvtool.owner"  # in the scope of a request: a digest of its key
+OWNER = "kvtool.owner"  # in the scope of a request: the owner of what is kept of it
+EVERYBODY = "all"
+"""Owner of passages and conversations of clients without a key, or of all keys."""
 _OPEN = ("/health",)  # for monitoring
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def owner_of(key: str) -> str:
+    """Return the owner of what is kept of a key's requests: a digest."""
+    return hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
+def owners_of(keys: Sequence[str] | None) -> set[str] | None:
+    """Return all owners that these keys may have; None: no key is required, and an owner's may be required again."""
+    return None if keys is None else {EVERYBODY, *map(owner_of, keys)}
 
 
 class Guard:
@@ -53,7 +65,7 @@ class Guard:
             return None
         kind, _, given = headers.get("authorization", "").partition(" ")
         if kind.lower() == "bearer" and (key := key_of(given.strip(), self._keys)) is not None:
-            scope[OWNER] = hashlib.sha256(key.encode()).hexdigest()[:16]
+            scope[OWNER] = owner_of(key)
             return None
         hint = "send it as `Authorization: Bearer KEY`; `kvtool serve --show-key` shows it"
         return Refusal(401, "invalid_api_key", "the API key is missing or wrong", hint)

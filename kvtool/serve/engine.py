@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvtool.core.ingest.report import IngestReport
     from kvtool.core.retrieval.embed import Embeds
     from kvtool.core.retrieval.tables import Array
+    from kvtool.core.session.session import Session
 
 
 class IngestShutdown:
@@ -68,14 +69,26 @@ class Engine:
     place : the store's folder, or the URL of a shared one, which is read-only.
     model : the model as the user names it; needed for a new store.
     warn : called with warnings that belong to no single question.
+    owners : whose learned passages stay; None: all.
     """
 
-    def __init__(self, place: Path | str, model: ModelOptions, warn: Warn, options: ServeOptions | None = None) -> None:
+    def __init__(
+        self,
+        place: Path | str,
+        model: ModelOptions,
+        warn: Warn,
+        options: ServeOptions | None = None,
+        owners: Collection[str] | None = None,
+    ) -> None:
         options = options or ServeOptions()
         self.place, self.model = place, model
         self._warn = warn
-        budget = options.learn_budget if options.learn else 0
-        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, budget)
+
+        def learn(session: Session) -> None:
+            if options.learn:
+                session.learn(options.learn_budget, owners)
+
+        self._loaded = LoadedModel(place, model, options.memory_cache, self._warned, learn)
         self.conversations = ConversationCache(options.keep_conversations)
         self.scheduler = Scheduler(self._loaded, warn, options, self.conversations)
         self._shutdown = IngestShutdown()

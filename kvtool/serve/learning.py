@@ -11,12 +11,14 @@ import hashlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtool.core.errors import NoSpaceError, StoreLockedError
-from kvtool.core.retrieval.spotting import FEWEST, Spotter, Tokens
+from kvtool.core.retrieval.spotting import FEWEST, Span, Spotter, Tokens
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import ChunkSpec
@@ -32,14 +34,14 @@ Run = tuple[int, int]  # first and end, in tokens
 
 
 class SeenTexts:
-    """Token ids of texts that came once, the latest ones. Parts of them are recognised in other texts."""
+    """Token ids of texts that came once, the latest ones. Parts of them are recognised in other texts, once each."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[bytes, Tokens] = OrderedDict()
         self._tokens = 0
         self._spotter = Spotter(lambda digest: self._texts.get(digest, ()), _ANCHORS)
 
-    def add(self, texts: Iterable[Sequence[int]]) -> None:
+    def add(self, texts: Iterable[Sequence[int] | Tokens]) -> None:
         """Remember texts."""
         for ids in (np.array(text, np.uint32) for text in texts):
             digest = hashlib.blake2b(ids.tobytes(), digest_size=20).digest()
@@ -49,15 +51,29 @@ class SeenTexts:
             self._tokens -= len(self._texts.popitem(last=False)[1])
         self._spotter.update(self._texts)
 
-    def runs(self, ids: Sequence[int]) -> list[Run]:
-        """Return the parts of a text that came before, of at least `_LEAST` tokens."""
-        joined = list[Run]()
+    def take(self, ids: Sequence[int]) -> list[Run]:
+        """Return the parts of a text that came before, of at least `_LEAST` tokens, and forget that they came: what is
+        evicted later has to come twice again."""
+        joined = list[list[Span]]()
         for span in self._spotter.spot(ids):
-            if joined and joined[-1][1] == span.start:
-                joined[-1] = joined[-1][0], span.stop
+            if joined and joined[-1][-1].stop == span.start:
+                joined[-1].append(span)
             else:
-                joined.append((span.start, span.stop))
-        return [run for run in joined if run[1] - run[0] >= _LEAST]
+                joined.append([span])
+        taken = [spans for spans in joined if spans[-1].stop - spans[0].start >= _LEAST]
+        stays = dict[bytes, NDArray[np.bool_]]()
+        for span in chain.from_iterable(taken):
+            mask = stays.setdefault(span.chunk_id, np.ones(len(self._texts[span.chunk_id]), np.bool_))
+            mask[span.skipped : span.skipped + len(span)] = False
+        left = list[Tokens]()
+        for digest, mask in stays.items():
+            text = self._texts.pop(digest)
+            self._tokens -= len(text)
+            ends = np.flatnonzero(np.diff(mask, prepend=False, append=False)).reshape(-1, 2).tolist()
+            left += [text[first:end] for first, end in ends if end - first >= _LEAST]
+        if stays:
+            self.add(left)
+        return [(spans[0].start, spans[-1].stop) for spans in taken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +117,10 @@ class Learner:
                 if waiting is self._requests:
                     self._look_at(session, session.learned, waiting[0])
                 else:
-                    session.learned.put(waiting[0].owner, waiting[0].chunk, waiting[0].text)
+                    owner, chunk = waiting[0].owner, waiting[0].chunk
+                    stored = _stored(session, chunk.ids, owner)
+                    if not stored or any(_between(stored, len(chunk.ids))):  # not by another server meanwhile
+                        session.learned.put(owner, chunk, waiting[0].text)
         except NoSpaceError:
             while len(waiting) > 1:  # the others would fare alike
                 waiting.pop()
@@ -116,7 +135,6 @@ class Learner:
     def _look_at(self, session: Session, learned: LearnedStore, request: Request) -> None:
         """Queue the parts of a request's texts that came before; remember the others."""
         from kvtool.core.model.tokens import encode
-        from kvtool.core.query.prompt import spot_all
 
         owner, new = str(request.owner), list[Sequence[int]]()
         seen = self._seen.setdefault(owner, SeenTexts())
@@ -124,10 +142,9 @@ class Learner:
             if role == "assistant":
                 continue
             ids = encode(session.tokenizer, content)  # it was answered, so it is no longer than the context
-            stored = [(span.start, span.stop) for span in spot_all(session, ids, owner)]
-            for first, end in _between(stored, len(ids)):
+            for first, end in _between(_stored(session, ids, owner), len(ids)):
                 text = ids[first:end]
-                again = seen.runs(text)
+                again = seen.take(text)
                 new += [text[start:stop] for start, stop in _between(again, len(text))]
                 for start, stop in again:
                     self._queue(session, learned, owner, text[start:stop])
@@ -146,6 +163,13 @@ class Learner:
             passage = _Passage(owner, learned.wanted(owner, own), part)
             if len(own) >= FEWEST and passage not in self._passages:
                 self._passages.append(passage)
+
+
+def _stored(session: Session, ids: Sequence[int], owner: str) -> list[Run]:
+    """Return the parts of a text that are stored."""
+    from kvtool.core.query.prompt import spot_all
+
+    return [(span.start, span.stop) for span in spot_all(session, ids, owner)]
 
 
 def _between(runs: Sequence[Run], length: int) -> Iterator[Run]:

@@ -21,7 +21,7 @@ from starlette.types import Send
 from kvtool.core.errors import KvtoolError, UsageError, did_you_mean
 from kvtool.core.query.options import ChunkChoice, QueryOptions
 from kvtool.core.query.reply import Request as Question
-from kvtool.serve.auth import OWNER
+from kvtool.serve.auth import EVERYBODY, OWNER
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Answer, Ask, Event, Job, LeftError, Turns
 from kvtool.serve.metrics import stats_of
@@ -408,8 +408,6 @@ _ANY_NAME = "kvtool"  # a further name of the model
 _MAX_TEXTS = 2048  # of embeddings
 _EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
 _FORMATS = ("float", "base64")
-EVERYBODY = "all"
-"""Owner of passages and conversations of clients without a key, or of all keys."""
 Read = Callable[[Mapping[str, Any], QueryOptions], ChatRequest]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -55,16 +55,18 @@ class LoadedModel:
     ----------
     place : the store's folder, or the URL of a shared one.
     memory_cache : bytes of loaded chunks that are kept for further questions.
-    learned : bytes of learned passages; 0: none are learned.
+    learn : called with each session that is opened, to let it learn passages.
 
     Attributes
     ----------
     spare : a loaded model for a store that is not open yet.
     """
 
-    def __init__(self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn, learned: int = 0) -> None:
+    def __init__(
+        self, place: Path | str, model: ModelOptions, memory_cache: int, warn: Warn, learn: Callable[[Session], None]
+    ) -> None:
         self.place = place
-        self._model, self._memory_cache, self._warn, self._learned = model, memory_cache, warn, learned
+        self._model, self._memory_cache, self._warn, self._learn = model, memory_cache, warn, learn
         self._session: Session | None = None
         self.spare: Decoder | None = None
 
@@ -114,8 +116,7 @@ class LoadedModel:
             session = Session(store, self._model, decoder=decoder, warn=self._warn)
             session.cache_chunks(self._memory_cache)
             session.recent_chunks = None  # cached chunks are faster, but must not change the search
-            if self._learned:
-                session.learn(self._learned)
+            self._learn(session)
         except BaseException:
             store.close()
             raise

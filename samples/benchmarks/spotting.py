@@ -2,8 +2,11 @@
 
     python samples/benchmarks/spotting.py TOKENIZER (FOLDER | {hotpotqa|musique|squad}:FILE) [--group N]
     python samples/benchmarks/spotting.py random CHUNKS
+    python samples/benchmarks/spotting.py followed CHUNKS
 
-The second form takes random token ids, 180 a chunk, and says what an index of so many chunks costs.
+The second form takes random token ids, 180 a chunk, and says what an index of so many chunks costs. The third one puts
+such chunks without KV into a store, as documents of ten chunks and as learned passages, and says how long reading them
+all takes, and how long a question waits for what another process has added: a document, a passage.
 
 TOKENIZER is a `tokenizer.json`. Documents are cut into chunks as an ingest does; groups of N chunks are shuffled and
 pasted with what clients write around them. No language model is needed.
@@ -14,20 +17,32 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import random
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from kvtool.core.cache.entries import ChunkRef, ChunkSpec, DocumentEntry, FileEntry
+from kvtool.core.cache.store import Store
+from kvtool.core.common.machine import Arithmetic
+from kvtool.core.common.types import Ids
 from kvtool.core.corpus.split import SplitSettings, split
+from kvtool.core.retrieval.finder import Finder
 from kvtool.core.retrieval.spotting import Spotter
+from kvtool.core.session.identity import LeadInIds, StoreIdentity
+from kvtool.core.session.learned import LearnedStore
 from samples.tools.eval import READERS, load
 
 Form = Callable[[int, str], str]
@@ -59,6 +74,8 @@ def main() -> None:
     given = parser.parse_args()
     if str(given.tokenizer) == "random":
         return cost(int(given.corpus))
+    if str(given.tokenizer) == "followed":
+        return follow(int(given.corpus))
     tokenizer = Tokenizer.from_file(str(given.tokenizer))
 
     def ids_of(texts: Sequence[str]) -> list[list[int]]:
@@ -101,6 +118,51 @@ def cost(chunks: int) -> None:
         taken.append(1000 * (time.thread_time() - started))
     size = spotter.nbytes / chunks
     print(f"{chunks:,} chunks: built in {built:.2f} s, {size:.0f} bytes a chunk, {np.median(taken):.2f} ms a prompt")
+
+
+def follow(chunks: int) -> None:
+    """Print how long questions wait for what is in a store of so many chunks, and for what another process added."""
+    rng, arithmetic = np.random.default_rng(0), Arithmetic("float32", "cpu")
+    identity = StoreIdentity("", "", "float32", (), (), LeadInIds("none", ()), SplitSettings())
+    decoder: Any = SimpleNamespace(loaded=SimpleNamespace(arithmetic=arithmetic))
+
+    def put(store: Store, documents: int, each: int, wanted: Callable[[Ids], ChunkSpec], name: str = "") -> None:
+        with store.writer() as writer:
+            files = []
+            for _ in range(documents):
+                specs = [wanted(tuple(rng.integers(0, 50_000, 180).tolist())) for _ in range(each)]
+                writer.describe({spec.chunk_id: spec.info(1, b"", arithmetic) for spec in specs})
+                words = [" ".join(f"w{word}" for word in rng.integers(0, 50_000, 120)) for _ in specs]
+                size = len(words[0])
+                refs = tuple(ChunkRef(spec.chunk_id, at * size, (at + 1) * size, 180) for at, spec in enumerate(specs))
+                source = name + specs[0].chunk_id.hex()
+                document = DocumentEntry(source, "text", "".join(word[:size].ljust(size) for word in words), refs)
+                files.append((FileEntry(source, 1, 0, "", "", (source,)), [document]))
+            writer.commit_files(files)
+
+    def timed(spot: Callable[[], object]) -> str:
+        started = time.thread_time()
+        spot()
+        return f"{1000 * (time.thread_time() - started):,.0f} ms"
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"KVTOOL_CACHE": folder, "KVTOOL_DISK_RESERVE": "0"}
+        with Store.create_or_open(Path(folder, "store")) as store, Store.create_or_open(store.path) as other:
+            put(store, chunks // 10, 10, identity.wanted)
+            finder = Finder(store)
+            print(f"documents: {timed(lambda: finder.spot(range(9)))} at first", end="")
+            for _ in range(3):
+                put(other, 1, 10, identity.wanted)
+                print(f", {timed(lambda: finder.spot(range(9)))} after a document", end="")
+        learned = LearnedStore("0", identity, decoder, 10**12, lambda text, hint: print(text))
+        with Store.open(learned.store.path) as other:
+            put(other, chunks, 1, partial(learned.wanted, "all"), "all/")
+            print(f"\nlearned: {timed(lambda: learned.trim(None))} at the start of a server", end="")
+            for _ in range(3):
+                put(other, 1, 1, partial(learned.wanted, "all"), "all/")
+                print(f", {timed(lambda: learned.spot(range(9), 'all'))} after a passage", end="")
+        learned.close()
+    print()
 
 
 def row(

@@ -13,7 +13,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = {"flips": 40, "cuts": 10, "kills": 3, "fills": 0, "readers": 0, "threads": 0}
-COMMANDS = {"ingest", "compress", "prune", "compact", "import", "push", "pull", "ingest of states", "question"}
+COMMANDS = {
+    "ingest",
+    "compress",
+    "prune",
+    "compact",
+    "import",
+    "push",
+    "pull",
+    "ingest of states",
+    "question",
+    "learn",
+}
 
 
 def run(journal: Path, *words: object) -> subprocess.CompletedProcess[str]:

@@ -21,6 +21,7 @@ from kvtool.core.ingest.options import IngestOptions
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.query.options import QueryOptions
 from kvtool.serve.app import local_app, make_app
+from kvtool.serve.auth import owners_of
 from kvtool.serve.certificate import Certificate
 from kvtool.serve.engine import Engine
 from kvtool.serve.metrics import AccessLog
@@ -85,7 +86,8 @@ def serving(
     tls = None
     if wanted.tls_cert is not None and wanted.tls_key is not None:
         tls = Certificate(wanted.tls_cert, wanted.tls_key, warn).context
-    engine = Engine(store, ModelOptions(model=model), warn, wanted)
+    keys = None if key is None else key.splitlines()
+    engine = Engine(store, ModelOptions(model=model), warn, wanted, owners_of(keys))
     bound = socket.create_server(("127.0.0.1", 0))
     if kept is not None:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, kept)
@@ -93,7 +95,6 @@ def serving(
     served = Served(f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", engine, warnings=warnings)
     ingesting = IngestOptions(model=model, chunk_tokens=64, lead_in="prefix") if model else IngestOptions()
     log = AccessLog(engine, served.log.append)
-    keys = None if key is None else key.splitlines()
     app = make_app(engine, wanted, asking or QueryOptions(max_tokens=8), ingesting, keys, log)
     reached = [Listener(app, bound, tls, timeout=wanted.client_timeout)] + (
         [Listener(local_app(engine, log), beside)] if beside is not None else []

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+import shutil
 import tracemalloc
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from kvtool.core.query.options import QueryOptions
 from kvtool.core.query.prompt import lay_out_messages
 from kvtool.core.query.reply import Request
 from kvtool.core.session.session import Session
+from kvtool.serve.auth import owner_of
 from kvtool.serve.engine import Engine
 from kvtool.serve.job import Ask
 from kvtool.serve.learning import Learner, SeenTexts
@@ -73,6 +77,12 @@ def learned(store: Path) -> Path:
         return cache_dir() / "learned" / opened.uuid
 
 
+def learned_by(store: Path) -> Counter[str]:
+    """How many chunks each owner has."""
+    with Store.open(learned(store)) as opened:
+        return Counter(source.partition("/")[0] for source in opened.sources())
+
+
 def test_the_third_request_with_the_same_passages_reuses_them(store: Path) -> None:
     with serving(store, learn=True) as served:
         first = asked(served, [ARNE, BRIX])
@@ -111,6 +121,19 @@ def test_each_key_has_its_own(store: Path) -> None:
         asked(served, [BRIX], key=OTHER)
         assert cached(asked(served, [BRIX])) > 0
         assert cached(asked(served, [BRIX], key=OTHER)) > 0
+
+
+def test_metrics_are_for_the_first_key(store: Path) -> None:
+    """They count the tokens that are reused, of all keys together: whose passages were learned."""
+    for isolate, expected in ((True, [200, 403]), (False, [200, 200])):
+        with serving(store, key=BOTH, learn=True, isolate=isolate) as served:
+            urls = [served.url + path for path in ("/metrics", "/v1/models")]
+            got = [
+                [httpx2.get(url, headers={"Authorization": f"Bearer {key}"}) for key in (KEY, OTHER)] for url in urls
+            ]
+        assert [[answer.status_code for answer in answers] for answers in got] == [expected, [200, 200]]
+        assert ("kvtool_tokens" in got[0][1].text) is not isolate
+        assert ("--show-key" in got[0][1].text) is isolate
 
 
 def test_nothing_of_it_is_found_listed_or_named(store: Path) -> None:
@@ -165,6 +188,53 @@ def test_the_least_recently_used_are_evicted_within_the_budget(store: Path) -> N
         assert folder_bytes(learned(store)) <= budget // 2
         assert cached(asked(served, [BRIX])) > 0
         assert served.warnings == []
+
+
+def test_what_was_evicted_has_to_come_twice_again(store: Path) -> None:
+    with serving(store, learn=True, learn_budget=3 * 10**6) as served:
+        for text in (ARNE, *(passage(f"Town{number}") for number in range(12))):
+            for _ in range(2):
+                asked(served, [text])
+        assert [cached(asked(served, [ARNE])) > 0 for _ in range(3)] == [False, False, True]
+
+
+def test_a_start_trims_to_its_budget_and_its_keys(store: Path) -> None:
+    with serving(store, key=BOTH, learn=True) as served:
+        for text, key in product([ARNE, BRIX, CORD], [KEY, OTHER]):
+            for _ in range(2):
+                asked(served, [text], key=key)
+    folder = learned(store)
+
+    def bytes_of(text: str) -> int:
+        return sum(path.read_bytes().count(text.encode()) for path in folder.rglob("data.mdb"))
+
+    assert bytes_of("Arne") > 0
+    with serving(store, key=None, learn=True) as served:  # of no key: all stay
+        before = learned_by(store)
+        assert set(before) == {owner_of(KEY), owner_of(OTHER)}
+    size = folder_bytes(folder)
+    with serving(store, key=OTHER, learn=True) as served:
+        assert learned_by(store) == {owner_of(OTHER): before[owner_of(OTHER)]}
+        assert folder_bytes(folder) < 0.8 * size
+        assert cached(asked(served, [ARNE], key=OTHER)) > 0
+    size = folder_bytes(folder)
+    with serving(store, key=OTHER, learn=True, learn_budget=3 * size // 4) as served:
+        assert folder_bytes(folder) <= 3 * size // 4
+        assert 0 < learned_by(store)[owner_of(OTHER)] < before[owner_of(OTHER)]
+        assert served.warnings == []
+    with serving(store, key=OTHER, learn=True, learn_budget=1) as served:
+        assert learned_by(store) == {}
+    assert bytes_of("Arne") == 0
+
+
+def test_a_start_that_cannot_trim_says_so_and_answers(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.core.session.learned._TRIM_WAIT", 0.0)
+    with serving(store, learn=True) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+    with Store.open(learned(store)) as other, other.writer(), serving(store, learn=True, learn_budget=1) as served:
+        assert cached(asked(served, [ARNE])) > 0
+    assert "could not be trimmed" in served.warnings[0]
 
 
 def test_a_passage_that_exceeds_the_budget_is_not_learned(store: Path) -> None:
@@ -277,12 +347,160 @@ def test_a_step_that_fails_is_not_tried_again() -> None:
     assert len(learner) == 0
 
 
+def test_what_is_too_much_to_learn_is_dropped_the_oldest_first(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtool.serve.learning._CHUNKS", 2)
+    learner = Learner()
+    for name in range(70):
+        learner.add(Request("", messages=(("user", passage(f"Town{name}")),), owner="all"))
+    assert len(learner) == 64
+    with Store.open(store) as opened:
+        session = Session(opened)
+        session.learn(10**9)
+        assert session.learned is not None
+        again = [passage(f"Town{name}") for name in (5, 6, 69)]  # the first one was dropped
+        while len(learner):
+            learner.step(lambda: session)
+        learner.add(Request("", messages=tuple(("user", text) for text in again), owner="all"))
+        for _ in range(3):
+            learner.step(lambda: session)
+        assert len(learner) == 0  # each passage is three chunks or more, and two of all wait
+        texts = "\n".join(document.text for document in session.learned.store.documents())
+        session.close()
+    assert "Town69" in texts
+    assert "Town6 " not in texts
+    assert "Town5 " not in texts
+
+
+def test_a_passage_is_tried_again_once_while_another_server_writes(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtool.core.session.learned._LOCK_WAIT", 0.0)
+    with Store.open(store) as opened:
+        session, learner = Session(opened), Learner()
+        session.learn(10**9)
+        assert session.learned is not None
+
+        def look(text: str) -> int:
+            for _ in range(2):
+                learner.add(Request("", messages=(("user", text),), owner="all"))
+                learner.step(lambda: session)
+            return len(learner)
+
+        waiting = look(ARNE)
+        assert waiting > 1
+        with Store.open(learned(store)) as other, other.writer():
+            for _ in range(waiting):
+                learner.step(lambda: session)
+            assert len(learner) == waiting
+        while len(learner):
+            learner.step(lambda: session)
+        assert len(session.learned.store.chunk_ids()) == waiting
+        more = look(BRIX)
+        with Store.open(learned(store)) as other, other.writer():
+            for _ in range(more):
+                learner.step(lambda: session)
+            for left in reversed(range(more)):
+                with pytest.raises(StoreLockedError):
+                    learner.step(lambda: session)
+                assert len(learner) == left
+        session.close()
+
+
+def test_what_another_server_has_stored_meanwhile_is_not_stored_again(store: Path) -> None:
+    """Servers cut a passage by what they saw of it, so the chunks of one differ from those of the other."""
+    session = Session(Store.open(store))
+    session.learn(10**9)
+    assert session.learned is not None
+    one, other = Learner(), Learner()
+    words = ARNE.split()
+    for learner, text in ((one, ARNE), (other, " ".join(words[5:])), (one, ARNE), (other, " ".join(words[5:]))):
+        learner.add(Request("", messages=(("user", text),), owner="all"))
+        learner.step(lambda: session)
+    assert min(len(one), len(other)) > 1
+    counts = list[int]()
+    for learner in (one, other):
+        while len(learner):
+            learner.step(lambda: session)
+        counts.append(len(session.learned.store.chunk_ids()))
+    assert counts[0] == counts[1] > 1
+    session.close()
+
+
+def test_learned_passages_that_are_replaced_meanwhile_are_not_used(store: Path) -> None:
+    with serving(store, learn=True) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+        assert cached(asked(served, [ARNE])) > 0
+        shutil.rmtree(learned(store))
+        Store.create_or_open(learned(store)).close()
+        answer = asked(served, [ARNE])
+        assert cached(answer) == 0
+        assert "no learned passages are used" in str(answer["kvtool"]["warnings"])
+
+
+def test_only_what_another_process_added_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sessions = [Session(Store.open(store)) for _ in range(2)]
+    for session in sessions:
+        session.learn(10**9)
+    one, other = (session.learned for session in sessions)
+    assert one is not None
+    assert other is not None
+    for first in range(3):
+        ids = tuple(range(60 * first, 60 * first + 60))
+        other.put("all", other.wanted("all", ids), "A text.")
+    reads = list[Any]()
+    for name in ("file_at", "chunk_info"):
+        real = getattr(one.store, name)
+        monkeypatch.setattr(one.store, name, lambda key, real=real: [reads.append(key), real(key)][1])
+    assert one.spot(range(200, 400), "all") == []
+    assert len(reads) == 6
+    other.put("all", other.wanted("all", tuple(range(200, 300))), "A text.")
+    reads.clear()
+    assert len(one.spot(range(200, 400), "all")) == 1
+    assert len(reads) == 3  # the file, the chunk, and the chunk that the prompt has
+    other.forget({other.wanted("all", tuple(range(200, 300))).chunk_id})
+    reads.clear()
+    assert one.spot(range(200, 400), "all") == []
+    assert reads == []
+    for session in sessions:
+        session.close()
+
+
+def test_a_passage_that_cannot_be_read_is_dropped_when_nobody_writes(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtool.core.session.learned._LOCK_WAIT", 0.0)
+    with serving(store, learn=True, memory_cache=0) as served:
+        for _ in range(2):
+            asked(served, [ARNE])
+        first, *_ = asked(served, [ARNE])["kvtool"]["chunks"]
+        break_record(learned(store), first["id"], 1)
+        with Store.open(learned(store)) as other:
+            with other.writer():
+                asked(served, [ARNE])
+            assert bytes.fromhex(first["id"]) in other.chunk_ids()
+            asked(served, [ARNE])
+            assert bytes.fromhex(first["id"]) not in other.chunk_ids()
+        assert {text.partition(":")[0] for text in served.warnings} <= {"a learned passage was computed in place"}
+
+
 def test_parts_of_texts_that_came_before() -> None:
     seen, text = SeenTexts(), list(range(1000, 1600))
-    assert seen.runs(text) == []
+    assert seen.take(text) == []
     seen.add([text[:300], text[300:], range(50)])
-    assert seen.runs([*range(9), *text, *range(9)]) == [(9, 609)]
-    assert seen.runs([*text[400:500], 7, *text[100:163], 8, *text[100:164]]) == [(0, 100), (165, 229)]
+    assert seen.take([*text[400:500], 7, *text[100:163], 8, *text[100:164]]) == [(0, 100), (165, 229)]
+    seen.add([text])
+    assert seen.take([*range(9), *text, *range(9)]) == [(9, 609)]
+
+
+def test_what_came_again_has_to_come_twice_again() -> None:
+    seen, text = SeenTexts(), list(range(1000, 1600))
+    seen.add([text])
+    assert seen.take(text[200:300]) == [(0, 100)]
+    assert seen.take(text[200:300]) == []
+    assert seen.take(text) == [(0, 200), (300, 600)]
+    assert seen.take(text) == []
+    assert seen._tokens == 0
 
 
 def test_texts_that_came_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +508,7 @@ def test_texts_that_came_long_ago_are_forgotten(monkeypatch: pytest.MonkeyPatch)
     seen = SeenTexts()
     for first in (0, 1000, 2000):
         seen.add([range(first, first + 100)])
-    assert [bool(seen.runs(range(first, first + 100))) for first in (0, 1000, 2000)] == [False, True, True]
+    assert [bool(seen.take(range(first, first + 100))) for first in (0, 1000, 2000)] == [False, True, True]
 
 
 def test_a_remembered_text_takes_little_more_than_four_bytes_a_token() -> None:

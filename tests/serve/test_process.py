@@ -13,10 +13,13 @@ from pathlib import Path
 
 import httpx2
 
+from kvtool.core.cache.integrity import verify
+from kvtool.core.cache.layout import read_store_file
 from kvtool.core.cache.store import Store
+from kvtool.core.common.files import cache_dir
 from kvtool.core.session.identity import store_identity
 from tests.cli.working import QUESTION, command, environment, kvtool
-from tests.serve.conftest import PATIENCE
+from tests.serve.conftest import PATIENCE, wait_until
 
 
 @contextmanager
@@ -60,6 +63,24 @@ def test_a_server_begins_answers_and_drains(store: Path, home: Path) -> None:
     assert (row["type"], row["status"], row["path"]) == ("request", 200, "/v1/chat/completions")
     assert row["tokens"]["generated"] > 4
     assert QUESTION not in out + err
+
+
+def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
+    """What is left is not learned; what is stored is whole, and the next server has it."""
+    words = [f"word{number} of the harbour" for number in range(40)]
+    body = {"messages": [{"role": "user", "content": " ".join(words)}], "max_tokens": 1}
+    counts = list[int]()
+    for _ in range(2):
+        with running("--store", store, "--learn", "--no-key") as (process, url):
+            for _ in range(2):
+                assert httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE).status_code == 200
+            with Store.open(cache_dir() / "learned" / read_store_file(store).uuid) as learned:
+                wait_until(learned.sources)
+                process.send_signal(signal.SIGINT)
+                assert process.wait(PATIENCE) == 0
+                assert verify(learned) == []
+                counts.append(len(learned.sources()))
+    assert 0 < counts[0] <= counts[1]
 
 
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path) -> None:

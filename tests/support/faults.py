@@ -72,6 +72,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fills", type=int, default=10, help="full disks met by each command, of each kind")
     parser.add_argument("--readers", type=int, default=200, help="questions of each of four processes; 0: none")
     parser.add_argument("--threads", type=int, default=5, help="rounds of every question in every mode; 0: none")
+    parser.add_argument("--only", help="the only command that is killed and meets full disks")
     parser.add_argument("--model", help="default: a tiny random one")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true", help="the table as JSON")
@@ -136,7 +137,7 @@ class Bench:
         from tests.faults.harness import works
 
         self._given = given
-        self.works = {work.name: work for work in works.works()}
+        self.works = {work.name: work for work in works.works() if given.only in (None, work.name)}
         self._made: dict[str, Any] = {}
         memory = Path("/dev/shm")
         place = memory if os.access(memory, os.W_OK) else given.journal
@@ -249,6 +250,7 @@ def render(rows: list[dict[str, Any]], journal: list[dict[str, Any]], given: arg
     """Markdown."""
     commits = ", ".join(dict.fromkeys(row["commit"] for row in journal))
     asked = {name: getattr(given, name) for name in ("flips", "cuts", "kills", "fills", "readers", "threads", "seed")}
+    asked |= {"only": given.only} if given.only else {}
     command = " ".join(["tests/support/faults.py", *(f"--{name} {value}" for name, value in asked.items())])
     lines = [
         "# Faults, injected",

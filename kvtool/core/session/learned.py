@@ -8,7 +8,7 @@ arithmetic: servers on different devices do not replace each other's chunks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from kvtool.core.cache.space import folder_bytes, megabytes
 from kvtool.core.cache.store import Store
 from kvtool.core.common.files import cache_dir
 from kvtool.core.common.types import Ids, Warn
-from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError
+from kvtool.core.errors import DamagedError, KvtoolError, NoSpaceError, StoreFormatError, StoreLockedError
 from kvtool.core.model.preemption import run_pending
 from kvtool.core.records.encode import LeadIns, make
 from kvtool.core.retrieval.passages import Passage
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from kvtool.core.model.decoder import Decoder
 
 _LOCK_WAIT = 0.2  # seconds; another server of the same store writes a chunk in less
+_TRIM_WAIT = 10.0  # seconds, at the start; another server may be compacting
 _SPARE = 8  # an eviction leaves 1/8 of the budget free, so that the next one is not due at once
 
 
@@ -62,6 +63,7 @@ class LearnedStore:
             raise KvtoolError(f"--learn cannot store passages: {error.message}", error.hint) from error
         self.identity, self._decoder, self._budget, self._warn = identity, decoder, budget, warn
         self._spotters: dict[str, Spotter] = {}
+        self._places: dict[bytes, tuple[str, bytes]] = {}  # owner and chunk id, by the key of the document's file
         self._revision = -1
         self._lead_ins: tuple[StoreIdentity, LeadIns] | None = None
 
@@ -85,17 +87,25 @@ class LearnedStore:
         return [] if spotter is None else spotter.spot(ids)
 
     def _follow(self) -> None:
-        """Read which passages there are, if this or another process has changed them."""
+        """Read which passages this or another process has added or removed; the others are not read again."""
         revision = self.store.revision()
         if revision == self._revision:
             return
-        chunks: dict[str, list[bytes]] = {owner: [] for owner in self._spotters}
-        for source in self.store.sources():
-            owner, _, chunk_id = source.rpartition("/")
-            chunks.setdefault(owner, []).append(bytes.fromhex(chunk_id))
-        for owner, chunk_ids in chunks.items():
-            self._spotters.setdefault(owner, Spotter(partial(self._token_ids, owner))).update(chunk_ids)
-        self._revision = revision
+        with self.store.view():
+            places = {key: self._places.get(key) or self._place(key) for key in self.store.file_marks()}
+            changed = {(places.get(key) or self._places[key])[0] for key in places.keys() ^ self._places.keys()}
+            changed.update(owner for owner, spotter in self._spotters.items() if spotter.unread)
+            for owner in changed:
+                spotter = self._spotters.setdefault(owner, Spotter(partial(self._token_ids, owner)))
+                spotter.update(chunk_id for of, chunk_id in places.values() if of == owner)
+        self._places, self._revision = places, revision
+
+    def _place(self, key: bytes) -> tuple[str, bytes]:
+        """Return the owner and the chunk id of a file's document. Raises DamagedError."""
+        entry = self.store.file_at(key)
+        assert entry is not None  # `key` is of the same view
+        owner, _, chunk_id = entry.path.rpartition("/")
+        return owner, bytes.fromhex(chunk_id)
 
     def _token_ids(self, owner: str, chunk_id: bytes) -> Sequence[int]:
         """Return the token ids of a chunk; none if it is damaged, or would be computed otherwise now."""
@@ -149,26 +159,42 @@ class LearnedStore:
             raise NoSpaceError(f"a passage has {megabytes(need)} of KV", "start with a larger --learn-budget")
         room = self._budget - folder_bytes(self.store.path) + self.store.environment.free_bytes()
         spare = self._budget // _SPARE
-        if room - spare >= need:
-            return
-        scores, evicted = self.store.warmth(), list[bytes]()
-        for chunk_id, when in self.store.added().items():
-            scores[chunk_id] = max(scores.get(chunk_id, 0.0), when)
-        for chunk_id in sorted(self.store.ids_here(), key=lambda chunk_id: (scores.get(chunk_id, 0.0), chunk_id)):
-            if room - 2 * spare >= need:
-                break
-            evicted.append(chunk_id)
-            room += sum(self.store.sizes_here(chunk_id).values())
-        self._drop(writer, evicted)
+        if room - spare < need:
+            scores, evicted = self.store.warmth(), set[bytes]()
+            for chunk_id, when in self.store.added().items():
+                scores[chunk_id] = max(scores.get(chunk_id, 0.0), when)
+            for chunk_id in sorted(self.store.ids_here(), key=lambda chunk_id: (scores.get(chunk_id, 0.0), chunk_id)):
+                if room - 2 * spare >= need:
+                    break
+                evicted.add(chunk_id)
+                room += sum(self.store.sizes_here(chunk_id).values())
+            self._drop(writer, evicted)
         if folder_bytes(self.store.path) > self._budget:  # which is smaller now than at an earlier start
             writer.compact()
 
-    def forget(self, chunk_ids: Collection[bytes]) -> None:
-        """Drop passages whose records cannot be read; they are learned again. Raises KvtoolError."""
-        with self.store.writer(_LOCK_WAIT) as writer:
+    def trim(self, owners: Collection[str] | None) -> None:
+        """Drop what exceeds the budget, and the passages of all owners but these. Raises KvtoolError."""
+        with self.store.writer(_TRIM_WAIT, self._budget) as writer:
+            self._follow()
+            others = set[bytes]()
+            if owners is not None:
+                others |= {chunk_id for owner, chunk_id in self._places.values() if owner not in owners}
+            self._drop(writer, others)
+            writer.collect()  # chunks whose document a killed server had removed
+            if others:
+                writer.compact()  # their text leaves the disk
+            self._make_room(writer, 0)
+
+    def forget(self, chunk_ids: Set[bytes]) -> None:
+        """Drop passages whose records cannot be read; they are learned again. Raises KvtoolError.
+
+        While another server is writing, none is dropped: the next answer that reads them tries again.
+        """
+        with suppress(StoreLockedError), self.store.writer(_LOCK_WAIT) as writer:
             self._drop(writer, chunk_ids)
 
-    def _drop(self, writer: Writer, chunk_ids: Collection[bytes]) -> None:
-        wanted = {chunk_id.hex() for chunk_id in chunk_ids}
-        writer.remove_documents(source for source in self.store.sources() if source.rpartition("/")[2] in wanted)
+    def _drop(self, writer: Writer, chunk_ids: Set[bytes]) -> None:
+        self._follow()
+        places = self._places.values()
+        writer.remove_documents(f"{owner}/{chunk_id.hex()}" for owner, chunk_id in places if chunk_id in chunk_ids)
         writer.drop_chunks(chunk_ids)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from kvtool.core.cache.store import Store
 from kvtool.core.common.machine import Arithmetic, product_dtype, why_float32
 from kvtool.core.common.types import Warn, warn_nobody
-from kvtool.core.errors import ModelError
+from kvtool.core.errors import KvtoolError, ModelError
 from kvtool.core.fusion.source import ChunkCache, KVSource, RecentChunks, StoreSource, held_on
 from kvtool.core.model.options import ModelOptions
 from kvtool.core.model.prompt import PromptParts
@@ -300,13 +300,23 @@ class Session:
         self.source = ChunkCache(self.source, limit, self.store.record_mark, held_on(self.decoder))
         self.recent_chunks = RecentChunks(limit)
 
-    def learn(self, budget: int) -> None:
-        """Open the store of learned passages, of at most `budget` bytes. Raises KvtoolError."""
+    def learn(self, budget: int, owners: Collection[str] | None = None) -> None:
+        """Open the store of learned passages, of at most `budget` bytes. Raises KvtoolError.
+
+        Parameters
+        ----------
+        owners : whose passages stay; None: all.
+        """
         from kvtool.core.session.learned import LearnedStore
 
         self.identity.check_movable("--learn")
         self.learned = LearnedStore(self.store.uuid, self.identity, self.decoder, budget, self.warn_once)
         self.store.more = self.learned.store
+        try:
+            self.learned.trim(owners)
+        except KvtoolError as error:  # questions can be answered, and the next passage makes room
+            hint = f"start again, or stop the store's servers and remove {self.learned.store.path}"
+            self.warn_once(f"the learned passages could not be trimmed: {error.message}", hint)
 
     def close(self) -> None:
         """Close the store, and that of learned passages."""

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 from kvtool.cli.app import main
+from kvtool.core.cache.layout import read_store_file
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.errors import KvtoolError
 from kvtool.core.fusion.prefix_cache import decode_part
+from kvtool.core.model.options import ModelOptions
+from kvtool.core.session.session import Session
 from tests.cli.working import write_corpus
 from tests.families import save_tiny
 from tests.faults.harness.flips import pulled, verified
@@ -40,13 +44,16 @@ class Bases:
     thinned: Path  # a store from which documents were removed
     half_tier: Path
     states: Path  # as `half`, of a model that keeps states
+    learned: Path  # learned passages of `half`
 
     @classmethod
     def make(cls, subject: Subject, documents: int = 12) -> Bases:
         """Made once, and copied for each kill."""
         folder = subject.folder / "bases"
         made = cls(
-            subject, folder / "corpus", *(folder / name for name in ("half", "plain", "thinned", "tier", "states"))
+            subject,
+            folder / "corpus",
+            *(folder / name for name in ("half", "plain", "thinned", "tier", "states", "learned/store")),
         )
         if folder.exists():
             return made
@@ -66,6 +73,8 @@ class Bases:
             *_EXACT,
         )
         kvtool("ingest", made.corpus, "--store", made.states, *model)
+        start_learning(made.half, made.learned.parent)
+        learn(made.learned.parent, 0, 4)
         write_corpus(made.corpus, documents, 3)
         (made.corpus / "mill1.md").unlink()
         (made.corpus / "mill0.md").write_text("# Another\n\nThe first mill was sold to nobody in 1901.")
@@ -78,7 +87,7 @@ class Work:
 
     Attributes
     ----------
-    start : makes what it starts from in a folder. `words` : what is run then.
+    start : makes what it starts from in a folder. `words` : what is run then. `does` : what, in place of a command.
     into : `store` or `tier`: what of the folder it writes.
     asks : modes in which a question is answered from what it leaves.
     most : bytes that it is to leave at most, where that is its purpose: what it drops then hangs on what was dropped
@@ -87,10 +96,11 @@ class Work:
 
     name: str
     start: Callable[[Bases, Path], object]
-    words: Callable[[Bases, Path], list[object]]
+    words: Callable[[Bases, Path], list[object]] = lambda bases, folder: []
     into: str = "store"
     most: Callable[[Bases], int] | None = None
     asks: tuple[str, ...] = ()
+    does: Callable[[Path], object] | None = None
 
     def run(self, bases: Bases, folder: Path, told: Path) -> int:
         """Run it in a child and return the exit code; each committed file's path is logged to `told`."""
@@ -104,7 +114,12 @@ class Work:
         Writer.commit_file = commit_file  # type: ignore[method-assign, assignment]
         said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-            code = main([str(word) for word in self.words(bases, folder)])
+            try:
+                code = main([str(word) for word in self.words(bases, folder)]) if self.does is None else 0
+                if self.does is not None:
+                    self.does(folder)
+            except KvtoolError as error:
+                code = error.exit_code
         if code:
             raise Refused(code, said.getvalue())
         return code
@@ -135,7 +150,7 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-_NOT_OF_STORE = ("ingest", "compress", "ingest of states", "question")
+_NOT_OF_STORE = ("ingest", "compress", "ingest of states", "question", "learn")
 _ALL = [
     Work(
         "ingest",
@@ -198,7 +213,34 @@ _ALL = [
         lambda b, f: [*_question("prefix", f), "--state-cache-size", "1GB"],
         asks=("prefix",),
     ),
+    Work(  # as `serve --learn` does, after its answers
+        "learn",
+        lambda b, f: (start_learning(b.half, f), copy(b.learned, f / "store")),
+        does=lambda f: learn(f, 4, 10),
+    ),
 ]
+
+
+def start_learning(half: Path, folder: Path) -> None:
+    """Put a store into a folder, and its learned passages next to it."""
+    copy(half, folder / "main")
+    (folder / "store").mkdir(exist_ok=True)
+    link = folder / "cache/learned" / read_store_file(half).uuid
+    link.parent.mkdir(parents=True)
+    link.symlink_to(folder / "store")
+
+
+def learn(folder: Path, first: int, end: int, budget: int = 10**9) -> None:
+    """Learn the passages that are not there yet, each a chunk of its own."""
+    with patch.dict(os.environ, KVTOOL_CACHE=str(folder / "cache")), closing(Store.open(folder / "main")) as store:
+        session = Session(store, ModelOptions(offline=True))
+        session.learn(budget)
+        assert session.learned is not None
+        for number in range(first, end):
+            chunk = session.learned.wanted("all", tuple(range(10 * number, 10 * number + 120)))
+            if not session.learned.store.has_chunk(chunk.chunk_id):
+                session.learned.put("all", chunk, f"Passage {number}.")
+        session.learned.close()
 
 
 def _question(mode: str, folder: Path) -> list[object]:
