@@ -29,7 +29,7 @@ class BusyError(KvtoolError):
 
 
 class TooSlowError(KvtoolError):
-    """Error of an answer that took longer than `--request-timeout`."""
+    """Error of an answer that took longer than `request_timeout`."""
 
 
 class LeftError(KvtoolError):
@@ -53,6 +53,7 @@ class Ask:
     ----------
     stop : texts that end the answer.
     turns : earlier questions and answers; None: a single question that belongs to no conversation.
+    must_find : a first question that finds no passage is an error, and not answered without any.
     client : clients take turns.
     """
 
@@ -60,6 +61,7 @@ class Ask:
     options: QueryOptions
     stop: tuple[str, ...] = ()
     turns: Turns | None = None
+    must_find: bool = True
     client: Client = ("", "")
 
 
@@ -187,7 +189,7 @@ class Job:
         if self.left:
             return LeftError("the client has left")
         if time.monotonic() - self.arrived > self.timeout:
-            hint = "ask for fewer tokens or chunks, or start the server with a longer --request-timeout"
+            hint = "ask for fewer tokens or chunks, or let the server allow more time (request_timeout)"
             return TooSlowError(f"the answer took longer than {self.timeout:g} s", hint)
         return None
 
@@ -197,7 +199,7 @@ def as_error(error: Exception) -> KvtoolError:
     if isinstance(error, KvtoolError):
         return error
     if is_out_of_memory(error):
-        return KvtoolError("out of memory", "ask for fewer chunks, or serve with a smaller --parallel")
+        return KvtoolError("out of memory", "ask for fewer chunks, or let fewer questions run at once (parallel)")
     return KvtoolError(f"unexpected {type(error).__name__}: {error}", "this is a bug in kvtool")
 
 

@@ -29,7 +29,7 @@ def running(*args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert begun.stderr is not None
         said = ""
-        while not (found := re.search(r"listening at (\S+);", said)):
+        while not (found := re.search(r"ready on (\S+);", said)):
             line = begun.stderr.readline()
             assert line, said
             said += line

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import ModelError
+from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.decode import decode_backend, step_together
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
@@ -31,7 +32,10 @@ class Sampling:
     ----------
     stop : texts that end the answer, and are no part of it.
     stop_repeats : end it where it repeats itself (`Repeats`), too.
+    top_p, frequency_penalty, presence_penalty, logit_bias : as in OpenAI's API (`nucleus`, `adjusted`); biases by
+        token id.
     draw : where its random numbers come from: each answer of a batch has its own.
+    said : how often each token was chosen so far, where penalties need it.
     """
 
     max_tokens: int = 64
@@ -39,7 +43,12 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_repeats: bool = False
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
+    said: Counter[int] = field(default_factory=Counter, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +95,7 @@ def prepare_decoding(decoder: Decoder) -> None:
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose the first answer token from logits `[vocabulary]`; seeds what later ones draw from. See `next_token`."""
+    sampling.said.clear()
     if sampling.temperature > 0:
         sampling.draw.manual_seed(sampling.seed)
     return next_token(logits, sampling)
@@ -97,7 +107,45 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     Raises
     ------
     ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
+    UsageError : a bias is of no token of the model.
     """
+    logits = adjusted(logits, sampling)
+    token = _chosen(logits, sampling)
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        sampling.said[token] += 1
+    return token
+
+
+def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return logits `[vocabulary]` after the biases and penalties of tokens, as OpenAI's API reference has them:
+
+        logit[j] + bias[j] - count[j] * frequency_penalty - (count[j] > 0) * presence_penalty
+
+    `count[j]` is how often the answer has token `j` so far.
+    """
+    added = dict(sampling.logit_bias)
+    for token, count in sampling.said.items():
+        added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
+    if not added:
+        return logits
+    if (strange := max(added)) >= len(logits):
+        raise UsageError(f"logit_bias names token {strange}, and the model has {len(logits):,}", "ids count from 0")
+    ids = torch.tensor([*added], device=logits.device)
+    return logits.float().index_add(0, ids, torch.tensor([*added.values()], device=logits.device))
+
+
+def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero all but the fewest most likely tokens whose chances `[vocabulary]` sum up to `top_p`; one always stays.
+
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
+    """
+    ordered, ids = chances.sort(descending=True, stable=True)
+    kept = ordered.cumsum(0) - ordered < top_p
+    kept[0] = True
+    return torch.zeros_like(chances).index_copy_(0, ids[kept], ordered[kept])
+
+
+def _chosen(logits: torch.Tensor, sampling: Sampling) -> int:
     best = int(logits.argmax())
     if not math.isfinite(most := float(logits[best])):
         raise ModelError(
@@ -107,6 +155,7 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     if sampling.temperature < _COLD:
         return best
     chances = torch.softmax((logits - most) / sampling.temperature, -1).cpu()
+    chances = nucleus(chances, sampling.top_p) if sampling.top_p < 1 else chances
     return int(torch.multinomial(chances, 1, generator=sampling.draw))
 
 
