@@ -195,7 +195,7 @@ class _Log:
                 self._file.write(escaped(json.dumps(row, ensure_ascii=False)) + "\n")
                 self._file.flush()
             elif self._out.on_terminal:
-                self._out.status(_in_short(row))
+                self._out.print(_in_short(row))
             elif self._out.verbosity >= 0:
                 self._out.json(row)
 

@@ -545,16 +545,15 @@ def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:
         assert pass_time(5) == ["loading the model, for 0:00:05"]
         view.events.advance(100)
         assert [line.split(", ")[0] for line in pass_time(5)] == ["computing KV: 100/500 tokens"]
+        said = []
         for _ in range(10):
             view.events.advance(10)
-            said = pass_time(6)
-        assert said == ["computing KV: 200/500 tokens, 1.7 tokens/s, 0:02:54 left"]
+            said += pass_time(6)
+        assert [line.split(", ")[0] for line in said] == [f"computing KV: {n}/500 tokens" for n in (150, 200)]
     assert pass_time(5) == ["working"]
 
 
-def test_a_line_of_what_takes_long_is_for_people_without_a_terminal(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lines_of_what_takes_long_are_for_people_in_a_pipe(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     for mode, verbosity, tty, says in (
         ("human", 0, False, True),
@@ -567,12 +566,8 @@ def test_a_line_of_what_takes_long_is_for_people_without_a_terminal(
         out, _, _ = make(mode, verbosity, tty=tty)
         with out.spinning("starting"):
             assert any(isinstance(one, module.Ticker) for one in module._running) == says
-    assert [Out.asked(args).verbosity for args in (["x", "-v"], ["x", "-vv"], ["-q"], ["x", "--", "-v"])] == [
-        1,
-        1,
-        -1,
-        0,
-    ]
+    for args, verbosity in ((["x", "-v"], 1), (["x", "-vv"], 1), (["-q"], -1), (["x", "--", "-v"], 0)):
+        assert Out.asked(args).verbosity == verbosity
 
 
 def test_the_thread_of_a_pipe_says_a_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
