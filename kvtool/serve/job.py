@@ -77,6 +77,7 @@ class Answer:
     steps, stepper : tokens after the first, and how they were decoded.
     queue_ms : time before the question's turn. `others_ms`: time that other answers took during its prefill.
     warnings : messages and hints.
+    logprobs : an entry of OpenAI's `logprobs.content` for each token; None if it was not asked for.
     """
 
     text: str
@@ -89,6 +90,7 @@ class Answer:
     queue_ms: float
     others_ms: float
     warnings: tuple[tuple[str, str], ...] = ()
+    logprobs: list[dict[str, Any]] | None = None
 
     @classmethod
     def of(cls, reply: Reply, job: Job) -> Answer:
@@ -105,7 +107,22 @@ class Answer:
             queue_ms=job.queue_ms,
             others_ms=job.others_ms,
             warnings=tuple(job.warnings),
+            logprobs=None if job.begun is None else _logprobs(job.begun, len(said.ids)),
         )
+
+
+def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
+    """Return the entries of an answer's tokens, as OpenAI has them."""
+    if begun.options.top_logprobs is None:
+        return None
+    tokenizer = begun.session.tokenizer
+
+    def entry(token: int, log_p: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {"token": text, "logprob": log_p, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    noted = begun.sampling.noted[:count]
+    return [entry(*chosen) | {"top_logprobs": [entry(*one) for one in best]} for chosen, best in noted]
 
 
 Event = str | Answer | KvtoolError

@@ -137,12 +137,15 @@ def _read(
     strict: bool,
     turns: Turns | None = None,
 ) -> ChatRequest:
-    _check_names(value, asked)
     own = taken(value, "kvtool", dict, {})
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
     given = {name: _bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
+    if asked == "messages" and value.get("logprobs") is True:
+        given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
+        value = {**value, "logprobs": None, "top_logprobs": None}
+    _check_names(value, asked)
     given |= _sampling(value)
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
@@ -276,7 +279,11 @@ class OpenAIResponse:
         """Return the object of a complete answer."""
         said = {"message": {"role": "assistant", "content": answer.text}} if self.chat else {"text": answer.text}
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._object(kind, said, answer.finish), "usage": _usage(answer), "kvtool": _about(answer)}
+        return {
+            **self._object(kind, said, answer.finish, answer.logprobs),
+            "usage": _usage(answer),
+            "kvtool": _about(answer),
+        }
 
     def beginning(self) -> Iterator[str]:
         """Yield the event before the first piece."""
@@ -295,19 +302,23 @@ class OpenAIResponse:
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
-        last = self._chunk({} if self.chat else "", answer.finish)
+        last = self._chunk({} if self.chat else "", answer.finish, answer.logprobs)
         yield _event({**last, "kvtool": _about(answer)})
         if self.with_usage:
             yield _event({**last, "choices": [], "usage": _usage(answer)})
         yield _DONE
 
-    def _chunk(self, said: dict[str, Any] | str, finish: str | None = None) -> dict[str, Any]:
+    def _chunk(
+        self, said: dict[str, Any] | str, finish: str | None = None, logprobs: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._object(kind, {"delta": said} if self.chat else {"text": said}, finish)
+        return self._object(kind, {"delta": said} if self.chat else {"text": said}, finish, logprobs)
 
-    def _object(self, kind: str, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    def _object(
+        self, kind: str, said: dict[str, Any], finish: str | None, logprobs: list[dict[str, Any]] | None
+    ) -> dict[str, Any]:
         name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
-        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": logprobs and {"content": logprobs}}
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
 

@@ -306,3 +306,16 @@ def test_top_p_leaves_shares_as_they_are() -> None:
     logits, count = torch.tensor([0.5, 0.3, 0.2]).log(), 4000
     drawn = [first_token(logits, Sampling(temperature=1.0, top_p=0.7, seed=seed)) for seed in range(count)]
     assert drawn.count(0) / count == pytest.approx(0.5 / 0.8, abs=0.03)
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    sampling = Sampling(top_logprobs=2, logit_bias=((0, 9.0),), presence_penalty=1.0)
+    assert first_token(logits, sampling) == next_token(logits, sampling) == 0
+    wanted = logits.double().softmax(0).log().tolist()
+    for (token, log_p), best in sampling.noted:
+        assert token == 0
+        assert log_p == pytest.approx(wanted[0])
+        assert [one for one, _ in best] == [1, 2]
+        assert [one for _, one in best] == pytest.approx([wanted[1], wanted[2]])
+    assert len(sampling.noted) == 2

@@ -36,8 +36,8 @@ NEUTRAL: dict[str, Any] = {
 }
 REFUSED: list[tuple[str, Any]] = [
     ("n", 2),
-    ("logprobs", True),
-    ("top_logprobs", 3),
+    ("top_logprobs", 3),  # which needs `logprobs`
+    ("logprobs", "yes"),
     ("response_format", {"type": "json_object"}),
     ("tools", [{"type": "function", "function": {"name": "look", "parameters": {}}}]),
     ("tool_choice", "required"),
@@ -225,6 +225,28 @@ def test_sampling_follows_what_a_client_sends(client: openai.OpenAI, ready: Path
     forced = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=8, logit_bias={token: 100})
     assert forced.choices[0].message.content.count(plain[:1]) >= 8
     assert say(seed=-1) == plain  # clients send it for any seed, which a temperature of 0 does not use
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"messages": ASKED, "model": "tiny", "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    done = client.chat.completions.create(**asked)
+    rows = done.choices[0].logprobs.content
+    assert len(rows) == done.usage.completion_tokens
+    assert done.choices[0].message.content == "".join(row.token for row in rows).strip()
+    for row in rows:
+        best = [one.logprob for one in row.top_logprobs]
+        assert best == sorted(best, reverse=True)
+        assert (row.token, row.logprob) == (row.top_logprobs[0].token, best[0])  # greedily
+        assert row.logprob < 0
+        assert bytes(row.bytes).decode() == row.token
+    *_, last = client.chat.completions.create(**asked, stream=True)
+    assert last.choices[0].logprobs.content == rows
+    biased = client.chat.completions.create(**asked, temperature=1.5, presence_penalty=1, seed=3)
+    first = biased.choices[0].logprobs.content[0]
+    assert [one.logprob for one in first.top_logprobs] == [one.logprob for one in rows[0].top_logprobs]
+    assert client.chat.completions.create(**asked | {"top_logprobs": None}).choices[0].logprobs.content[0].bytes
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**asked | {"top_logprobs": 21})
 
 
 def test_an_answer_may_take_what_is_left_of_the_context(client: openai.OpenAI, served: Served) -> None:

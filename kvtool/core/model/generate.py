@@ -21,6 +21,8 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tokens import OnText, TextStream
 
 Finish = Literal["stop", "length", "repeat"]
+LogProb = tuple[int, float]
+"""A token and its log-probability."""
 _COLD = 1e-6  # chances of less are those of the largest logit, or no numbers
 
 
@@ -35,7 +37,10 @@ class Sampling:
     top_p, frequency_penalty, presence_penalty, logit_bias : as in OpenAI's API (`nucleus`, `adjusted`); biases by
         token id.
     draw : where its random numbers come from: each answer of a batch has its own.
+    top_logprobs : how many of the most likely tokens to note with each token; None: nothing is noted.
     said : how often each token was chosen so far, where penalties need it.
+    noted : each token chosen so far with its log-probability, and those of the most likely ones; biases, penalties and
+        the temperature do not change them.
     """
 
     max_tokens: int = 64
@@ -47,8 +52,10 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
     said: Counter[int] = field(default_factory=Counter, repr=False, compare=False)
+    noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +103,7 @@ def prepare_decoding(decoder: Decoder) -> None:
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose the first answer token from logits `[vocabulary]`; seeds what later ones draw from. See `next_token`."""
     sampling.said.clear()
+    sampling.noted.clear()
     if sampling.temperature > 0:
         sampling.draw.manual_seed(sampling.seed)
     return next_token(logits, sampling)
@@ -109,8 +117,13 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
     UsageError : a bias is of no token of the model.
     """
-    logits = adjusted(logits, sampling)
-    token = _chosen(logits, sampling)
+    token = _chosen(adjusted(logits, sampling), sampling)
+    if sampling.top_logprobs is not None:
+        log_p = logits.float().log_softmax(-1)
+        best = log_p.topk(sampling.top_logprobs)
+        sampling.noted.append(
+            ((token, float(log_p[token])), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        )
     if sampling.frequency_penalty or sampling.presence_penalty:
         sampling.said[token] += 1
     return token

@@ -59,6 +59,7 @@ class QueryArguments(TypedDict, total=False):
     frequency_penalty: float
     presence_penalty: float
     logit_bias: str | Iterable[str]
+    top_logprobs: int | None
     clamp: bool
     force: bool
     top_k: int

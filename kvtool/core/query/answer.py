@@ -146,7 +146,7 @@ def begin_answer(
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
         sampling = _sampling(options)
-        known = _first_tokens(outcome, sampling, options.is_greedy)
+        known = _first_tokens(outcome, sampling, options.is_greedy and options.top_logprobs is None)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
@@ -214,6 +214,7 @@ def _sampling(options: QueryOptions) -> Sampling:
         frequency_penalty=options.frequency_penalty,
         presence_penalty=options.presence_penalty,
         logit_bias=options.biases,
+        top_logprobs=options.top_logprobs,
     )
 
 

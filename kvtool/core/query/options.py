@@ -64,6 +64,15 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         metavar="ID=BIAS",
         pattern=r"\d{1,9}=[-+]?\d{1,9}(\.\d*)?(e[-+]?\d\d?)?",
     )
+    top_logprobs: int | None = option(
+        None,
+        "Note the log-probability of each token, and so many alternatives.",
+        group=ANSWER,
+        flag=None,
+        setting=False,
+        lowest=0,
+        highest=20,
+    )
     clamp: bool = option(
         False, "Shorten the answer to what is left of the model's context.", group=ANSWER, flag=None, setting=False
     )
