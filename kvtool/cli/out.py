@@ -193,9 +193,8 @@ class Out:
     def spinning(self, words: str) -> AbstractContextManager[None]:
         """Show a spinner on a terminal while the block runs, elsewhere lines of what takes long; nothing with --quiet,
         and no lines with -v and --jsonl, which have their own."""
-        if self.verbosity < 0:
-            return nullcontext()
-        return spinning(words, self._stderr, None if self.verbosity > 0 or self.mode == "jsonl" else self.status)
+        put = None if self.verbosity > 0 or self.mode == "jsonl" else self.status
+        return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr, put)
 
     def detail(self, text: str) -> None:
         """Say what only -v wants to know."""

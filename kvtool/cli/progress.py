@@ -271,7 +271,7 @@ class Ticker:
     def __init__(self, put: Callable[[str], None]) -> None:
         self._put = put
         self._words, self._told = "", _nothing
-        self._began = self._last = time.monotonic()
+        self._began = self._last = self._ended = time.monotonic()
         self._is_new = False  # no line has named the activity yet
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvtool-ticker", daemon=True)
@@ -279,15 +279,18 @@ class Ticker:
 
     def say(self, words: str, told: Callable[[], str] | None = None) -> None:
         """Begin an activity, or go on with it. `told`: says how far it is; None: only for how long it lasts."""
+        now = time.monotonic()
+        if not self._words:
+            self._last += now - self._ended  # nothing was done meanwhile
         if words != self._words:
-            self._words, self._began, self._is_new = words, time.monotonic(), True
+            self._words, self._began, self._is_new = words, now, True
         self._told = told or self._lasting
 
     @contextmanager
     def aside(self, until_new_words: bool = False) -> Iterator[None]:
         """Let others write; with `until_new_words` the activity is over."""
-        if until_new_words:
-            self._words, self._told = "", _nothing
+        if until_new_words and self._words:
+            self._words, self._told, self._ended = "", _nothing, time.monotonic()
         yield
 
     def stop(self) -> None:

@@ -119,7 +119,11 @@ def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
 
     def entry(token: int, log_p: float) -> dict[str, Any]:
         text = tokenizer.decode([token])
-        return {"token": text, "logprob": log_p, "bytes": None if "\ufffd" in text else list(text.encode())}
+        return {
+            "token": text,
+            "logprob": max(log_p, -9999.0),
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
 
     noted = begun.sampling.noted[:count]
     return [entry(*chosen) | {"top_logprobs": [entry(*one) for one in best]} for chosen, best in noted]

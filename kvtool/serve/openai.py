@@ -279,11 +279,7 @@ class OpenAIResponse:
         """Return the object of a complete answer."""
         said = {"message": {"role": "assistant", "content": answer.text}} if self.chat else {"text": answer.text}
         kind = "chat.completion" if self.chat else "text_completion"
-        return {
-            **self._object(kind, said, answer.finish, answer.logprobs),
-            "usage": _usage(answer),
-            "kvtool": _about(answer),
-        }
+        return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": _about(answer)}
 
     def beginning(self) -> Iterator[str]:
         """Yield the event before the first piece."""
@@ -302,23 +298,22 @@ class OpenAIResponse:
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
-        last = self._chunk({} if self.chat else "", answer.finish, answer.logprobs)
+        last = self._chunk({} if self.chat else "", answer)
         yield _event({**last, "kvtool": _about(answer)})
         if self.with_usage:
             yield _event({**last, "choices": [], "usage": _usage(answer)})
         yield _DONE
 
-    def _chunk(
-        self, said: dict[str, Any] | str, finish: str | None = None, logprobs: list[dict[str, Any]] | None = None
-    ) -> dict[str, Any]:
+    def _chunk(self, said: dict[str, Any] | str, answer: Answer | None = None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._object(kind, {"delta": said} if self.chat else {"text": said}, finish, logprobs)
+        return self._object(kind, {"delta": said} if self.chat else {"text": said}, answer)
 
-    def _object(
-        self, kind: str, said: dict[str, Any], finish: str | None, logprobs: list[dict[str, Any]] | None
-    ) -> dict[str, Any]:
+    def _object(self, kind: str, said: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
         name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
-        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": logprobs and {"content": logprobs}}
+        end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
+        if answer is not None:
+            end = {"finish_reason": answer.finish, "logprobs": answer.logprobs and {"content": answer.logprobs}}
+        choice = {"index": 0, **said, **end}
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
 

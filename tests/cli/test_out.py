@@ -523,6 +523,7 @@ def test_what_takes_long_says_so_in_a_pipe(ticking: Ticking) -> None:
     out.idle()
     assert pass_time(300) == []
     out.doing("answering")
+    assert pass_time(4) == []
     out.print("It", end="")  # an answer shows by itself that something is done
     assert pass_time(300) == []
 
@@ -535,6 +536,19 @@ def test_many_short_activities_say_a_line_every_half_minute(ticking: Ticking) ->
         said += pass_time(3)
     assert len(said) == 3
     assert re.match(r"reading file \d+$", said[0])
+
+
+def test_results_that_come_between_do_not_silence_a_batch(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    with out.progress("questions", total=20, unit="questions") as bar:
+        said = []
+        for _ in range(20):
+            out.doing("answering")
+            said += pass_time(3)
+            out.print("an answer")
+            bar.advance()
+    assert len(said) == 2
+    assert said[0].startswith("questions: 9/20 questions")
 
 
 def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:

@@ -120,10 +120,9 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     token = _chosen(adjusted(logits, sampling), sampling)
     if sampling.top_logprobs is not None:
         log_p = logits.float().log_softmax(-1)
-        best = log_p.topk(sampling.top_logprobs)
-        sampling.noted.append(
-            ((token, float(log_p[token])), list(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-        )
+        values, ids = log_p.topk(sampling.top_logprobs)
+        best = list(zip(ids.tolist(), values.tolist(), strict=True))
+        sampling.noted.append(((token, float(log_p[token])), best))
     if sampling.frequency_penalty or sampling.presence_penalty:
         sampling.said[token] += 1
     return token

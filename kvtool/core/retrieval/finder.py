@@ -298,7 +298,8 @@ class Finder:
         """Return True if a question has a word that some chunk has, stop words and greetings aside. Vectors find chunks
         without a common word: where there are any, the chunks' words do not matter."""
         words = asked_terms(without_idle(question), self.index.languages)
-        return bool(words) and (search.matches(words) or self._meaning(retrieval) is not None)
+        has_idle = len(words) < len(asked_terms(question, self.index.languages))  # else the search itself shows it
+        return bool(words) and (not has_idle or search.matches(words) or self._meaning(retrieval) is not None)
 
     def document(self, source: str) -> DocumentEntry | None:
         """Return a document as it is now; its chunks are asked for one after the other, so it is kept for a while.
