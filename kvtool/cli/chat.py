@@ -256,6 +256,7 @@ class Chat:
 
     def greet(self, place: Path | str) -> None:
         """Name the store at `place` and the keys on a terminal."""
+        self._out.idle()
         if self._aloud:
             documents = counted(len(self._session.store.sources()), "document")
             self._out.status(f"{documents} of the store {place}, answered by {self._session.identity.model}")
@@ -287,6 +288,7 @@ class Chat:
 
     def _fail(self, line: str, error: KvtoolError) -> None:
         self.failed += 1
+        self._out.idle()
         if self._out.human:
             self._out.error(error)
         else:
@@ -461,7 +463,8 @@ app = new_app()
 @app.command(cls=ManyValues)
 @takes(
     QueryOptions.some(
-        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "force", "top_k", "min_score", "source"),
+        *("max_tokens", "system", "stop_repeats", "temperature", "seed", "top_p", "frequency_penalty"),
+        *("presence_penalty", "force", "top_k", "min_score", "source"),
         *("retriever", "embedder", "order", "fusion", "ratio", "link_tokens", "link", "shift", "level"),
         *("state_cache_size", "max_loss", "load_timeout"),
     ),

@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ from kvtool.cli.progress import (
     Bar,
     Lines,
     Progress,
-    Reminder,
     hide_activity,
     rich_bars,
     show_activity,
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
 Mode = Literal["human", "json", "jsonl"]
+_VERBOSE = re.compile("-v+|--verbose")
 SCHEMA = 2  # of every JSON object
 
 
@@ -82,6 +83,7 @@ class Out:
         self._stdout = SafeStream(sys.stdout if stdout is None else stdout)
         self._stderr = SafeStream(sys.stderr if stderr is None else stderr)
         self._bars: RichProgress | None = None
+        self._report: Callable[[], str] | None = None  # says how far the present job is, where no bar is drawn
         self._in_line = False  # whether stdout is in the middle of a line
         self._wrap = WordWrap()  # of an answer that streams to a terminal
 
@@ -90,7 +92,7 @@ class Out:
         """Return the output that the arguments ask for, without a parser: for errors before or during parsing."""
         flags = args[: args.index("--")] if "--" in args else args
         mode: Mode = "jsonl" if "--jsonl" in flags else "json" if "--json" in flags else "human"
-        return cls(mode, -1 if {"-q", "--quiet"} & set(flags) else 0)
+        return cls(mode, -1 if {"-q", "--quiet"} & set(flags) else int(any(map(_VERBOSE.fullmatch, flags))))
 
     @property
     def human(self) -> bool:
@@ -181,7 +183,7 @@ class Out:
         """Show the present activity: next to the spinner on a terminal, and as a line with -v."""
         self.detail(text)
         if self._bars is None:
-            show_activity(scrubbed(text))
+            show_activity(scrubbed(text), self._report)
 
     def idle(self) -> None:
         """Take the spinner away until there is something to do again."""
@@ -189,8 +191,10 @@ class Out:
             pass
 
     def spinning(self, words: str) -> AbstractContextManager[None]:
-        """Show a spinner on a terminal while the block runs; nothing with --quiet."""
-        return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr)
+        """Show a spinner on a terminal while the block runs, elsewhere lines of what takes long; nothing with --quiet,
+        and no lines with -v and --jsonl, which have their own."""
+        put = None if self.verbosity > 0 or self.mode == "jsonl" else self.status
+        return nullcontext() if self.verbosity < 0 else spinning(words, self._stderr, put)
 
     def detail(self, text: str) -> None:
         """Say what only -v wants to know."""
@@ -238,13 +242,20 @@ class Out:
 
     @contextmanager
     def progress(
-        self, label: str, total: float | None = None, unit: str = "tokens", aloud: bool = False
+        self,
+        label: str,
+        total: float | None = None,
+        unit: str = "tokens",
+        aloud: bool = False,
+        report: Callable[[], str] | None = None,
     ) -> Iterator[Progress]:
-        """A bar on a terminal, else a line every ten seconds at -v, a status event each second in the jsonl mode.
+        """A bar on a terminal, else a line every half minute, every ten seconds at -v, a status event each second in
+        the jsonl mode.
 
         Parameters
         ----------
         aloud : without a terminal lines come every two seconds, whether -v is given or not.
+        report : says how far it is in the line of every half minute; None: as the bar would.
         """
         label = one_line(label)
         if self._draws_bars():
@@ -257,16 +268,22 @@ class Out:
                     self._bars = None
         elif self.mode == "jsonl":
             yield Lines(lambda text, facts: self.status(text, **facts), label, total, unit, EVENT_EVERY_S)
+        elif aloud or self.verbosity >= 1:
+            with hide_activity(until_new_words=True):
+                pass
+            every = ALOUD_EVERY_S if aloud else STATUS_EVERY_S
+            yield Lines(lambda text, facts: self.status(text), label, total, unit, every)
+        elif self._bars is not None:
+            yield Lines(None, label, total, unit, PLAIN_EVERY_S)
         else:
-            say = (lambda text, facts: self.status(text)) if aloud or self.verbosity >= 1 else None
-            yield Lines(say, label, total, unit, ALOUD_EVERY_S if aloud else STATUS_EVERY_S)
-
-    def reminding(self, text: Callable[[], str]) -> Reminder | None:
-        """Say every half minute how far a job is, where nothing else shows it: no bar can be drawn, and neither -v nor
-        --jsonl has lines of its own."""
-        if self.verbosity != 0 or self.mode == "jsonl" or self._draws_bars():
-            return None
-        return Reminder(lambda: self.status(text()), PLAIN_EVERY_S)
+            lines = Lines(None, label, total, unit, PLAIN_EVERY_S, lambda: show_activity(label, self._report))
+            self._report = report or lines.text
+            show_activity(label, self._report)
+            try:
+                yield lines
+            finally:
+                self._report = None
+                show_activity("working")
 
     def flush(self) -> None:
         """Make sure that stdout has everything, while a failure can still be reported."""
@@ -292,7 +309,8 @@ class Out:
             self._above(self._bars, text)
             return
         try:
-            with hide_activity(until_new_words=True) if shares_terminal else nullcontext():
+            is_seen = shares_terminal or (bool(text) and not self._stderr.isatty())  # what is being done, by its result
+            with hide_activity(until_new_words=True) if is_seen else nullcontext():
                 self._stdout.write(text)
                 self._stdout.flush()
             self._in_line = not text.endswith("\n") if text else self._in_line
@@ -349,10 +367,9 @@ class JobView:
     def __init__(self, out: Out) -> None:
         self._out = out
         self._progress: Any = None
-        self._bar: Any = None
+        self._bar: Progress | None = None
         self._label, self._doing = "", ""  # of the step; and the present activity
         self._since = time.monotonic()  # when that began
-        self._reminder: Reminder | None = None
         self.events = Events(
             step=self._step,
             expect=self._expect,
@@ -365,24 +382,22 @@ class JobView:
         )
 
     def __enter__(self) -> JobView:
-        self._reminder = self._out.reminding(self._activity)
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._close(*error)
-        if self._reminder is not None:
-            self._reminder.close()
 
     def _activity(self) -> str:
-        """Return the progress of the job, or its present activity if that has no count."""
+        """Return the progress of a step, or its present activity if that has no count."""
         if self._doing:
             return f"{self._doing}, for {timedelta(seconds=round(time.monotonic() - self._since))}"
-        return self._bar.text() if self._bar else "working"
+        bar = self._bar
+        return bar.text() if bar is not None else ""
 
     def _step(self, label: str, total: int, unit: str) -> None:
         self._close()
         self._label, self._doing = label, ""
-        self._progress = self._out.progress(label, total=total, unit=unit)
+        self._progress = self._out.progress(label, total=total, unit=unit, report=self._activity)
         self._bar = self._progress.__enter__()
 
     def _close(self, *error: Any) -> None:

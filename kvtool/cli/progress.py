@@ -1,4 +1,5 @@
-"""Progress of a command: a spinner before its first line, then a bar on a terminal, or lines and events."""
+"""Progress of a command: a spinner before its first line, then a bar on a terminal, or lines and events; where nothing
+can be drawn, a line of whatever takes long."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 STATUS_EVERY_S = 10.0  # a line at -v where no bar can be drawn
 EVENT_EVERY_S = 1.0
-PLAIN_EVERY_S = 30.0  # a line of a job where no bar can be drawn, whether -v is given or not
+PLAIN_AFTER_S, PLAIN_EVERY_S = 5.0, 30.0  # a line of what is being done, where no bar can be drawn
 ALOUD_EVERY_S = 2.0  # of a bench, whose parts are long and whose figures wait for the last
 
 _WINDOW_S, _STEP_S, _FEWEST_STEPS = 60.0, 0.5, 4  # of a speed: seconds, those that are one step, and steps at least
@@ -89,10 +90,23 @@ class Pace:
 
 
 class Lines:
-    """A status now and then, where no bar can be drawn; silent when `say` is None."""
+    """A status now and then, where no bar can be drawn; silent when `say` is None.
 
-    def __init__(self, say: _Say | None, label: str, total: float | None, unit: str, every: float) -> None:
-        self._say, self._label, self._every = say, label, every
+    Parameters
+    ----------
+    shown : called with each step.
+    """
+
+    def __init__(
+        self,
+        say: _Say | None,
+        label: str,
+        total: float | None,
+        unit: str,
+        every: float,
+        shown: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._say, self._label, self._every, self._shown = say, label, every, shown
         self._pace = Pace(total, unit)
         self._last = time.monotonic()
         if every == ALOUD_EVERY_S:
@@ -101,6 +115,7 @@ class Lines:
 
     def advance(self, amount: float = 1) -> None:
         now = self._pace.advance(amount)
+        self._shown()
         if self._say and now - self._last >= self._every:
             self._last, self._shown = now, self._label
             pace = self._pace
@@ -145,29 +160,6 @@ class Bar:
 
     def text(self) -> str:
         return self._pace.text()
-
-
-class Reminder:
-    """Says something again and again, from a thread, as long as it is open.
-
-    Parameters
-    ----------
-    say : called every so many seconds.
-    """
-
-    def __init__(self, say: Callable[[], None], every: float) -> None:
-        self._say, self._every, self._over = say, every, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvtool-progress", daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        """End it; what is being said is said."""
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._over.wait(self._every):
-            self._say()
 
 
 def speed_text(speed: float | None, unit: str) -> str:
@@ -219,8 +211,8 @@ class Spinner:
         self._frames = _FRAMES if stream.encoding.lower().replace("-", "") == "utf8" else _ASCII_FRAMES
         self._thread: threading.Thread | None = None
 
-    def say(self, words: str) -> None:
-        """Show these words from now on."""
+    def say(self, words: str, report: Callable[[], str] | None = None) -> None:
+        """Show these words from now on; `report` is of no use on a line that says what is done."""
         if os.environ.get("TERM") == "dumb" or not self._stream.isatty() or self._over.is_set():
             return
         with self._lock:
@@ -267,16 +259,77 @@ class Spinner:
             self._stream.flush()
 
 
+class Ticker:
+    """Lines about what takes long, in place of a spinner where nothing can be drawn: one when an activity has taken
+    `PLAIN_AFTER_S`, and one every `PLAIN_EVERY_S`, however short the activities are.
+
+    Parameters
+    ----------
+    put : puts a line.
+    """
+
+    def __init__(self, put: Callable[[str], None]) -> None:
+        self._put = put
+        self._words, self._report = "", _nothing
+        self._began = self._last = self._ended = time.monotonic()
+        self._is_new = False  # no line has named the activity yet
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtool-ticker", daemon=True)
+        self._thread.start()
+
+    def say(self, words: str, report: Callable[[], str] | None = None) -> None:
+        """Begin an activity, or go on with it. `report`: says how far it is; None: only for how long it lasts."""
+        now = time.monotonic()
+        if not self._words:
+            self._last += now - self._ended  # nothing was done meanwhile
+        if words != self._words:
+            self._words, self._began, self._is_new = words, now, True
+        self._report = report or self._lasting
+
+    @contextmanager
+    def aside(self, until_new_words: bool = False) -> Iterator[None]:
+        """Let others write; with `until_new_words` the activity is over."""
+        if until_new_words and self._words:
+            self._words, self._report, self._ended = "", _nothing, time.monotonic()
+        yield
+
+    def stop(self) -> None:
+        """Say no more."""
+        self._over.set()
+        self._thread.join()
+
+    def tick(self) -> None:
+        """Put a line if it is time."""
+        now = time.monotonic()
+        is_due = now - self._last >= PLAIN_EVERY_S or (self._is_new and now - self._began >= PLAIN_AFTER_S)
+        if is_due and (text := self._report()):
+            self._last, self._is_new = now, False
+            self._put(text)
+
+    def _lasting(self) -> str:
+        lasted = round(time.monotonic() - self._began)
+        return self._words if self._is_new else f"{self._words}, for {timedelta(seconds=lasted)}"
+
+    def _run(self) -> None:
+        while not self._over.wait(1.0):
+            self.tick()
+
+
+def _nothing() -> str:
+    return ""
+
+
 # That of the command that runs, as there is one terminal; none before one does, and where it is to be quiet.
-_running: list[Spinner] = []
+_running: list[Spinner | Ticker] = []
 
 
 @contextmanager
-def spinning(words: str, stream: SafeStream) -> Iterator[None]:
-    """Show a spinner while the block runs, first with these words."""
-    spinner = Spinner(stream)
+def spinning(words: str, stream: SafeStream, put: Callable[[str], None] | None = None) -> Iterator[None]:
+    """Show a spinner while the block runs, first with these words. `put`: puts lines where it cannot be drawn."""
+    is_drawn = stream.isatty() and os.environ.get("TERM") != "dumb"
+    spinner = Spinner(stream) if is_drawn or put is None else Ticker(put)
     _running.append(spinner)
-    spinner.say(words)
+    spinner.say(words if is_drawn else "working")
     try:
         yield
     finally:
@@ -284,10 +337,10 @@ def spinning(words: str, stream: SafeStream) -> Iterator[None]:
         _running.remove(spinner)
 
 
-def show_activity(words: str) -> None:
-    """Show these words from now on, where anything is shown."""
+def show_activity(words: str, report: Callable[[], str] | None = None) -> None:
+    """Show these words from now on, where anything is shown; `report` says how far it is."""
     for spinner in _running[-1:]:
-        spinner.say(words)
+        spinner.say(words, report)
 
 
 def hide_activity(until_new_words: bool = False) -> AbstractContextManager[None]:

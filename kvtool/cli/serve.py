@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any
 from kvtool.cli.commands import new_app
 from kvtool.cli.options import Run, takes
 from kvtool.cli.out import Out, OutputClosed
+from kvtool.cli.terminal import one_line
 from kvtool.core.agent.options import read_keys
 from kvtool.core.cache.options import LockOptions, StoreOptions
 from kvtool.core.common.installing import extra_line
@@ -172,7 +174,8 @@ def _ingesting(run: Run) -> IngestOptions:
 
 def _say(run: Run, options: ServeOptions, address: str, file: Path) -> None:
     how = "no key is needed" if not options.key else f"the key is in {file} (`kvtool serve --show-key` prints it)"
-    run.out.status(f"listening at {address}; {how}", address=address)
+    run.out.idle()
+    run.out.status(f"ready on {address}; {how}", address=address)
     if not options.is_local and options.tls_cert is None:
         run.out.warning(
             "the key, the questions and the answers go over the network unencrypted",
@@ -181,7 +184,7 @@ def _say(run: Run, options: ServeOptions, address: str, file: Path) -> None:
 
 
 class _Log:
-    """A line for each request, in a file or on stdout; nothing with --quiet."""
+    """A line for each request, in a file or on stdout, there a short one for a person; nothing with --quiet."""
 
     def __init__(self, run: Run, path: Path | None) -> None:
         self._out, self._file = run.out, None if path is None else _appended(path)
@@ -192,6 +195,8 @@ class _Log:
             if self._file is not None:
                 self._file.write(escaped(json.dumps(row, ensure_ascii=False)) + "\n")
                 self._file.flush()
+            elif self._out.on_terminal:
+                self._out.print(_in_short(row))
             elif self._out.verbosity >= 0:
                 self._out.json(row)
 
@@ -200,6 +205,15 @@ class _Log:
         if self._file is not None:
             with suppress(OSError):
                 self._file.close()
+
+
+def _in_short(row: dict[str, Any]) -> str:
+    """Return a request's line for a person."""
+    at = time.strftime("%H:%M:%S", time.localtime(row["time"]))
+    facts = [f"{at} {row['method']} {one_line(row['path'])} {row['status']} in {row['milliseconds'] / 1e3:.2f} s"]
+    if "tokens" in row:
+        facts.append(f"{row['tokens']['prompt']:,} + {row['tokens']['generated']:,} tokens")
+    return ", ".join([*facts, *([one_line(row["error"])] if "error" in row else [])])
 
 
 def _appended(path: Path) -> IO[str]:

@@ -75,6 +75,7 @@ def make_app(
         Route("/v1/chat/completions", openai.chat, methods=["POST"]),
         Route("/v1/completions", openai.completion, methods=["POST"]),
         Route("/v1/models", openai.models),
+        Route("/v1/models/{name:path}", openai.model),
         Route("/v1/embeddings", openai.embed, methods=["POST"]),
         Route("/v1/documents", documents.add, methods=["POST"]),
         Route("/v1/documents", documents.show, methods=["GET"]),

@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 # Not more precise: a client with the same key could find out by guesses which questions others have asked.
 _NOT_HELD = "none is held with these turns and options"
-_FREE = ("temperature", "seed", "explain", "token_ids")  # options that do not change the prompt
+# Options that do not change the prompt.
+_FREE = (
+    *("temperature", "seed", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "top_logprobs"),
+    *("explain", "token_ids"),
+)
 _FORGOTTEN = "the model sees none of the turns before; they still steer the search"
 
 
@@ -98,7 +102,8 @@ class ConversationCache:
                 restored.append(_begun(session, conversation, partial(conversation.give, session, request, answer)))
                 yield from clock.paused([None])
             ms = clock.ms
-            begun = _begun(session, conversation, partial(conversation.begin, session, ask.request, options))
+            begin = partial(conversation.begin, session, ask.request, options, ask.must_find)
+            begun = _begun(session, conversation, begin)
         except BaseException:
             self.hold(conversation, ask.request)
             raise

@@ -146,8 +146,8 @@ class Documents:
             except ValueError as error:
                 raise Refusal(400, "wrong_name", f"{text!r} is no path", param="paths") from error
             if not roots.show(path):
-                hint = "name one below a --root: nothing hidden, no secret, nothing that ignore files name"
-                hint = hint if self._roots else "start the server with --root FOLDER"
+                hint = "name one below a folder that it allows: nothing hidden, no secret, nothing that is ignored"
+                hint = hint if self._roots else "the server allows no folder: its option `root` names one"
                 raise Refusal(403, "not_allowed", f"{text!r} may not be ingested from here", hint, "paths")
             found.append(path)
         return found
@@ -155,7 +155,7 @@ class Documents:
     def _sent(self, row: Any) -> tuple[Path, bytes]:
         """Return the path and the bytes of a document that a client sends."""
         if self._uploads is None:
-            hint = "start it with --uploads FOLDER"
+            hint = "its option `uploads` names a folder for them"
             raise Refusal(403, "not_allowed", "this server takes no documents from clients", hint, "documents")
         if not isinstance(row, dict) or set(row) != {"name", "text"}:
             raise Refusal(400, "wrong_type", "a document has a name and a text", param="documents")
@@ -217,7 +217,9 @@ class Uploads:
             raise BusyError("documents are being written or removed", _RETRY_AFTER) from error
         except OSError as error:
             why = (error.strerror or str(error)).lower()
-            raise KvtoolError(f"{self.folder} cannot be written: {why}", "serve with another --uploads") from error
+            raise KvtoolError(
+                f"{self.folder} cannot be written: {why}", "give the server another folder for `uploads`"
+            ) from error
         try:
             yield
         finally:

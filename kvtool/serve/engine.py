@@ -269,7 +269,7 @@ class Engine:
 
         ref = self.embedder_name
         if ref is None:
-            raise ModelError("the store has no embedding model", "name one at ingest, with --embedder")
+            raise ModelError("the store has no embedding model", "an ingest that names one (`embedder`) makes it")
         with self._embedding:
             if self._embedder is None or self._embedder.ref != ref:
                 self._embedder = embedder_of(ref, self.model.offline)

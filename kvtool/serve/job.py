@@ -29,7 +29,7 @@ class BusyError(KvtoolError):
 
 
 class TooSlowError(KvtoolError):
-    """Error of an answer that took longer than `--request-timeout`."""
+    """Error of an answer that took longer than `request_timeout`."""
 
 
 class LeftError(KvtoolError):
@@ -53,6 +53,7 @@ class Ask:
     ----------
     stop : texts that end the answer.
     turns : earlier questions and answers; None: a single question that belongs to no conversation.
+    must_find : a first question that finds no passage is an error, and not answered without any.
     client : clients take turns.
     """
 
@@ -60,6 +61,7 @@ class Ask:
     options: QueryOptions
     stop: tuple[str, ...] = ()
     turns: Turns | None = None
+    must_find: bool = True
     client: Client = ("", "")
 
 
@@ -75,6 +77,7 @@ class Answer:
     steps, stepper : tokens after the first, and how they were decoded.
     queue_ms : time before the question's turn. `others_ms`: time that other answers took during its prefill.
     warnings : messages and hints.
+    logprobs : an entry of OpenAI's `logprobs.content` for each token; None if it was not asked for.
     """
 
     text: str
@@ -87,6 +90,7 @@ class Answer:
     queue_ms: float
     others_ms: float
     warnings: tuple[tuple[str, str], ...] = ()
+    logprobs: list[dict[str, Any]] | None = None
 
     @classmethod
     def of(cls, reply: Reply, job: Job) -> Answer:
@@ -103,7 +107,26 @@ class Answer:
             queue_ms=job.queue_ms,
             others_ms=job.others_ms,
             warnings=tuple(job.warnings),
+            logprobs=None if job.begun is None else _logprobs(job.begun, len(said.ids)),
         )
+
+
+def _logprobs(begun: PreparedAnswer, count: int) -> list[dict[str, Any]] | None:
+    """Return the entries of an answer's tokens, as OpenAI has them."""
+    if begun.options.top_logprobs is None:
+        return None
+    tokenizer = begun.session.tokenizer
+
+    def entry(token: int, log_p: float) -> dict[str, Any]:
+        text = tokenizer.decode([token])
+        return {
+            "token": text,
+            "logprob": max(log_p, -9999.0),
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
+
+    noted = begun.sampling.noted[:count]
+    return [entry(*chosen) | {"top_logprobs": [entry(*one) for one in best]} for chosen, best in noted]
 
 
 Event = str | Answer | KvtoolError
@@ -187,7 +210,7 @@ class Job:
         if self.left:
             return LeftError("the client has left")
         if time.monotonic() - self.arrived > self.timeout:
-            hint = "ask for fewer tokens or chunks, or start the server with a longer --request-timeout"
+            hint = "ask for fewer tokens or chunks, or let the server allow more time (request_timeout)"
             return TooSlowError(f"the answer took longer than {self.timeout:g} s", hint)
         return None
 
@@ -197,7 +220,7 @@ def as_error(error: Exception) -> KvtoolError:
     if isinstance(error, KvtoolError):
         return error
     if is_out_of_memory(error):
-        return KvtoolError("out of memory", "ask for fewer chunks, or serve with a smaller --parallel")
+        return KvtoolError("out of memory", "ask for fewer chunks, or let fewer questions run at once (parallel)")
     return KvtoolError(f"unexpected {type(error).__name__}: {error}", "this is a bug in kvtool")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import reprlib
 import secrets
 import time
@@ -46,17 +47,13 @@ ALLOWED = (
     *("fusion", "ratio", "link_tokens", "link", "shift", "level", "max_loss", "top_k", "source", "retriever", "order"),
     *("min_score", "stop_repeats", "defer", "defer_first", "defer_threshold", "slo_ms"),
 )
-_OWN = ("documents", "chunks", "spot", *ALLOWED)
+_OWN = ("documents", "chunks", "spot", "strict", *ALLOWED)
 # Further parameters of the API, and the values at which they change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "top_p": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
     "tool_choice": ("none", "auto"),
@@ -68,14 +65,27 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 # Parameters about the client and its account only.
 _IGNORED = (
-    *("metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key"),
+    *("metadata", "store", "service_tier", "parallel_tool_calls", "prompt_cache_key", "prompt_cache_retention"),
     *("prediction", "verbosity", "reasoning_effort"),
 )
+# Numbers of the API that are options of a question, too.
+_NUMBERS: dict[str, tuple[type, ...]] = {
+    "max_tokens": (int,),
+    "max_completion_tokens": (int,),
+    "temperature": (int, float),
+    "top_p": (int, float),
+    "frequency_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "seed": (int,),
+}
 _USER = ("user", "safety_identifier")  # the older and the newer name of one parameter
 _KNOWN = (
-    *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "seed", "stop"),
+    *("model", "stream", "stream_options", "logit_bias", "stop"),
+    *_NUMBERS,
     *_USER,
 )
+_TOKEN = re.compile("[0-9]{1,9}")
+_MAX_BIASES, _MAX_BIAS = 1024, 100
 _MAX_STOPS, _MAX_STOP = 16, 1000  # characters
 _MAX_MESSAGES = 4096
 _MAX_LIST = 32_768  # characters of an option's values: globs are compiled, at some 30 μs a character
@@ -98,8 +108,8 @@ class ChatRequest:
     user: str
 
 
-def read_chat(value: Mapping[str, Any], options: QueryOptions) -> ChatRequest:
-    """Parse a body of `/v1/chat/completions`. `options`: defaults.
+def read_chat(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
+    """Parse a body of `/v1/chat/completions`. `options`, `strict`: defaults.
 
     Raises
     ------
@@ -108,44 +118,67 @@ def read_chat(value: Mapping[str, Any], options: QueryOptions) -> ChatRequest:
     messages = _messages(taken(value, "messages", list, []))
     system, turns, question = _conversation(messages)
     options = replace(options, system=system or options.system)
-    return _read(value, "messages", Question(question, messages=messages), options, turns)
+    return _read(value, "messages", Question(question, messages=messages), options, strict, turns)
 
 
-def read_completion(value: Mapping[str, Any], options: QueryOptions) -> ChatRequest:
+def read_completion(value: Mapping[str, Any], options: QueryOptions, strict: bool = False) -> ChatRequest:
     """Parse a body of `/v1/completions`, whose prompt is the question; see `read_chat`."""
     prompts = texts(value, "prompt", LONGEST_TEXT)
     if len(prompts) != 1:
         raise Refusal(400, "no_prompt", "prompt has to be one text", "ask once for each", "prompt")
-    return _read(value, "prompt", Question(prompts[0], messages=(("user", prompts[0]),)), options)
+    return _read(value, "prompt", Question(prompts[0], messages=(("user", prompts[0]),)), options, strict)
 
 
 def _read(
-    value: Mapping[str, Any], asked: str, question: Question, options: QueryOptions, turns: Turns | None = None
+    value: Mapping[str, Any],
+    asked: str,
+    question: Question,
+    options: QueryOptions,
+    strict: bool,
+    turns: Turns | None = None,
 ) -> ChatRequest:
-    _check_names(value, asked)
     own = taken(value, "kvtool", dict, {})
     if unknown := [name for name in own if name not in _OWN]:
         hint = did_you_mean(unknown[0], _OWN) or f"known: {', '.join(_OWN)}"
         raise Refusal(400, "unknown_option", f"kvtool has no option {unknown[0]!r}", hint, f"kvtool.{unknown[0]}")
     given = {name: _bounded(own[name], name) for name in ALLOWED if own.get(name) is not None}
-    numbers = {
-        "max_tokens": taken(value, "max_completion_tokens", int, taken(value, "max_tokens", int)),
-        "temperature": taken(value, "temperature", (int, float)),
-        "seed": taken(value, "seed", int),
-    }
-    given |= {name: number for name, number in numbers.items() if number is not None}
+    if asked == "messages" and value.get("logprobs") is True:
+        given["top_logprobs"] = taken(value, "top_logprobs", int, 0)
+        value = {**value, "logprobs": None, "top_logprobs": None}
+    _check_names(value, asked)
+    given |= _sampling(value)
     choice = ChunkChoice(chunks=texts(own, "chunks"), documents=texts(own, "documents"))
     if choice.chunks or choice.documents or not taken(own, "spot", bool, True):
         question = Question(question.question, choice.chunks, choice.documents)
     stream = taken(value, "stream_options", dict, {})
     stop = texts(value, "stop", _MAX_STOP, _MAX_STOPS)
     return ChatRequest(
-        ask=Ask(question, replace(options, **given), stop, turns),
+        ask=Ask(question, replace(options, **given), stop, turns, must_find=taken(own, "strict", bool, strict)),
         stream=taken(value, "stream", bool, False),
         usage=taken(stream, "include_usage", bool, False),
         model=taken(value, "model", str, ""),
         user=next(filter(None, [taken(value, name, str, "") for name in _USER]), ""),
     )
+
+
+def _sampling(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options by which an answer's tokens are chosen. Raises Refusal."""
+    numbers = {name: number for name, kinds in _NUMBERS.items() if (number := taken(value, name, kinds)) is not None}
+    if (most := numbers.pop("max_completion_tokens", None)) is not None:  # the newer name of `max_tokens`
+        numbers["max_tokens"] = most
+    if "seed" in numbers:
+        numbers["seed"] %= 2**63
+    biases = taken(value, "logit_bias", dict, {})
+    wrong = [
+        token
+        for token, bias in biases.items()
+        if not _TOKEN.fullmatch(token) or type(bias) not in (int, float) or abs(bias) > _MAX_BIAS
+    ]
+    if wrong or len(biases) > _MAX_BIASES:
+        what = f"logit_bias has {f'{wrong[0]!r}: {biases[wrong[0]]!r}' if wrong else f'{len(biases):,} tokens'}"
+        hint = f"up to {_MAX_BIASES:,} token ids, each with a number from -{_MAX_BIAS} to {_MAX_BIAS}"
+        raise Refusal(400, "wrong_type", what, hint, "logit_bias")
+    return numbers | {"logit_bias": tuple(f"{token}={float(bias):f}" for token, bias in biases.items())}
 
 
 def _bounded(value: Any, name: str) -> Any:
@@ -167,7 +200,7 @@ def _check_names(value: Mapping[str, Any], asked: str) -> None:
             continue
         if name not in _NEUTRAL:
             raise Refusal(400, "unknown_parameter", f"there is no parameter {name!r}", param=name)
-        if given not in _NEUTRAL[name]:
+        if not any(type(given) is type(one) and given == one for one in _NEUTRAL[name]):  # of `logprobs` 0 is a number
             hint = f"leave it out, or give {_NEUTRAL[name][0]!r}"
             raise Refusal(400, "unsupported", f"{name} cannot be set to {reprlib.repr(given)}", hint, name)
 
@@ -246,7 +279,7 @@ class OpenAIResponse:
         """Return the object of a complete answer."""
         said = {"message": {"role": "assistant", "content": answer.text}} if self.chat else {"text": answer.text}
         kind = "chat.completion" if self.chat else "text_completion"
-        return {**self._object(kind, said, answer.finish), "usage": _usage(answer), "kvtool": _about(answer)}
+        return self._object(kind, said, answer) | {"usage": _usage(answer), "kvtool": _about(answer)}
 
     def beginning(self) -> Iterator[str]:
         """Yield the event before the first piece."""
@@ -265,19 +298,22 @@ class OpenAIResponse:
 
     def end(self, answer: Answer) -> Iterator[str]:
         """Yield the events after the last piece."""
-        last = self._chunk({} if self.chat else "", answer.finish)
+        last = self._chunk({} if self.chat else "", answer)
         yield _event({**last, "kvtool": _about(answer)})
         if self.with_usage:
             yield _event({**last, "choices": [], "usage": _usage(answer)})
         yield _DONE
 
-    def _chunk(self, said: dict[str, Any] | str, finish: str | None = None) -> dict[str, Any]:
+    def _chunk(self, said: dict[str, Any] | str, answer: Answer | None = None) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
-        return self._object(kind, {"delta": said} if self.chat else {"text": said}, finish)
+        return self._object(kind, {"delta": said} if self.chat else {"text": said}, answer)
 
-    def _object(self, kind: str, said: dict[str, Any], finish: str | None) -> dict[str, Any]:
+    def _object(self, kind: str, said: dict[str, Any], answer: Answer | None) -> dict[str, Any]:
         name = f"chatcmpl-{self.id}" if self.chat else f"cmpl-{self.id}"
-        choice = {"index": 0, **said, "finish_reason": finish, "logprobs": None}
+        end: dict[str, Any] = {"finish_reason": None, "logprobs": None}
+        if answer is not None:
+            end = {"finish_reason": answer.finish, "logprobs": answer.logprobs and {"content": answer.logprobs}}
+        choice = {"index": 0, **said, **end}
         return {"id": name, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
 
@@ -408,7 +444,7 @@ _ANY_NAME = "kvtool"  # a further name of the model
 _MAX_TEXTS = 2048  # of embeddings
 _EMBEDDED_AT_ONCE = 2  # requests with a thread of their own: the loop has few
 _FORMATS = ("float", "base64")
-Read = Callable[[Mapping[str, Any], QueryOptions], ChatRequest]
+Read = Callable[[Mapping[str, Any], QueryOptions, bool], ChatRequest]
 
 
 class OpenAI:
@@ -421,7 +457,7 @@ class OpenAI:
     """
 
     def __init__(self, engine: Engine, options: QueryOptions, serving: ServeOptions) -> None:
-        self._engine, self._options, self._serving = engine, options, serving
+        self._engine, self._options, self._serving = engine, replace(options, clamp=True), serving
         self._embedding = asyncio.Semaphore(_EMBEDDED_AT_ONCE)
 
     async def chat(self, request: Request) -> Response:
@@ -435,16 +471,20 @@ class OpenAI:
     async def models(self, request: Request) -> Response:
         """`GET /v1/models`."""
         names = [name for name in (self._engine.model_name, self._engine.embedder_name) if name]
-        created = int(time.time())
-        rows = [{"id": name, "object": "model", "created": created, "owned_by": "kvtool"} for name in names]
-        return JSONResponse({"object": "list", "data": rows})
+        return JSONResponse({"object": "list", "data": [_model(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        """`GET /v1/models/ID`."""
+        name, own = request.path_params["name"], self._engine.model_name
+        if name not in filter(None, (own, own and _ANY_NAME, self._engine.embedder_name)):
+            raise _unknown_model(name, own)
+        return JSONResponse(_model(name))
 
     async def _answered(self, request: Request, read: Read, chat: bool) -> Response:
-        asked = read(await body_of(request), self._options)
+        asked = read(await body_of(request), self._options, self._serving.strict)
         name = self._engine.model_name
         if asked.model not in ("", _ANY_NAME, name):
-            hint = f"this server has {name!r}" if name else "nothing is ingested yet"
-            raise Refusal(404, "model_not_found", f"there is no model {asked.model!r}", hint, "model")
+            raise _unknown_model(asked.model, name)
         address = request.client.host if request.client else ""
         question = asked.ask.request if self._serving.spot else replace(asked.ask.request, messages=())
         owner = request.scope.get(OWNER, EVERYBODY) if self._serving.isolate else EVERYBODY
@@ -490,9 +530,9 @@ class OpenAI:
         kind = taken(value, "encoding_format", str, "float")
         known = await briefly(lambda: self._engine.embedder_name)
         if known is None:
-            raise Refusal(404, "no_embedder", "the store has no embedding model", "ingest once with --embedder MODEL")
+            raise Refusal(404, "no_embedder", "the store has no embedding model", "an ingest that names one makes it")
         if name not in ("", known):
-            raise Refusal(404, "model_not_found", f"there is no model {name!r}", f"this server has {known!r}", "model")
+            raise _unknown_model(name, known)
         if not words or len(words) > _MAX_TEXTS or not all(words):
             raise Refusal(400, "wrong_input", f"input has to be 1 to {_MAX_TEXTS} texts", param="input")
         if kind not in _FORMATS:
@@ -505,6 +545,15 @@ class OpenAI:
         ]
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         return JSONResponse({"object": "list", "data": rows, "model": known, "usage": usage})
+
+
+def _model(name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(time.time()), "owned_by": "kvtool"}
+
+
+def _unknown_model(name: str, known: str) -> Refusal:
+    hint = f"this server has {known!r}" if known else "nothing is ingested yet"
+    return Refusal(404, "model_not_found", f"there is no model {name!r}", hint, "model")
 
 
 def _encoded(kind: str, vector: Any) -> list[float] | str:

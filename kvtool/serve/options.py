@@ -86,6 +86,12 @@ class ServeOptions(Options, sections=("serve",)):
         flag="--spot/--no-spot",
         setting="serve_spot",
     )
+    strict: bool = option(
+        False,
+        "Refuse a question for which no passage is found, instead of answering without passages.",
+        group=DOCUMENTS,
+        setting="serve_strict",
+    )
     learn: bool = option(
         False,
         "Store passages that come again in clients' messages, and reuse them.",

@@ -394,7 +394,7 @@ class Scheduler:
             if asked is None:
                 ask = job.ask = replace(ask, request=replace(ask.request, messages=()))
             if asked is None and ask.turns is None:
-                asked = lay_out(session, ask.request, ask.options)
+                asked = lay_out(session, ask.request, ask.options, must_find=ask.must_find)
             begun = None if asked is None else begin_answer(session, asked, ask.options)
         if begun is not None:
             yield begun

@@ -35,6 +35,7 @@ _MAX_MESSAGE = 2000  # characters of an error, which may repeat what was sent
 # A JSON string, or the rest after an unmatched quotation mark.
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NO_BRACKET = re.compile(r"[^\[\]{}]++")
+_FLAG = re.compile(r"(?<![\w-])--(?:no-)?([a-z]+(?:-[a-z]+)*)")
 _SHORT_BODY = 1 << 16  # bytes whose parsing takes no time
 
 # Threads for short work, which then does not wait for embeddings and ingests in the loop's own threads.
@@ -71,8 +72,10 @@ class Refusal(Exception):
         return cls(status, code, error.message, error.hint)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON of the error. The message includes the hint: clients show nothing else."""
-        message, hint = (scrubbed(shortened(text)) for text in (self.message, self.hint))
+        """Return the JSON of the error. The message includes the hint: clients show nothing else. A flag of the command
+        line has the name of its option, as requests and `kvtool.toml` have it."""
+        said = (scrubbed(shortened(text)) for text in (self.message, self.hint))
+        message, hint = (_FLAG.sub(lambda flag: flag[1].replace("-", "_"), text) for text in said)
         param = self.param and shortened(self.param).encode("utf-8", "replace").decode()  # a name that the client gave
         text = f"{message} ({hint})" if hint else message
         kind = _TYPES.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")

@@ -27,6 +27,7 @@ from kvtool.core.retrieval.passages import Passage, found_by
 from kvtool.core.retrieval.search import Search
 from kvtool.core.retrieval.segment import IndexSegment, MarkedDocument
 from kvtool.core.retrieval.tables import Array
+from kvtool.core.retrieval.terms import asked_terms, without_idle
 from samples.tools.eval import READERS, load
 
 
@@ -69,15 +70,17 @@ def main() -> None:
         embedder = Embedder(given.embedder)
         texts = [text(index.passage(row)) for row in range(index.rows)]
         likeness = list(scaled(embedder.encode([one.question for one in asked]) @ embedder.encode(texts).T))
-    search, total, started = Search(index, text), 0.0, time.perf_counter()
+    search, total, left, started = Search(index, text), 0.0, 0, time.perf_counter()
     for example, like in zip(asked, likeness, strict=True):
         gold = {p.body for p in example.paragraphs if p.supporting}
         hits = search.best(example.question, given.found, like, hop=not given.no_hop, words=not given.dense)
+        left += not search.matches(asked_terms(without_idle(example.question), index.languages))
         total += len(gold & {by_source[hit.passage.source].text for hit in hits}) / len(gold)
     each = (time.perf_counter() - started) / len(asked) * 1e3
     print(
         f"{len(entries)} paragraphs, {len(asked)} questions: recall@{given.found} {total / len(asked):.4f}; "
-        f"indexed in {built:.2f} s, {each:.1f} ms a question"
+        f"indexed in {built:.2f} s, {each:.1f} ms a question; "
+        f"{left} have no word of any paragraph, stop words and greetings aside"
     )
 
 

@@ -83,7 +83,7 @@ def serving(store: Path, max_tokens: int, parallel: int, home: Path, *more: str)
         try:
             assert process.stderr is not None
             said = ""
-            while not (found := re.search(r"listening at http://([\d.]+):(\d+)", said)):
+            while not (found := re.search(r"ready on http://([\d.]+):(\d+)", said)):
                 line = process.stderr.readline()
                 if not line:
                     raise SystemExit(f"the server has not begun: {said}")

@@ -8,7 +8,7 @@ import json
 import re
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from kvtool.cli import progress as module
 from kvtool.cli.out import JobView, Out, OutputClosed, to_json
 from kvtool.cli.terminal import clean, degrade, one_line
 from kvtool.core.common.sizes import counted, shown_size
-from kvtool.core.common.types import Events
 from kvtool.core.errors import DamagedError, KvtoolError
 
 
@@ -490,31 +489,107 @@ def test_the_speed_is_that_of_the_last_minute(monkeypatch: pytest.MonkeyPatch) -
     assert len(pace._steps) < 100
 
 
-def test_a_job_without_a_bar_says_a_line_now_and_then(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvtool.cli.out.PLAIN_EVERY_S", 0.001)
-
-    def told(out: Out, stderr: Any, act: Callable[[Events], None]) -> str:
-        with JobView(out) as view:
-            act(view.events)
-            seen = stderr.text
-            while stderr.text.count("\n") < seen.count("\n") + 2:
-                time.sleep(0.001)
-        return stderr.text.splitlines()[-1]
-
-    def load(events: Events) -> None:
-        events.status("loading the model")
-
-    def compute(events: Events) -> None:
-        events.step("computing KV", 400, "tokens")
-        events.advance(100)
-        events.expect(500)
-
+@pytest.fixture
+def ticking(make: Make, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Out, Callable[[float], list[str]]]]:
+    """An output to a pipe, and what it says in so many seconds of a clock that only the test moves."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr(module.Ticker, "_run", lambda self: None)
     out, _, stderr = make()
-    assert told(out, stderr, load).startswith("loading the model, for 0:00:0")
-    assert told(out, stderr, compute).startswith("computing KV: 100/500 tokens, ")
-    for mode, verbosity, tty in (("human", -1, False), ("human", 0, True), ("jsonl", 0, False), ("human", 1, False)):
-        out, _, stderr = make(mode, verbosity, tty=tty)
-        assert out.reminding(lambda: "x") is None
+
+    def pass_time(seconds: float) -> list[str]:
+        before = len(stderr.text.splitlines())
+        for _ in range(round(seconds)):
+            clock.now += 1
+            (ticker,) = module._running
+            ticker.tick()  # type: ignore[union-attr]
+        return stderr.text.splitlines()[before:]
+
+    with out.spinning("starting"):
+        yield out, pass_time
+
+
+Ticking = tuple[Out, Callable[[float], list[str]]]
+
+
+def test_what_takes_long_says_so_in_a_pipe(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    assert pass_time(4) == []
+    assert pass_time(1) == ["working"]
+    out.doing("loading the model")
+    assert pass_time(4) == []
+    assert pass_time(1) == ["loading the model"]
+    assert pass_time(29) == []
+    assert pass_time(31) == ["loading the model, for 0:00:35", "loading the model, for 0:01:05"]
+    out.idle()
+    assert pass_time(300) == []
+    out.doing("answering")
+    assert pass_time(4) == []
+    out.print("It", end="")  # an answer shows by itself that something is done
+    assert pass_time(300) == []
+
+
+def test_many_short_activities_say_a_line_every_half_minute(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    said = []
+    for number in range(30):
+        out.doing(f"reading file {number}")
+        said += pass_time(3)
+    assert len(said) == 3
+    assert re.match(r"reading file \d+$", said[0])
+
+
+def test_results_that_come_between_do_not_silence_a_batch(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    with out.progress("questions", total=20, unit="questions") as bar:
+        said = []
+        for _ in range(20):
+            out.doing("answering")
+            said += pass_time(3)
+            out.print("an answer")
+            bar.advance()
+    assert len(said) == 2
+    assert said[0].startswith("questions: 9/20 questions")
+
+
+def test_a_job_says_its_pace_in_a_pipe(ticking: Ticking) -> None:
+    out, pass_time = ticking
+    with JobView(out) as view:
+        view.events.step("computing KV", 500, "tokens")
+        view.events.status("loading the model")
+        assert pass_time(5) == ["loading the model, for 0:00:05"]
+        view.events.advance(100)
+        assert [line.split(", ")[0] for line in pass_time(5)] == ["computing KV: 100/500 tokens"]
+        said = []
+        for _ in range(10):
+            view.events.advance(10)
+            said += pass_time(6)
+        assert [line.split(", ")[0] for line in said] == [f"computing KV: {n}/500 tokens" for n in (150, 200)]
+    assert pass_time(5) == ["working"]
+
+
+def test_lines_of_what_takes_long_are_for_people_in_a_pipe(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    for mode, verbosity, tty, says in (
+        ("human", 0, False, True),
+        ("json", 0, False, True),
+        ("human", -1, False, False),
+        ("human", 0, True, False),
+        ("jsonl", 0, False, False),
+        ("human", 1, False, False),
+    ):
+        out, _, _ = make(mode, verbosity, tty=tty)
+        with out.spinning("starting"):
+            assert any(isinstance(one, module.Ticker) for one in module._running) == says
+    for args, verbosity in ((["x", "-v"], 1), (["x", "-vv"], 1), (["-q"], -1), (["x", "--", "-v"], 0)):
+        assert Out.asked(args).verbosity == verbosity
+
+
+def test_the_thread_of_a_pipe_says_a_line(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PLAIN_AFTER_S", 0.0)
+    out, _, stderr = make()
+    with out.spinning("starting"):
+        while "working" not in stderr.text:
+            time.sleep(0.001)
 
 
 def test_phases_are_events_in_jsonl_and_words_beside_the_bar(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

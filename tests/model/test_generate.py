@@ -9,14 +9,24 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from kvtool.core.errors import ModelError
+from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.evaluate.reference import forced_logits
 from kvtool.core.fusion.engine import Fused
 from kvtool.core.fusion.selectors import SELECTORS
 from kvtool.core.fusion.selectors.full import Full
 from kvtool.core.fusion.selectors.reuse import Reuse
 from kvtool.core.model import decode
-from kvtool.core.model.generate import Generated, Sampling, first_token, generate, greedy_prefix, next_token, stop_ids
+from kvtool.core.model.generate import (
+    Generated,
+    Sampling,
+    adjusted,
+    first_token,
+    generate,
+    greedy_prefix,
+    next_token,
+    nucleus,
+    stop_ids,
+)
 from kvtool.core.model.tokens import TextStream, encode
 from tests.families import tiny_model
 from tests.fusion.making import BOS, NAMES, Case, case, decoder_of, new_case, plain_model, plain_text, tokenizer
@@ -252,3 +262,60 @@ def test_numbers_that_are_not_finite_are_no_answer() -> None:
     assert first_token(logits, Sampling()) == 2
     with pytest.raises(ModelError):
         first_token(torch.full((9,), float("-inf")), Sampling())
+
+
+def test_biases_and_penalties_are_those_of_the_equation() -> None:
+    logits, bias = torch.tensor([1.0, 0.5, 0.25, 0.0]), {3: 0.75, 1: -4.0}
+    sampling = Sampling(frequency_penalty=0.3, presence_penalty=0.4, logit_bias=tuple(bias.items()))
+    counts = [0] * 4
+    for choose in (first_token, *[next_token] * 11):
+        wanted = [
+            float(logits[j]) + bias.get(j, 0.0) - counts[j] * 0.3 - (counts[j] > 0) * 0.4 for j in range(len(logits))
+        ]
+        assert adjusted(logits, sampling).tolist() == pytest.approx(wanted)
+        token = choose(logits, sampling)
+        assert token == max(range(4), key=lambda j: wanted[j])
+        counts[token] += 1
+    assert min(counts[0], counts[2], counts[3]) > 0
+    first_token(logits, sampling)  # of another answer, which begins anew
+    assert sum(sampling.said.values()) == 1
+    assert logits.tolist() == [1.0, 0.5, 0.25, 0.0]
+
+
+def test_a_bias_of_no_token_is_refused() -> None:
+    with pytest.raises(UsageError, match="token 4"):
+        next_token(torch.zeros(4), Sampling(logit_bias=((4, 1.0),)))
+
+
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.5, 0.85, 1.0])
+def test_top_p_keeps_the_fewest_tokens_that_are_enough(top_p: float) -> None:
+    chances = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
+    kept, total = set[int](), 0.0
+    for token in sorted(range(5), key=lambda j: -float(chances[j])):
+        if kept and total >= top_p - 1e-6:
+            break
+        kept.add(token)
+        total += float(chances[token])
+    assert {*nucleus(chances, top_p).nonzero()[:, 0].tolist()} == kept
+    logits = chances.log()
+    drawn = {first_token(logits, Sampling(temperature=1.0, top_p=top_p, seed=seed)) for seed in range(400)}
+    assert drawn == kept
+
+
+def test_top_p_leaves_shares_as_they_are() -> None:
+    logits, count = torch.tensor([0.5, 0.3, 0.2]).log(), 4000
+    drawn = [first_token(logits, Sampling(temperature=1.0, top_p=0.7, seed=seed)) for seed in range(count)]
+    assert drawn.count(0) / count == pytest.approx(0.5 / 0.8, abs=0.03)
+
+
+def test_log_probabilities_are_the_models_own() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    sampling = Sampling(top_logprobs=2, logit_bias=((0, 9.0),), presence_penalty=1.0)
+    assert first_token(logits, sampling) == next_token(logits, sampling) == 0
+    wanted = logits.double().softmax(0).log().tolist()
+    for (token, log_p), best in sampling.noted:
+        assert token == 0
+        assert log_p == pytest.approx(wanted[0])
+        assert [one for one, _ in best] == [1, 2]
+        assert [one for _, one in best] == pytest.approx([wanted[1], wanted[2]])
+    assert len(sampling.noted) == 2

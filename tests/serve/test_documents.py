@@ -229,7 +229,7 @@ def test_an_ingest_gives_way_to_answers(store: Path, tmp_path: Path, monkeypatch
 
 
 def test_metrics_and_log(ready: Path) -> None:
-    with serving(ready) as served, served.client as client:
+    with serving(ready, strict=True) as served, served.client as client:
         ask(client)
         ask(client, "zzyzx")
         client.get("/v1/nowhere/at/all")

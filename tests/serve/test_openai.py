@@ -10,10 +10,46 @@ import openai
 import pytest
 
 import kvtool
+from kvtool.core.model.generate import stop_ids
 from tests.cli.working import QUESTION, chunks_of, drop_records
 from tests.serve.conftest import KEY, PATIENCE, Served, serving
 
 ASKED = [{"role": "user", "content": QUESTION}]
+# What chat programs send unasked, with values at which it changes nothing.
+NEUTRAL: dict[str, Any] = {
+    "n": 1,
+    "top_p": 1,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "logprobs": False,
+    "top_logprobs": 0,
+    "response_format": {"type": "text"},
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": True,
+    "user": "somebody",
+    "seed": None,
+    "stop": None,
+    "store": False,
+    "metadata": {"chat": "1"},
+}
+REFUSED: list[tuple[str, Any]] = [
+    ("n", 2),
+    ("top_logprobs", 3),  # which needs `logprobs`
+    ("logprobs", "yes"),
+    ("response_format", {"type": "json_object"}),
+    ("tools", [{"type": "function", "function": {"name": "look", "parameters": {}}}]),
+    ("tool_choice", "required"),
+    ("top_p", 1.5),
+    ("frequency_penalty", 3),
+    ("presence_penalty", -2.5),
+    ("logit_bias", {"the": 1}),
+    ("logit_bias", {"5": 101}),
+    ("logit_bias", {"5": "much"}),
+    ("logit_bias", {"99999999": 1}),
+    ("max_tokens", 0),
+]
 
 
 def client_of(served: Served, key: str = KEY) -> openai.OpenAI:
@@ -126,6 +162,10 @@ def test_what_was_said_before_stands_in_the_prompt(client: openai.OpenAI) -> Non
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert client.models.retrieve("kvtool").owned_by == "kvtool"  # requests may name it so
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        client.models.retrieve("org/another")
 
 
 def test_misses_say_why(store: Path) -> None:
@@ -146,21 +186,113 @@ def test_errors_are_the_clients_own(client: openai.OpenAI, served: Served) -> No
     for wrong in ({"fusion": "glue"}, {"topk": 3}, {"chunks": ["00" * 20]}, {"chunks": ["a"], "documents": ["b"]}):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", messages=ASKED, extra_body={"kvtool": wrong})
-    for refused in ({"n": 2}, {"top_p": 0.5}, {"logprobs": True}, {"max_tokens": 10**9}, {"max_tokens": 0}):
-        with pytest.raises(openai.BadRequestError):
-            client.chat.completions.create(model="tiny", messages=ASKED, **refused)
+    for name, value in REFUSED:
+        with pytest.raises(openai.BadRequestError, match=name) as refused:
+            client.chat.completions.create(model="tiny", messages=ASKED, **{name: value})
+        assert "--" not in refused.value.message
+    with pytest.raises(openai.BadRequestError, match="logprobs"):
+        client.completions.create(model="tiny", prompt=QUESTION, logprobs=0)
     for nothing in ([], [{"role": "assistant", "content": "I"}], [{"role": "user", "content": " "}]):
         with pytest.raises(openai.BadRequestError):
             client.chat.completions.create(model="tiny", messages=nothing)
-    with client_of(served, "kv-another") as stranger, pytest.raises(openai.AuthenticationError, match="--show-key"):
+    with client_of(served, "kv-another") as stranger, pytest.raises(openai.AuthenticationError, match="at its start"):
         stranger.models.list()
 
 
 def test_neutral_values_are_taken(client: openai.OpenAI, expected: str) -> None:
-    done = client.chat.completions.create(
-        model="tiny", messages=ASKED, n=1, top_p=1, presence_penalty=0, user="somebody", tools=[], logprobs=False
-    )
+    done = client.chat.completions.create(model="tiny", messages=ASKED, **NEUTRAL)
     assert done.choices[0].message.content == expected
+
+
+def test_sampling_follows_what_a_client_sends(client: openai.OpenAI, ready: Path) -> None:
+    """The answer is that of the library with the same options, and each option changes it."""
+    asked = {"top_p": 0.2, "frequency_penalty": 1.5, "presence_penalty": 1.0, "temperature": 1.9, "seed": 5}
+    own = {"documents": ["mill2.md"]}
+
+    def say(**sent: Any) -> str:
+        done = client.chat.completions.create(
+            model="tiny", messages=ASKED, max_tokens=24, extra_body={"kvtool": own}, **sent
+        )
+        return str(done.choices[0].message.content)
+
+    with kvtool.open(ready) as cache:
+        expected = cache.query(QUESTION, documents=["mill2.md"], max_tokens=24, **asked).answer
+        token = cache.query(QUESTION, documents=["mill2.md"], max_tokens=1).generated.ids[0]
+    assert say(**asked) == expected
+    assert len({say(**{**asked, **one}) for one in ({"top_p": 1}, {"frequency_penalty": 0}, {})}) == 3
+    plain = say()
+    assert say(logit_bias={token: -100}) != plain
+    forced = client.chat.completions.create(model="tiny", messages=ASKED, max_tokens=8, logit_bias={token: 100})
+    assert forced.choices[0].message.content.count(plain[:1]) >= 8
+    assert say(seed=-1) == plain  # clients send it for any seed, which a temperature of 0 does not use
+
+
+def test_log_probabilities(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"messages": ASKED, "model": "tiny", "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    done = client.chat.completions.create(**asked)
+    rows = done.choices[0].logprobs.content
+    assert len(rows) == done.usage.completion_tokens
+    assert done.choices[0].message.content == "".join(row.token for row in rows).strip()
+    for row in rows:
+        best = [one.logprob for one in row.top_logprobs]
+        assert best == sorted(best, reverse=True)
+        assert (row.token, row.logprob) == (row.top_logprobs[0].token, best[0])  # greedily
+        assert row.logprob < 0
+        assert bytes(row.bytes).decode() == row.token
+    *_, last = client.chat.completions.create(**asked, stream=True)
+    assert last.choices[0].logprobs.content == rows
+    biased = client.chat.completions.create(**asked, temperature=1.5, presence_penalty=1, seed=3)
+    first = biased.choices[0].logprobs.content[0]
+    assert [one.logprob for one in first.top_logprobs] == [one.logprob for one in rows[0].top_logprobs]
+    assert client.chat.completions.create(**asked | {"top_logprobs": None}).choices[0].logprobs.content[0].bytes
+    with pytest.raises(openai.BadRequestError, match="top_logprobs"):
+        client.chat.completions.create(**asked | {"top_logprobs": 21})
+
+
+def test_an_answer_may_take_what_is_left_of_the_context(client: openai.OpenAI, served: Served) -> None:
+    decoder = served.engine._loaded.decoder
+    assert decoder is not None
+    own = {"kvtool": {"documents": ["mill2.md"], "stop_repeats": False}}
+    endless = {"max_tokens": 10**9, "logit_bias": dict.fromkeys(stop_ids(decoder), -100)}
+    done = client.chat.completions.create(model="tiny", messages=ASKED, extra_body=own, **endless)
+    assert (done.choices[0].finish_reason, done.usage.total_tokens) == ("length", decoder.context)
+    turns: list[Any] = [*ASKED, {"role": "assistant", "content": "baker A"}, *ASKED]
+    done = client.chat.completions.create(model="tiny", messages=turns, extra_body=own, **endless)
+    assert (done.choices[0].finish_reason, done.usage.total_tokens) == ("length", decoder.context)
+    assert done.model_extra["kvtool"]["turn"]["number"] == 2  # it has not started over for so long an answer
+    full: list[Any] = [*ASKED, {"role": "assistant", "content": "baker A " * (decoder.context // 2 - 60)}, *ASKED]
+    told = client.chat.completions.create(model="tiny", messages=full, extra_body=own, **endless).model_extra["kvtool"]
+    assert "it starts over" in told["warnings"][0]["message"]
+    too_long: list[Any] = [{"role": "user", "content": "mill " * decoder.context}]
+    with pytest.raises(openai.BadRequestError, match="ask a shorter one") as refused:
+        client.chat.completions.create(model="tiny", messages=too_long, max_tokens=5)
+    assert "--" not in refused.value.message
+
+
+def test_a_greeting_is_answered_without_passages(ready: Path) -> None:
+    said: list[dict[str, Any]] = [{"role": "user", "content": "Hi there!"}]
+    strict = {"kvtool": {"strict": True}}
+    with serving(ready) as served, client_of(served) as client:
+        for sent in ({}, {"kvtool": {"fusion": "auto"}}, {"kvtool": {"defer": True}}, {"kvtool": {"slo_ms": 5000}}):
+            done = client.chat.completions.create(model="tiny", messages=said, extra_body=sent)
+            told = done.model_extra["kvtool"]
+            assert (told["retrieval"], told["chunks"], told["sources"]) == ("none", [], [])
+            assert done.usage.completion_tokens > 0
+        answer = done.choices[0].message.content
+        assert client.completions.create(model="tiny", prompt="xyzzy").model_extra["kvtool"]["retrieval"] == "none"
+        with pytest.raises(openai.NotFoundError, match="no chunk matches"):
+            client.chat.completions.create(model="tiny", messages=said, extra_body=strict)
+        turns: list[Any] = [*said, {"role": "assistant", "content": answer}, *ASKED]
+        told = client.chat.completions.create(model="tiny", messages=turns).model_extra["kvtool"]
+        assert "retrieval" not in told
+        assert told["chunks"]
+    with serving(ready, strict=True) as served, client_of(served) as client:
+        with pytest.raises(openai.NotFoundError, match="no chunk matches"):
+            client.chat.completions.create(model="tiny", messages=said)
+        told = client.chat.completions.create(
+            model="tiny", messages=said, extra_body={"kvtool": {"strict": False}}
+        ).model_extra["kvtool"]
+        assert told["retrieval"] == "none"
 
 
 def test_embeddings_where_there_is_an_embedder(store: Path, built: Path, static_model: Path) -> None:
@@ -171,6 +303,7 @@ def test_embeddings_where_there_is_an_embedder(store: Path, built: Path, static_
             cache.ingest(built / "corpus", embedder=str(static_model))
         model = str(static_model)
         assert [each.id for each in client.models.list()] == ["tiny", model]
+        assert client.models.retrieve(model).id == model
         packed = client.embeddings.create(model=model, input=["mill", "river"])  # Base64
         plain = client.embeddings.create(model=model, input=["mill", "river"], encoding_format="float")
         assert packed.usage.prompt_tokens == packed.usage.total_tokens > 0

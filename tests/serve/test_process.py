@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import socket
@@ -32,7 +34,7 @@ def running(*args: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     try:
         assert begun.stderr is not None
         said = ""
-        while not (found := re.search(r"listening at (\S+);", said)):
+        while not (found := re.search(r"ready on (\S+);", said)):
             line = begun.stderr.readline()
             assert line, said
             said += line
@@ -81,6 +83,38 @@ def test_ctrl_c_ends_a_server_that_learns(store: Path) -> None:
                 assert verify(learned) == []
                 counts.append(len(learned.sources()))
     assert 0 < counts[0] <= counts[1]
+
+
+def test_on_a_terminal_it_says_that_it_is_ready_and_a_short_line_a_request(store: Path, home: Path) -> None:
+    mine, its = pty.openpty()
+    asked = command("serve", "--port", "0", "--store", store, "--no-key", "--no-socket", "--max-tokens", "4")
+    process = subprocess.Popen(asked, stdout=its, stderr=its, env=environment(TERM="xterm"))
+    os.close(its)
+    shown = ""
+
+    def until(pattern: str) -> re.Match[str]:
+        nonlocal shown
+        while not (found := re.search(pattern, shown)):
+            shown += os.read(mine, 4096).decode()
+        return found
+
+    try:
+        url = until(r"ready on (\S+); no key is needed")[1]
+        chat = {"messages": [{"role": "user", "content": QUESTION}]}
+        assert httpx2.post(f"{url}/v1/chat/completions", json=chat, timeout=PATIENCE).status_code == 200
+        assert httpx2.get(f"{url}/nothing", timeout=PATIENCE).status_code == 404
+        until(r"GET /nothing 404 in .*\n")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(mine)
+    told = shown[shown.index("ready on") :]
+    assert "loading" not in told
+    first, second = re.findall(r"(\d\d:\d\d:\d\d [A-Z].*)\r\n", told)
+    assert re.fullmatch(r"\S+ POST /v1/chat/completions 200 in \d+\.\d\d s, \d+ \+ [1-4] tokens", first)
+    assert re.fullmatch(r"\S+ GET /nothing 404 in \d+\.\d\d s", second)
 
 
 def test_an_address_that_is_taken_is_told_before_the_model_is_loaded(store: Path) -> None:

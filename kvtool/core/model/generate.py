@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -11,7 +12,7 @@ from typing import Literal
 import torch
 
 from kvtool.core.common.types import Ids
-from kvtool.core.errors import ModelError
+from kvtool.core.errors import ModelError, UsageError
 from kvtool.core.model.decode import decode_backend, step_together
 from kvtool.core.model.decode.native import prepare_compiled_model
 from kvtool.core.model.decoder import Decoder
@@ -20,6 +21,8 @@ from kvtool.core.model.prompt_cache import PromptCache
 from kvtool.core.model.tokens import OnText, TextStream
 
 Finish = Literal["stop", "length", "repeat"]
+LogProb = tuple[int, float]
+"""A token and its log-probability."""
 _COLD = 1e-6  # chances of less are those of the largest logit, or no numbers
 
 
@@ -31,7 +34,13 @@ class Sampling:
     ----------
     stop : texts that end the answer, and are no part of it.
     stop_repeats : end it where it repeats itself (`Repeats`), too.
+    top_p, frequency_penalty, presence_penalty, logit_bias : as in OpenAI's API (`nucleus`, `adjusted`); biases by
+        token id.
     draw : where its random numbers come from: each answer of a batch has its own.
+    top_logprobs : how many of the most likely tokens to note with each token; None: nothing is noted.
+    said : how often each token was chosen so far, where penalties need it.
+    noted : each token chosen so far with its log-probability, and those of the most likely ones; biases, penalties and
+        the temperature do not change them.
     """
 
     max_tokens: int = 64
@@ -39,7 +48,14 @@ class Sampling:
     seed: int = 0
     stop: tuple[str, ...] = ()
     stop_repeats: bool = False
+    top_p: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int | None = None
     draw: torch.Generator = field(default_factory=torch.Generator, repr=False, compare=False)
+    said: Counter[int] = field(default_factory=Counter, repr=False, compare=False)
+    noted: list[tuple[LogProb, list[LogProb]]] = field(default_factory=list, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +102,8 @@ def prepare_decoding(decoder: Decoder) -> None:
 
 def first_token(logits: torch.Tensor, sampling: Sampling) -> int:
     """Choose the first answer token from logits `[vocabulary]`; seeds what later ones draw from. See `next_token`."""
+    sampling.said.clear()
+    sampling.noted.clear()
     if sampling.temperature > 0:
         sampling.draw.manual_seed(sampling.seed)
     return next_token(logits, sampling)
@@ -97,7 +115,49 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     Raises
     ------
     ModelError : the largest is no number: the prompt's cache has overflowed. Tokens that a model rules out have -inf.
+    UsageError : a bias is of no token of the model.
     """
+    token = _chosen(adjusted(logits, sampling), sampling)
+    if sampling.top_logprobs is not None:
+        log_p = logits.float().log_softmax(-1)
+        values, ids = log_p.topk(sampling.top_logprobs)
+        best = list(zip(ids.tolist(), values.tolist(), strict=True))
+        sampling.noted.append(((token, float(log_p[token])), best))
+    if sampling.frequency_penalty or sampling.presence_penalty:
+        sampling.said[token] += 1
+    return token
+
+
+def adjusted(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return logits `[vocabulary]` after the biases and penalties of tokens, as OpenAI's API reference has them:
+
+        logit[j] + bias[j] - count[j] * frequency_penalty - (count[j] > 0) * presence_penalty
+
+    `count[j]` is how often the answer has token `j` so far.
+    """
+    added = dict(sampling.logit_bias)
+    for token, count in sampling.said.items():
+        added[token] = added.get(token, 0.0) - count * sampling.frequency_penalty - sampling.presence_penalty
+    if not added:
+        return logits
+    if (strange := max(added)) >= len(logits):
+        raise UsageError(f"logit_bias names token {strange}, and the model has {len(logits):,}", "ids count from 0")
+    ids = torch.tensor([*added], device=logits.device)
+    return logits.float().index_add(0, ids, torch.tensor([*added.values()], device=logits.device))
+
+
+def nucleus(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Zero all but the fewest most likely tokens whose chances `[vocabulary]` sum up to `top_p`; one always stays.
+
+    Holtzman et al. 2020, "The Curious Case of Neural Text Degeneration", section 3.1.
+    """
+    ordered, ids = chances.sort(descending=True, stable=True)
+    kept = ordered.cumsum(0) - ordered < top_p
+    kept[0] = True
+    return torch.zeros_like(chances).index_copy_(0, ids[kept], ordered[kept])
+
+
+def _chosen(logits: torch.Tensor, sampling: Sampling) -> int:
     best = int(logits.argmax())
     if not math.isfinite(most := float(logits[best])):
         raise ModelError(
@@ -107,6 +167,7 @@ def next_token(logits: torch.Tensor, sampling: Sampling) -> int:
     if sampling.temperature < _COLD:
         return best
     chances = torch.softmax((logits - most) / sampling.temperature, -1).cpu()
+    chances = nucleus(chances, sampling.top_p) if sampling.top_p < 1 else chances
     return int(torch.multinomial(chances, 1, generator=sampling.draw))
 
 

@@ -55,6 +55,12 @@ class QueryArguments(TypedDict, total=False):
     stop_repeats: bool
     temperature: float
     seed: int
+    top_p: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: str | Iterable[str]
+    top_logprobs: int | None
+    clamp: bool
     force: bool
     top_k: int
     min_score: float

@@ -138,12 +138,15 @@ def begin_answer(
         goes_on_from_states = asked.behind is not None and session.identity.keeps_states
         if (selector.uses_cache or goes_on_from_states) and not options.force:
             session.check_gate([segment.source.chunk_id for segment in asked.plan.cached])
+        if options.clamp:
+            left = session.decoder.context - asked.plan.length
+            options = replace(options, max_tokens=max(1, min(options.max_tokens, left)))
         streamed = _fetch(session, asked, options, selector)
         prepare_decoding(session.decoder)
         started = time.perf_counter()
         outcome = _fuse(session, asked, streamed, selector, options)
-        sampling = Sampling(options.max_tokens, options.temperature, options.seed, stop_repeats=options.stop_repeats)
-        known = _first_tokens(outcome, sampling)
+        sampling = _sampling(options)
+        known = _first_tokens(outcome, sampling, options.is_greedy and options.top_logprobs is None)
         fuse_ms = add_span(session.timeline, f"fuse: {options.fusion}", started) * 1e3
         chunks, again = reply_chunks(session, asked, outcome.fused.plan), _resident_chunks(session, asked)
         marks = plan_marks(session, asked.plan) if marked else ()
@@ -201,10 +204,24 @@ def _fuse(
     return Outcome(fuse(decoder, plan, selector, streamed.source, reserve, timeline, options.load_timeout, cache))
 
 
-def _first_tokens(outcome: Outcome, sampling: Sampling) -> Sequence[int]:
+def _sampling(options: QueryOptions) -> Sampling:
+    return Sampling(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
+        stop_repeats=options.stop_repeats,
+        top_p=options.top_p,
+        frequency_penalty=options.frequency_penalty,
+        presence_penalty=options.presence_penalty,
+        logit_bias=options.biases,
+        top_logprobs=options.top_logprobs,
+    )
+
+
+def _first_tokens(outcome: Outcome, sampling: Sampling, greedily: bool) -> Sequence[int]:
     """Return the first tokens that are shown: those that a round was judged by, unless sampling is to choose others."""
     if outcome.begun is not None:
-        if sampling.temperature <= 0:
+        if greedily:
             return outcome.begun.ids
         outcome.fused.cache.set_length(outcome.fused.plan.length)
     return [first_token(outcome.fused.logits, sampling)]

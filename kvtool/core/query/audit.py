@@ -110,7 +110,7 @@ def uncached(plan: Plan) -> Plan:
 
 
 def _audit(session: Session, reply: Reply, options: QueryOptions, forced: Forced, milliseconds: float) -> Audit:
-    selector, plan, sampled = reply.selector, reply.fused.plan, options.temperature > 0
+    selector, plan, sampled = reply.selector, reply.fused.plan, not options.is_greedy
     greedily = forced.distance.agreement == 1.0
     tokens = {name: reply.tokens[name] for name in ("prompt", "reused", "recomputed", "fresh", "dropped")}
     return Audit(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvtool.core.session.identity import StoreIdentity
 
 ANSWER, CHUNKS, FUSION = "Answer", "Chunks", "Fusion"  # headings in the command's help
+_ORDINARY = 256  # tokens of an answer
 INSIDE, DEFER, LINK = "Diagnostics", "Deferred loading", "Shared store and time limits"
 
 
@@ -36,7 +37,7 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         the mode's own.
     """
 
-    max_tokens: int = option(256, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
+    max_tokens: int = option(_ORDINARY, "Maximum tokens of the answer.", group=ANSWER, lowest=1)
     system: str | None = system_option(ANSWER)
     stop_repeats: bool = option(
         True, "End an answer when it starts to repeat itself.", group=ANSWER, flag="--stop-repeats/--no-stop-repeats"
@@ -45,6 +46,36 @@ class QueryOptions(NetworkOptions, sections=("query",)):
         0.0, "Sampling temperature; 0 always takes the most likely token.", group=ANSWER, lowest=0, highest=2
     )
     seed: int = option(0, "Seed of the random numbers for sampling.", group=ANSWER, lowest=0, highest=2**63 - 1)
+    top_p: float = option(
+        1.0, "Sample from the most likely tokens with this share of the probability.", group=ANSWER, lowest=0, highest=1
+    )
+    frequency_penalty: float = option(
+        0.0, "Lower a token's logit by this for each time that the answer has it.", group=ANSWER, lowest=-2, highest=2
+    )
+    presence_penalty: float = option(
+        0.0, "Lower a token's logit by this once the answer has it.", group=ANSWER, lowest=-2, highest=2
+    )
+    logit_bias: tuple[str, ...] = option(
+        (),
+        "Add a number to a token's logit.",
+        group=ANSWER,
+        flag=None,
+        setting=False,
+        metavar="ID=BIAS",
+        pattern=r"\d{1,9}=[-+]?\d{1,9}(\.\d*)?(e[-+]?\d\d?)?",
+    )
+    top_logprobs: int | None = option(
+        None,
+        "Note the log-probability of each token, and so many alternatives.",
+        group=ANSWER,
+        flag=None,
+        setting=False,
+        lowest=0,
+        highest=20,
+    )
+    clamp: bool = option(
+        False, "Shorten the answer to what is left of the model's context.", group=ANSWER, flag=None, setting=False
+    )
     force: bool = option(
         False, "Answer even if this model failed the self-check (`kvtool inspect gate`).", group=ANSWER, setting=False
     )
@@ -186,6 +217,21 @@ class QueryOptions(NetworkOptions, sections=("query",)):
     weighting: float = option(1.0, "Power of the sensitivity in `union`.", flag=None, setting=False, lowest=0)
     union_links: int = option(0, "First tokens of every chunk in `union`.", flag=None, setting=False, lowest=0)
 
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """Return the token ids of `logit_bias` with their biases."""
+        return tuple((int(token), float(bias)) for token, _, bias in (one.partition("=") for one in self.logit_bias))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return True if every token of an answer is the model's most likely one."""
+        return not (self.temperature or self.frequency_penalty or self.presence_penalty or self.logit_bias)
+
+    def least_answer(self, is_first: bool) -> int:
+        """Return how many tokens of the context an answer needs. With `clamp`, a conversation whose context has too few
+        left for an ordinary answer starts over, rather than have its answers cut off."""
+        return self.max_tokens if not self.clamp else 1 if is_first else min(self.max_tokens, _ORDINARY)
+
     def mode(self, keeps_states: bool = False) -> str:
         """Return the fusion mode: the one that was asked for, else what the model is best answered in."""
         return self.fusion or (EXACTLY[0] if keeps_states else WEIGHED)
@@ -226,7 +272,8 @@ class QueryOptions(NetworkOptions, sections=("query",)):
             raise UsageError("the question is empty", "ask something")
         if request.chunks or request.documents:
             return Found(finder.named(request.chunks, request.documents))
-        hits, cut = finder.find(request.search or request.question, self.top_k, self.retrieval, prefer=prefer)
+        sought = request.search or request.question
+        hits, cut = finder.find(sought, self.top_k, self.retrieval, prefer=prefer, is_asked=True)
         if not self.defer:
             return Found(in_order(hits, self.order), cut)
         rounds = self.rounds(len(hits))

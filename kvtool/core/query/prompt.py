@@ -111,7 +111,7 @@ def lay_out(
         parts = parts_for(session, options)
         _check_characters(session, len(request.question))
         question = question_tokens(session.tokenizer, request.question, parts)
-        length = _Length(session, options.max_tokens if answered else 0, len(question), behind)
+        length = _Length(session, options.least_answer(behind is None) if answered else 0, len(question), behind)
         least = len(question) + len(parts.prefix if behind is None else behind.tokens.ids)
         length.check(least)  # before anything is looked for
         hits, again, cut = _found(session, request, options, behind, must_find)
@@ -370,10 +370,12 @@ def lay_out_messages(session: Session, request: Request, options: QueryOptions) 
         if ids is None:
             return None
         if session.is_loaded:
+            is_first = all(role != "assistant" for role, _ in request.messages)
             try:
-                session.decoder.check_length(len(ids) + options.max_tokens, "shorten the messages, or lower max_tokens")
+                least = options.least_answer(is_first)
+                session.decoder.check_length(len(ids) + least, "shorten the messages, or lower max_tokens")
             except UsageError:
-                if any(role == "assistant" for role, _ in request.messages):
+                if not is_first:
                     return None  # a conversation starts over at the context's end
                 raise
         # The last token is always computed: the answer follows it.

@@ -261,6 +261,7 @@ class Reply:
             "revision": self.revision,
             "chunks": [chunk.to_json() for chunk in self.chunks],
             "cut": self.cut,
+            **({} if self.sources else {"retrieval": "none"}),
             "tokens": self.tokens,
             "reasons": self.reasons,
             "timing_ms": {name: round(value, 3) for name, value in self.timing_ms.items()},

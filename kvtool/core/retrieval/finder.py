@@ -30,7 +30,7 @@ from kvtool.core.retrieval.passages import Found, Hit, Passage, found_by, holds_
 from kvtool.core.retrieval.search import Search, count_rare, keywords
 from kvtool.core.retrieval.spotting import Span, Spotter
 from kvtool.core.retrieval.tables import Array
-from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms
+from kvtool.core.retrieval.terms import asked_terms, language_of, spellings, terms, without_idle
 
 if TYPE_CHECKING:
     from kvtool.core.cache.entries import DocumentEntry
@@ -167,6 +167,7 @@ def _of_file(path: str, sources: Iterable[str]) -> list[str]:
     return [source for source in sources if path in (source, file_of(source))]
 
 
+_NOTHING = "no chunk matches the question", "use words of the documents, or name the documents"
 _DOCUMENTS = 16  # held unpacked
 _TIES = 8  # found beyond those wanted: a preferred one may replace one of the same score
 
@@ -226,12 +227,20 @@ class Finder:
             self._meanings.clear()
             self._read.cache_clear()
 
-    def find(self, question: str, top_k: int, retrieval: Retrieval, prefer: Container[bytes] | None = None) -> Found:
+    def find(
+        self,
+        question: str,
+        top_k: int,
+        retrieval: Retrieval,
+        prefer: Container[bytes] | None = None,
+        is_asked: bool = False,
+    ) -> Found:
         """Find the best chunks, `top_k` at most, and cut them where they stop helping.
 
         Parameters
         ----------
         prefer : ids of chunks that come first among those of the same score.
+        is_asked : a person asks, who may only greet: nothing is found by stop words and greetings alone.
 
         Raises
         ------
@@ -242,6 +251,8 @@ class Finder:
         with self._store.view():
             self.follow()
             search = self._search(retrieval)
+            if is_asked and not self._is_search(search, question, retrieval):
+                raise NothingFoundError(*_NOTHING)
             hits = self._best(search, question, top_k if prefer is None else top_k + _TIES, retrieval)
             hits = hits if prefer is None else recent_first(hits, prefer)[:top_k]
             if not retrieval.min_score or retrieval.retriever == "dense":
@@ -280,10 +291,15 @@ class Finder:
         like = meaning(question) if meaning is not None else None
         hits = search.best(question, top_k, like, words=retrieval.retriever != "dense")
         if not hits:
-            raise NothingFoundError(
-                "no chunk matches the question", "use words of the documents, or name the documents"
-            )
+            raise NothingFoundError(*_NOTHING)
         return hits
+
+    def _is_search(self, search: Search, question: str, retrieval: Retrieval) -> bool:
+        """Return True if a question has a word that some chunk has, stop words and greetings aside. Vectors find chunks
+        without a common word: where there are any, the chunks' words do not matter."""
+        words = asked_terms(without_idle(question), self.index.languages)
+        has_idle = len(words) < len(asked_terms(question, self.index.languages))  # else the search itself shows it
+        return bool(words) and (not has_idle or search.matches(words) or self._meaning(retrieval) is not None)
 
     def document(self, source: str) -> DocumentEntry | None:
         """Return a document as it is now; its chunks are asked for one after the other, so it is kept for a while.

@@ -183,6 +183,10 @@ class Search:
                 break
         return hits
 
+    def matches(self, words: Sequence[Forms]) -> bool:
+        """Return True if some chunk that may be found has any of the words."""
+        return bool(self._base(words, None).any())
+
     def helpful(self, question: str, hits: Sequence[Hit], min_score: float) -> list[Hit]:
         """Cut hits, given best first, where they stop helping.
 

@@ -67,9 +67,7 @@ OPERATIONS = (
     Operation(
         "query --source", lambda place: ["query", question(3), "--max-tokens", "1", *_ASK, "--source", "*00001.txt"]
     ),
-    Operation(
-        "serve, until it listens", lambda place: ["serve", "--port", "0", "--no-key", *_ASK], until="listening at"
-    ),
+    Operation("serve, until it listens", lambda place: ["serve", "--port", "0", "--no-key", *_ASK], until="ready on"),
     Operation("doctor", lambda place: ["doctor", "--offline"]),
     Operation("store ls", lambda place: ["store", "ls"]),
     Operation("store verify --sample 1/100", lambda place: ["store", "verify", "--sample", "1/100"]),
