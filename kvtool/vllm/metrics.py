@@ -21,7 +21,7 @@ _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 class Stats(KVConnectorStats):  # type: ignore[misc]
     """What one half has noted since vLLM last asked: numbers by the name of their metric."""
 
-    def note(self, name: str, number: float = 1.0) -> None:
+    def note(self, name: str, number: float = 1) -> None:
         """Add a number to a metric's."""
         self.data.setdefault(name, []).append(number)
 
