@@ -18,8 +18,10 @@ _ABOUT_GATE = "Verdict of the gate: 1 passed, -1 failed, 0 no prompt was compare
 _BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
-class Stats(KVConnectorStats):  # type: ignore[misc]
+class Stats(KVConnectorStats):
     """What one half has noted since vLLM last asked: numbers by the name of their metric."""
+
+    data: dict[str, list[float]]
 
     def note(self, name: str, number: float = 1) -> None:
         """Add a number to a metric's."""
@@ -54,7 +56,7 @@ def _verdict(data: dict[str, Any]) -> dict[str, Any]:
     return {GATE: min(data[GATE])} if GATE in data else {}  # one worker that fails is enough
 
 
-class PromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class PromMetrics(KVConnectorPromMetrics):
     """The metrics at `/metrics`. Their names begin as vLLM's own do: vLLM takes those off when an engine ends."""
 
     def __init__(self, *given: Any) -> None:

@@ -114,7 +114,7 @@ def plain(given: argparse.Namespace, prompts: Prompts, without: Server, fed: Ser
     """Print what prompts without passages take with the connector, as a share of what they take without."""
     fed.answer([prompts.stored()])  # for the gate
     print("| tokens | without, processor s | with | median of pairs | 95 % |\n| --- | --- | --- | --- | --- |")
-    for tokens in (300, 2000):
+    for tokens in map(int, given.tokens.split(",")):
         pairs: list[dict[Server, float]] = []
         for number in range(given.rounds + 1):
             order = (without, fed) if number % 2 else (fed, without)
@@ -137,6 +137,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--requests", type=int, default=2, help="of each client")
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--tokens", default="300,2000", help="of `plain`")
     given = parser.parse_args()
     servers = Server(None, given.model, given.clients), Server(given.store, given.model, given.clients)
     {"load": load, "plain": plain}[given.what](given, Prompts(given.store), *servers)
