@@ -90,7 +90,9 @@ class Server:
         self._pipe, other = context.Pipe()
         context.Process(target=serve, args=(other, store, model, clients), daemon=True).start()
 
-    def answer(self, prompts: list[list[int]], way: str | None = None, tokens: int = 1) -> tuple[float, float, float, int]:
+    def answer(
+        self, prompts: list[list[int]], way: str | None = None, tokens: int = 1
+    ) -> tuple[float, float, float, int]:
         """Return wall, processor and the connector's seconds, and how many tokens of prompts vLLM did not compute."""
         self._pipe.send((prompts, way, tokens))
         result: tuple[float, float, float, int] = self._pipe.recv()
