@@ -10,7 +10,7 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 GATE, SECONDS = "gate", "load_seconds"
 _COUNTED = {
     "prompts": "Prompts with stored passages.",
-    "claimed_tokens": "Tokens of prompts that vLLM was told not to compute.",
+    "claimed_tokens": "Tokens of prompts that vLLM did not have to compute.",
     "recomputed_tokens": "Tokens of stored passages that were recomputed.",
     "failed_loads": "Prompts that vLLM computed although their tokens were claimed.",
 }
