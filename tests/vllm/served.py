@@ -1,14 +1,15 @@
 """Answers of vLLM, computed in its own environment: `python served.py JOB ANSWERS`, both files of JSON.
 
 A job has `model`, `connector` (its extra configuration; null: vLLM alone), `options` of `LLM`, and `rounds` of requests
-that are sent together: each has `ids`, and may have `kvtool`, `max_tokens`, and `spoil`, a file and the runs of it to
-damage before.
+that are sent together: each has `ids`, and may have `kvtool`, `max_tokens`, `spoil`, a file and the runs of it to
+damage before, and `remove`, a folder to remove before.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,8 @@ def answered(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for one in requests:
         if "spoil" in one:
             spoil(*one["spoil"])
+        if "remove" in one:
+            shutil.rmtree(one["remove"])
         extra = {"kv_transfer_params": {"kvtool": one["kvtool"]}} if "kvtool" in one else None
         length = {"max_tokens": one.get("max_tokens", 8), "ignore_eos": True}
         params.append(SamplingParams(temperature=0, detokenize=False, logprobs=-1, extra_args=extra, **length))

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvtool.core.errors import GateError
 from tests.vllm.test_config import config_of
 
-BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
+CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 IDS = list(range(64))
 
 
@@ -32,25 +36,51 @@ class Base:
         return self._metadata
 
 
+@dataclass
+class BaseStats:
+    """A stand-in for `KVConnectorStats`."""
+
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+class BaseMetrics:
+    """A stand-in for `KVConnectorPromMetrics`."""
+
+    def __init__(self, config: Any, kinds: dict[Any, Any], labelnames: list[str], values: dict[int, list[str]]) -> None:
+        self._counter_cls, self._gauge_cls, self._histogram_cls = (kinds[kind] for kind in (Counter, Gauge, Histogram))
+        self._labelnames, self.per_engine_labelvalues = labelnames, values
+
+
+STAND_INS: dict[str, dict[str, Any]] = {
+    f"{CONNECTORS}.base": {
+        "KVConnectorBase_V1": Base,
+        "KVConnectorMetadata": object,
+        "KVConnectorWorkerMetadata": object,
+        "KVConnectorRole": SimpleNamespace(WORKER="worker", SCHEDULER="scheduler"),
+    },
+    f"{CONNECTORS}.metrics": {"KVConnectorStats": BaseStats, "KVConnectorPromMetrics": BaseMetrics},
+    "vllm.v1.metrics.utils": {
+        "create_metric_per_engine": lambda metric, values: {at: metric.labels(*own) for at, own in values.items()}
+    },
+    "vllm.logger": {"init_logger": logging.getLogger},
+}
+
+
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The connector's module, imported over the stand-ins."""
-    base, logger = ModuleType(BASE), ModuleType("vllm.logger")
-    base.__dict__.update(
-        KVConnectorBase_V1=Base,
-        KVConnectorMetadata=object,
-        KVConnectorWorkerMetadata=object,
-        KVConnectorRole=SimpleNamespace(WORKER="worker", SCHEDULER="scheduler"),
-    )
-    logger.__dict__["init_logger"] = logging.getLogger
-    parts = BASE.split(".")
-    for name in (".".join(parts[:count]) for count in range(1, len(parts))):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, BASE, base)
-    monkeypatch.setitem(sys.modules, "vllm.logger", logger)
-    monkeypatch.delitem(sys.modules, "kvtool.vllm.connector", raising=False)
+    for whole, content in STAND_INS.items():
+        parts = whole.split(".")
+        for name in (".".join(parts[:count]) for count in range(1, len(parts) + 1)):
+            if name not in sys.modules:
+                monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        sys.modules[whole].__dict__.update(content)
+    own = ("kvtool.vllm.connector", "kvtool.vllm.metrics")
+    for name in own:
+        monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module("kvtool.vllm.connector")
-    sys.modules.pop("kvtool.vllm.connector")
+    for name in own:
+        sys.modules.pop(name)
 
 
 def connector_of(module: Any, role: str) -> Any:
@@ -146,3 +176,45 @@ def test_vllms_model_is_the_first_module_with_logits_after_steps_without_any(mod
         called(torch.zeros(1))
     assert connector._feeder.model is model
     assert len(hooks) == before
+
+
+def test_what_both_halves_note_is_in_the_metrics_of_their_engine(module: Any) -> None:
+    def load(wanted: Any) -> int:
+        if wanted is bad:
+            raise ValueError("x")
+        return 7
+
+    registry = CollectorRegistry()
+    kinds = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)}
+    metrics = module.KvtoolConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"], 1: ["1"]})
+    request = SimpleNamespace(request_id="a", num_prompt_tokens=64, prompt_token_ids=IDS, cache_salt=None)
+    request.mm_features, request.lora_request, request.prompt_embeds = [], None, None
+    request.skip_reading_prefix_cache, request.kv_transfer_params = False, None
+    request.block_hashes, request.update_block_hashes = [], lambda: None
+    scheduler, worker = connector_of(module, "scheduler"), connector_of(module, "worker")
+    scheduler._spotter.find = lambda ids, wish: SimpleNamespace(salt="s", spans=(), options=None)
+    scheduler.on_new_request(request)
+    scheduler.update_connector_output(heard(module.Verdict(True)))
+    scheduler.update_state_after_alloc(request, SimpleNamespace(get_block_ids=lambda: [[1, 2, 3, 4]]), 63)
+    good, bad = (SimpleNamespace(ids=IDS, touched=lambda size: [5]) for _ in range(2))
+    worker._feeder.load = load
+    worker.bind_connector_metadata(module.Step([good, bad]))
+    worker.start_load_kv(None)
+    worker._seen.remove()
+    stats = worker.get_kv_connector_stats().aggregate(scheduler.get_kv_connector_stats())
+    assert worker.get_kv_connector_stats() is scheduler.get_kv_connector_stats() is None
+    sent = json.loads(json.dumps(stats.data))
+    metrics.observe(sent, 1)
+    found = {
+        (sample.name.removeprefix("vllm:kvtool_"), sample.labels["engine"]): sample.value
+        for metric in registry.collect()
+        for sample in metric.samples
+    }
+    expected = {"prompts": 1, "claimed_tokens": 63, "recomputed_tokens": 7, "failed_loads": 1}
+    for name, number in expected.items():
+        assert [found[f"{name}_total", engine] for engine in "01"] == [0, number]
+    assert [found["load_seconds_count", engine] for engine in "01"] == [0, 2]
+    assert [found["gate", engine] for engine in "01"] == [0, 1]
+    logged = module.KvtoolConnector.build_kv_connector_stats(sent).reduce()
+    assert {name: logged[name] for name in expected} == expected
+    assert module.Stats({"gate": [1, -1]}).reduce() == {"gate": -1}

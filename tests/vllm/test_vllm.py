@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
@@ -29,6 +34,7 @@ from kvtool.core.session.session import Session
 from tests.cli.working import CHUNKS, kvtool, payloads, write_corpus
 from tests.families import SHAPE, filled, tiny_tokenizer
 from tests.vllm.prompts import OWN, QUESTION, prompt_of
+from tests.vllm.server import Server
 
 VLLM = os.environ.get("KVTOOL_TEST_VLLM", "")
 pytestmark = [
@@ -153,17 +159,17 @@ def test_prompts_longer_than_a_step_and_preempted_ones_are_answered_alike(qwen: 
     assert [answer.ids for answer in both] == [first.ids, second.ids]
 
 
-def test_what_cannot_be_read_is_computed_by_vllm_or_in_place(qwen: Served) -> None:
-    """Damaged records, and then a store that is another model's."""
-    ids, _ = prompt_of(qwen.store)
-    data = next((qwen.store / "data").glob("gen-*/data.mdb"))
+def test_what_cannot_be_read_is_computed_by_vllm_or_in_place(qwen: Served, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(qwen.store, tmp_path / "store"))
+    ids, _ = prompt_of(store)
+    data = next((store / "data").glob("gen-*/data.mdb"))
     content, places = data.read_bytes(), []
-    for (_, layer), payload in payloads(qwen.store).items():
+    for (_, layer), payload in payloads(store).items():
         if layer == 0:
             places.append((content.index(payload), content.index(payload) + len(payload)))
     damaged = {"ids": ids, "kvtool": "reuse", "spoil": [str(data), places]}
     asked = [[{"ids": ids}], [{"ids": ids, "kvtool": False}], [damaged]]
-    _, (full,), (got,) = qwen.by_vllm(asked)
+    _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)})
     alike(full, got)
 
 
@@ -174,3 +180,89 @@ def test_a_store_of_another_model_or_none_changes_no_answer(qwen: Served, tmp_pa
     for store in (other.store, tmp_path / "none"):
         _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)})
         alike(full, got)
+
+
+def test_a_store_of_another_tokenizer_feeds_nothing(qwen: Served, tmp_path: Path) -> None:
+    """The same weights and documents, whose tokens have other ids."""
+    model, store = Path(shutil.copytree(qwen.model, tmp_path / "model")), tmp_path / "store"
+    path = model / "tokenizer.json"
+    content = json.loads(path.read_text())
+    special = {one["id"] for one in content["added_tokens"]}
+    vocabulary = content["model"]["vocab"]
+    others = sorted(number for number in vocabulary.values() if number not in special)
+    renamed = dict(zip(others, reversed(others), strict=True))
+    content["model"]["vocab"] = {token: renamed.get(number, number) for token, number in vocabulary.items()}
+    path.write_text(json.dumps(content))
+    kvtool("ingest", qwen.folder / "corpus", "--store", store, "--model", model, *CHUNKS).fine()
+    ids, _ = prompt_of(qwen.store)
+    asked: list[list[dict[str, Any]]] = [[{"ids": prompt_of(qwen.store, 1)[0]}], [{"ids": ids, "kvtool": False}]]
+    asked.append([{"ids": ids, "kvtool": {"ratio": 1.0}}])
+    options = {"enable_prefix_caching": False}
+    _, (full,), (got,) = qwen.by_vllm(asked, connector={"store": str(store)}, options=options)
+    _, _, (fed,) = qwen.by_vllm(asked, options=options)
+    assert (full.cached, got.cached, fed.cached) == (0, 0, len(ids) - 1)
+    alike(full, got)
+    alike(full, fed)
+
+
+def test_a_store_that_is_removed_while_it_is_served_ends_no_request(qwen: Served, tmp_path: Path) -> None:
+    store = shutil.copytree(qwen.store, tmp_path / "store")
+    one, other = (prompt_of(qwen.store, first)[0] for first in (0, 2))
+    asked = [[{"ids": one}], [{"ids": one, "kvtool": False}], [{"ids": other, "kvtool": False}]]
+    removed = [{"ids": one, "kvtool": {"ratio": 1.0}, "remove": str(store)}]
+    rounds = [*asked, removed, [{"ids": other, "kvtool": {"ratio": 1.0}}]]
+    _, (first,), (second,), (got,), (later,) = qwen.by_vllm(rounds, connector={"store": str(store)})
+    alike(first, got)
+    alike(second, later)
+
+
+def test_two_servers_of_one_store_answer_alike_while_ingest_writes(qwen: Served, tmp_path: Path) -> None:
+    store = Path(shutil.copytree(qwen.store, tmp_path / "store"))
+    gate, *before = (prompt_of(store, first)[0] for first in range(9))
+    started = [Server(VLLM, qwen.model, store, tmp_path / name) for name in ("one.log", "two.log")]
+    with started[0] as one, started[1] as two:
+        for server in (one, two):
+            assert server.ask(gate)[1] == 0
+        expected = [one.ask([*ids, 5]) for ids in before]
+        assert [cached for _, cached in expected] == [len(ids) for ids in before]
+        write_corpus(tmp_path / "more", documents=24)
+        code = [sys.executable, "-m", "kvtool", "ingest", tmp_path / "more", "--store", store, *CHUNKS]
+        rounds = 0
+        with subprocess.Popen(code, stdout=subprocess.DEVNULL) as ingest, ThreadPoolExecutor(4) as pool:
+            while ingest.poll() is None or not rounds:
+                rounds += 1
+                asked = [pool.submit(server.ask, [*ids, 5]) for ids in before for server in (one, two)]
+                assert [one.result()[0] for one in asked] == [ids for ids, _ in expected for _ in range(2)]
+        assert ingest.returncode == 0
+        known = {tuple(ids) for ids in before}
+        later = next(ids for ids in (prompt_of(store, first)[0] for first in range(40, 80)) if tuple(ids) not in known)
+        answers = [server.ask(later) for server in (one, two)]
+        assert answers[0] == answers[1]
+        assert answers[0][1] == len(later) - 1
+        for server in (one, two):
+            metrics = server.metrics()
+            assert metrics["prompts_total"] >= 8 * rounds + 2
+            assert metrics["claimed_tokens_total"] > 0
+            assert metrics["recomputed_tokens_total"] > 0
+            assert metrics["load_seconds_count"] > 0
+            assert (metrics["failed_loads_total"], metrics["gate"]) == (0, 1)
+
+
+def test_a_killed_engine_harms_no_store_and_the_next_server_answers(qwen: Served, tmp_path: Path) -> None:
+    ids, gate = (prompt_of(qwen.store, first)[0] for first in (0, 2))
+    records = payloads(qwen.store)
+    with Server(VLLM, qwen.model, qwen.store, tmp_path / "log") as server, ThreadPoolExecutor(1) as pool:
+        server.ask(gate)
+        expected = server.ask([*ids, 5])
+        assert expected[1] == len(ids)
+        dying = pool.submit(server.ask, [*ids, 6], max_tokens=500)
+        while server.metrics()["prompts_total"] < 3:
+            time.sleep(0.05)
+        server.kill_engine()
+        with pytest.raises((AssertionError, httpx.TransportError)):
+            dying.result()
+        server.process.wait(120)  # vLLM ends with its engine
+    assert payloads(qwen.store) == records
+    with Server(VLLM, qwen.model, qwen.store, tmp_path / "log") as server:
+        assert server.ask(gate)[1] == 0
+        assert server.ask([*ids, 5]) == expected
