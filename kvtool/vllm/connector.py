@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from kvtool.core.errors import GateError
 from kvtool.vllm.config import check_config
 from kvtool.vllm.metrics import GATE, SECONDS, PromMetrics, Stats
 from kvtool.vllm.requests import FIELD, Passages, PassageSpotter
+from kvtool.vllm.save import Save, SaveQueue, Saver
 from kvtool.vllm.worker import Comparison, Feeder, Load
 
 if TYPE_CHECKING:
@@ -34,10 +36,11 @@ _FEWEST_COMPARED, _MOST_COMPARED = 48, 512  # tokens of a request that the gate 
 
 @dataclass
 class Step(KVConnectorMetadata):
-    """The work of one step of vLLM: `loads` before its forward, `comparison` after it."""
+    """The work of one step of vLLM: `loads` before its forward, `comparison` and `saves` after it."""
 
     loads: list[Load] = field(default_factory=list)
     comparison: Comparison | None = None
+    saves: list[Save] = field(default_factory=list)
 
 
 @dataclass
@@ -79,6 +82,8 @@ class KvtoolConnector(KVConnectorBase_V1):
         self._spotter = PassageSpotter(config, _warn, vllm_config.scheduler_config.max_num_batched_tokens)
         context = vllm_config.model_config.max_model_len
         self._feeder = Feeder(config, context, self._block_size, _warn) if role == KVConnectorRole.WORKER else None
+        self._queue = SaveQueue(self._block_size)
+        self._saver = Saver(Path(config["store"]), self._feeder, self._block_size, _warn) if self._feeder else None
 
     # ---- in the scheduler ----
 
@@ -87,6 +92,8 @@ class KvtoolConnector(KVConnectorBase_V1):
         if not _is_plain(request):
             return
         wish = (request.kv_transfer_params or {}).get(FIELD)
+        if self._queue.takes(request, wish):
+            return
         found = self._spotter.find(request.prompt_token_ids or (), wish)
         if found is not None:
             self._found[request.request_id] = found
@@ -112,6 +119,7 @@ class KvtoolConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: Any) -> Step:
         """Return the loads of a step, and what is to be compared while the gate has no verdict."""
         step, self._due = Step(self._due), []
+        step.saves = self._queue.due(scheduler_output, lambda name: self._kv_cache_manager.get_block_ids(name)[0])
         for new in scheduler_output.scheduled_new_reqs if self._verdict is None else ():
             count = min(scheduler_output.num_scheduled_tokens[new.req_id], _MOST_COMPARED)
             ids = tuple(new.prompt_token_ids or ())[:count]
@@ -134,6 +142,7 @@ class KvtoolConnector(KVConnectorBase_V1):
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Forget a request."""
         self._found.pop(request.request_id, None)
+        self._queue.forget(request.request_id)
         return False, None
 
     # ---- in both ----
@@ -185,12 +194,15 @@ class KvtoolConnector(KVConnectorBase_V1):
         return self._feeder.load(load)
 
     def wait_for_save(self) -> None:
-        """Compare what vLLM has computed in this step, if the gate is to be run."""
+        """Compare what vLLM has computed in this step, if the gate is to be run, and save what is to be saved."""
         if self._step.comparison is not None and self._feeder is not None:
             try:
                 self._verdict = Verdict(self._feeder.compare(self._step.comparison))
             except Exception as error:  # the next prompt is compared then
                 _warn(f"nothing is loaded from the store: {error}", "")
+        for wanted in self._step.saves:
+            assert self._saver is not None
+            self._saver.save(wanted)
 
     def build_connector_worker_meta(self) -> Verdict | None:
         """Report the gate's verdict, once."""
@@ -212,7 +224,7 @@ class KvtoolConnector(KVConnectorBase_V1):
         """Do nothing: all layers are filled before the forward."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: `kvtool ingest` makes the records."""
+        """Do nothing: all layers are saved after the forward."""
 
 
 def _is_plain(request: Request) -> bool:

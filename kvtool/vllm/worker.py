@@ -106,10 +106,10 @@ class Feeder:
         for module, keys, values in _rows(decoder, cache, slice(0, len(given.ids))):
             theirs = module.kv_cache[blocks]
             ours = theirs.clone()
-            _write(module, ours, keys, values, places)
+            write_rows(module, ours, keys, values, places)
             for key, value in ((1, 0), (0, 1)):  # apart: keys may be many times as large as values
                 written = torch.zeros_like(theirs)
-                _write(module, written, torch.full_like(keys, key), torch.full_like(values, value), places)
+                write_rows(module, written, torch.full_like(keys, key), torch.full_like(values, value), places)
                 some = written != 0  # in whatever layout the backend keeps
                 reference, other = theirs[some].double(), ours[some].double()
                 found.append(float((reference - other).square().mean().sqrt() / reference.square().mean().sqrt()))
@@ -154,7 +154,7 @@ class Feeder:
         blocks = torch.tensor(wanted.blocks, device=device)
         slots = blocks[places // self._block_size] * self._block_size + places % self._block_size
         for module, keys, values in _rows(session.decoder, fused.cache, slice(wanted.first, wanted.stop)):
-            _write(module, module.kv_cache, keys, values, slots)
+            write_rows(module, module.kv_cache, keys, values, slots)
         return fused.tokens.recomputed
 
 
@@ -164,6 +164,6 @@ def _rows(decoder: Any, cache: PromptCache, some: slice) -> Any:
         yield module, *(side[0, :, some].transpose(0, 1).contiguous() for side in (buffer.keys, buffer.values))
 
 
-def _write(module: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+def write_rows(module: Any, cache: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
     """Write rows to slots of a paged cache, in the backend's own layout."""
     module.impl.do_kv_cache_update(module, keys, values, cache, slots)

@@ -27,9 +27,15 @@ _OPTIONS = "--dtype float32 --enforce-eager --block-size 32 --max-model-len 1024
 
 
 class Server:
-    """A server with the connector, which ends with its context; `log`: a file that its output is added to."""
+    """A server with the connector, which ends with its context.
 
-    def __init__(self, python: str, model: Path, store: Path, log: Path) -> None:
+    Parameters
+    ----------
+    log : a file that its output is added to.
+    more : further options of vLLM.
+    """
+
+    def __init__(self, python: str, model: Path, store: Path, log: Path, *more: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -37,13 +43,14 @@ class Server:
         own = transfer | {"kv_connector_extra_config": {"store": str(store), "fusion": "epic"}}
         code = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *_OPTIONS.split()]
         code += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "tiny"]
-        code += ["--kv-transfer-config", json.dumps(own), "--enable-prompt-tokens-details"]
+        code += ["--kv-transfer-config", json.dumps(own), "--enable-prompt-tokens-details", *more]
         self._log = log
         with log.open("ab") as out:
             self.process = subprocess.Popen(
                 code, env=os.environ | _SETTINGS, stdout=out, stderr=out, start_new_session=True
             )
-        self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=_PATIENCE)
+        self.address = f"http://127.0.0.1:{port}"
+        self._client = httpx.Client(base_url=self.address, timeout=_PATIENCE)
 
     def __enter__(self) -> Server:
         until = time.monotonic() + _PATIENCE

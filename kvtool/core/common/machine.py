@@ -43,11 +43,11 @@ _NO_MEMORY = ("out of memory", "outofmemory", "not enough memory", "can't alloca
 _BUSY = 0.5  # processes a core, as the load average of the last minute has them
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")  # as systems name 64-bit machines
 
-NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32"), ("cpu", "cuda", "mps")
+NUMBER_FORMATS, DEVICE_KINDS = ("bfloat16", "float16", "float32"), ("cpu", "cuda", "mps", "vllm")
 
 
 class Arithmetic(NamedTuple):
-    """The arithmetic of a model: a number format, and a kind of device ("cpu", "cuda" or "mps")."""
+    """The arithmetic of a model: a number format, and a kind of device, or "vllm", whose kernels round otherwise."""
 
     dtype: str
     device: str

@@ -15,7 +15,7 @@ from kvtool.core.cache.identity import HERE
 from kvtool.core.cache.store import Store
 from kvtool.core.cache.writer import Writer
 from kvtool.core.codec.levels import check_level, level_of
-from kvtool.core.common.types import Events, Ids
+from kvtool.core.common.types import Events
 from kvtool.core.corpus.reading import Reading
 from kvtool.core.errors import DamagedError, ModelError, StoreNotFoundError, UsageError
 from kvtool.core.ingest.account import Account, forecast, kv_bytes_a_token
@@ -92,6 +92,10 @@ def _run(path: Path, options: IngestOptions, job_of: Callable[[Store | None], _J
         from kvtool.core.crew.actor_pool import check_reachable
 
         check_reachable(options.ray)
+    if options.engine:
+        from kvtool.core.ingest.engine_storer import served
+
+        served(options.engine)
     first = job_of(None) if is_new(path) else None
     if first is not None:
         first.stream.begin()
@@ -131,7 +135,7 @@ class _Job:
         self.stream = Stream(store, options, self.choices, self.account, reading)
         self._changed = False  # whether any file did
         self._kept = False  # whether the store knows what it is made with
-        self._gated: list[Ids] = []  # chunks for the gate
+        self._gated: list[ChunkSpec] = []  # for the gate
         self._session: Session | None = None  # once the model is needed
 
     def preview(self) -> IngestReport:
@@ -166,6 +170,9 @@ class _Job:
             self.stream.seen.keep(store, whole)
             if self.account.report.tokens:
                 self.account.remember_speed(store, self.choices.identity.fingerprint)
+        if self.options.engine and self.options.engine_check and self.account.report.chunks.computed:
+            with self.account.phase("model_load", told=False):
+                self._session = self._open(store)
         if self._session is not None:
             with self.account.phase("gate"):
                 self._gate(self._session)
@@ -178,8 +185,9 @@ class _Job:
         report, options = self.account.report, self.options
         self._say_lead_in_change(store)
         identity = self.choices.identity
-        if identity.keeps_states and options.ray:
-            raise UsageError("chunks of a model that keeps states are computed in this process", "leave --ray out")
+        if identity.keeps_states and (options.ray or options.engine):
+            what = "chunks of a model that keeps states are computed in this process"
+            raise UsageError(what, "leave --ray and --engine out")
         if identity.keeps_states and self.choices.known is None:
             self.account.warn(*_NO_KV)
         self._take_files(store, writer)
@@ -238,7 +246,7 @@ class _Job:
                     new_chunks.take_back(new)
                     continue
                 self._changed = True
-                self._gated += [chunk.ids for chunk in new[: _GATE_CHUNKS - len(self._gated)]]
+                self._gated += new[: _GATE_CHUNKS - len(self._gated)]
                 if storer is None:
                     self._commit_known(writer, file)
                 else:
@@ -293,7 +301,8 @@ class _Job:
 
     def _storer(self, store: Store, writer: Writer, chunks: Sequence[ChunkSpec]) -> Storer:
         """Return the storer of chunks. `chunks`: the first ones; if they are too long, the identity is not changed."""
-        storer = self._far_storer(store, writer) if self.options.ray else self._own_storer(store, writer)
+        of = self._far_storer if self.options.ray else self._engine_storer if self.options.engine else self._own_storer
+        storer = of(store, writer)
         try:
             if self._is_other:
                 storer.check_length(chunks)
@@ -325,6 +334,15 @@ class _Job:
         with self.account.phase("model_load", reported=False):
             return ray_storer(store, writer, self.account, self.options, self.choices)
 
+    def _engine_storer(self, store: Store, writer: Writer) -> Storer:
+        """Find vLLM; no model is loaded here."""
+        if self.choices.known is None:
+            self._keep_identity(writer)  # vLLM's connector reads it
+        with self.account.phase("model_load", told=False):
+            from kvtool.core.ingest.engine_storer import EngineStorer
+
+            return EngineStorer(store, writer, self.account, self.options, self.choices)
+
     # ---- the model ----
 
     def _open(self, store: Store) -> Session:
@@ -339,15 +357,20 @@ class _Job:
         session = Session(store, self.options, identity=identity, decoder=decoder)
         self._model.decoder = session.decoder
         loaded = session.decoder.loaded
-        self.account.resolve(identity, loaded.files.ref, loaded.device, loaded.arithmetic.dtype)
+        if not self.options.engine:  # which has said what it computes with
+            self.account.resolve(identity, loaded.files.ref, loaded.device, loaded.arithmetic.dtype)
         events.status(f"{loaded.files.ref} on {loaded.device} in {loaded.arithmetic.dtype}")
         return session
 
     def _gate(self, session: Session) -> None:
-        from kvtool.core.session.gate import gate_store
+        from kvtool.core.session.gate import cross_dtype_records, gate_store
 
         with session.decoder.turns.turn():
-            verdict = gate_store(session.store, session.decoder, session.identity, self._gated)
+            chunks = [chunk.ids for chunk in self._gated]
+            verdict = gate_store(session.store, session.decoder, session.identity, chunks)
+            if verdict is not None and self.options.engine:
+                made = [chunk.chunk_id for chunk in self._gated]
+                verdict = cross_dtype_records(session.store, session.decoder, session.identity, verdict, made)
         if verdict is not None:
             self.account.report.gate = verdict.to_json()
             if not verdict.passed:

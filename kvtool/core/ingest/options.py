@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 from kvtool.core.cache.options import LockOptions, max_size_option
 from kvtool.core.codec.levels import WHOLE
+from kvtool.core.common.urls import is_host
 from kvtool.core.corpus.options import command_error, commands_of, shard_error
 from kvtool.core.corpus.split import METHODS, SplitSettings
-from kvtool.core.crew.options import RayOptions
+from kvtool.core.crew.options import WORKERS, RayOptions
 from kvtool.core.errors import UsageError
 from kvtool.core.model.options import DEFAULT_SYSTEM, ModelOptions, embedder_option, system_option
 from kvtool.core.options.option import option
@@ -37,6 +38,13 @@ def _check_lead_in(value: str) -> str:
     if not value.startswith("sink:") and (set(value) & set("./\\") or os.path.exists(value)):
         return ""
     return f"is no lead-in: {_LEAD_INS_SHOWN}"
+
+
+def _engine_error(value: str) -> str:
+    """The address of a server, without a user or a path."""
+    kind, _, place = value.partition("://")
+    fits = kind in ("http", "https") and is_host(place.removesuffix("/"))
+    return "" if fits else "is no address of a server, such as http://127.0.0.1:8000"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,10 +182,28 @@ class IngestOptions(ModelOptions, RayOptions, LockOptions, sections=("ingest",))
     system: str | None = system_option(STORING, instead=f"the store's own, else: {DEFAULT_SYSTEM}")
     embedder: str | None = embedder_option(STORING)
     max_size: int | None = max_size_option()
+    engine: str | None = option(
+        None,
+        "Compute in vLLM on this machine, with kvtool's connector; see `kvtool help vllm`.",
+        group=WORKERS,
+        setting=False,
+        metavar="http://HOST:PORT",
+        check=_engine_error,
+        instead="in this process",
+    )
+    engine_check: bool = option(
+        True,
+        "Load the model here, too, and compare some of vLLM's chunks.",
+        group=WORKERS,
+        flag="--engine-check/--no-engine-check",
+        setting=False,
+    )
 
     def check(self) -> None:
-        """Refuse lengths of chunks that contradict each other, and two commands for one format."""
+        """Refuse lengths of chunks that contradict each other, two commands for a format, and two kinds of workers."""
         super().check()
+        if self.engine and self.ray:
+            raise UsageError("--engine and --ray both say where chunks are computed", "leave one out")
         commands_of(self.readers)
         lengths = [n for n in (self.min_chunk_tokens, self.chunk_tokens, self._longest) if n is not None]
         if lengths != sorted(lengths):

@@ -24,7 +24,6 @@ from kvtool.core.common.types import Ids
 from kvtool.core.errors import ModelError
 from kvtool.core.model.decoder import Decoder
 from kvtool.core.model.prefill import ChunkKV, LeadIn, PrefillItem, prefill_chunks
-from kvtool.core.model.prompt import PromptParts, lead_in_ids
 
 # The first layer whose values can differ at all. Further layers rank tokens hardly better (answer KL .084 instead of
 # .087), and each would cost another L-th of an ingest.
@@ -112,20 +111,6 @@ def sealed(chunk_id: bytes, kv: LayerKV, level: str, layer: int, payload: Sequen
     kv_heads, tokens, head_dim = keys.shape
     header = KVHeader(NAMES[keys.dtype], kv_heads, tokens, head_dim, values.shape[2], level, layer)
     return encode_record(chunk_id, header, payload)
-
-
-def other_lead_in(decoder: Decoder, parts: PromptParts, own: Ids, shared: bool) -> LeadIn:
-    """Make the lead-in for comparison: how far does a text before a chunk move its values?
-
-    For a store whose chunks follow a text of their own (`warm`, a file) that is the plain prefix; else the warm one.
-
-    Parameters
-    ----------
-    own : ids of the store's lead-in.
-    shared : no other text precedes its chunks.
-    """
-    plain, warm = (lead_in_ids(mode, decoder.loaded.tokenizer, parts) for mode in ("prefix", "warm"))
-    return LeadIn(decoder, plain if shared and len(own) > len(plain) else warm)
 
 
 def sensitivities(decoder: Decoder, other: LeadIn, chunks: Sequence[Ids], kvs: Sequence[ChunkKV]) -> list[bytes]:

@@ -179,12 +179,22 @@ def store_identity(store: Store) -> StoreIdentity:
 def lead_ins_of(identity: StoreIdentity, decoder: Decoder) -> LeadIns:
     """Compute a store's lead-in, and the other one that the sensitivity of chunks is measured against."""
     from kvtool.core.model.prefill import LeadIn
-    from kvtool.core.model.prompt import PromptParts
-    from kvtool.core.records.encode import LeadIns, other_lead_in
+    from kvtool.core.records.encode import LeadIns
 
-    wanted, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
-    other = other_lead_in(decoder, parts, wanted.ids, wanted.mode != NEIGHBOUR)
-    return LeadIns(LeadIn(decoder, wanted.ids), other)
+    other = other_lead_in_ids(identity, decoder.loaded.tokenizer)
+    return LeadIns(LeadIn(decoder, identity.lead_in.ids), LeadIn(decoder, other))
+
+
+def other_lead_in_ids(identity: StoreIdentity, tokenizer: Any) -> Ids:
+    """Return the lead-in for comparison: how far does a text before a chunk move its values?
+
+    For a store whose chunks follow a text of their own (`warm`, a file) that is the plain prefix; else the warm one.
+    """
+    from kvtool.core.model.prompt import PromptParts, lead_in_ids
+
+    own, parts = identity.lead_in, PromptParts(identity.prefix, identity.answer_header)
+    plain, warm = (lead_in_ids(mode, tokenizer, parts) for mode in ("prefix", "warm"))
+    return plain if own.mode != NEIGHBOUR and len(own.ids) > len(plain) else warm
 
 
 def model_files(identity: StoreIdentity, wanted: ModelOptions, made_by: Origin = HERE) -> ModelFiles:
