@@ -46,6 +46,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     parts = BASE.split(".")
     for name in (".".join(parts[:count]) for count in range(1, len(parts))):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules["vllm.distributed"].__dict__["get_tp_group"] = lambda: None
     monkeypatch.setitem(sys.modules, BASE, base)
     monkeypatch.setitem(sys.modules, "vllm.logger", logger)
     monkeypatch.delitem(sys.modules, "kvtool.vllm.connector", raising=False)
