@@ -7,6 +7,7 @@ is damaged, slow or important, and the gate and all modes are what they are on o
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -62,11 +63,12 @@ class Ranks:
             raise
 
     def _check_others_failed(self, error: Exception) -> None:
-        """End this worker, and so vLLM, where only this rank has failed: the others may wait for it for ever."""
+        """End this process, and so vLLM, where only this rank has failed: the others may wait for it for ever."""
         try:
-            torch.distributed.monitored_barrier(self._group.cpu_group, _PATIENCE)
+            torch.distributed.all_reduce(torch.zeros(1), group=self._group.cpu_group, async_op=True).wait(_PATIENCE)
         except RuntimeError:
-            raise SystemExit(f"kvtool: rank {self._number} alone has failed: {error!r}") from error
+            os.write(2, f"kvtool: rank {self._number} alone has failed: {error!r}\n".encode())
+            os._exit(1)  # an orderly exit waits for the other ranks, too
 
     # ---- what each rank does ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
@@ -143,21 +144,24 @@ def test_the_gate_compares_the_heads_of_every_rank(store: Path, whole: Imitation
     assert passed == [False]
 
 
-def test_a_rank_that_fails_as_all_do_goes_on_and_one_that_fails_alone_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    group: Any = SimpleNamespace(
-        rank_in_group=0, world_size=2, cpu_group=None, broadcast_tensor_dict=lambda given: given
-    )
-    ranks, ids = Ranks(object(), group), torch.tensor([1])
-    monkeypatch.setattr(torch.distributed, "monitored_barrier", lambda group, timeout: None)
-    with pytest.raises(AttributeError):
-        ranks.call("embed", ids)
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_a_rank_that_fails_as_all_do_goes_on_and_one_that_fails_alone_ends(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], is_alone: bool
+) -> None:
+    class Work:
+        def wait(self, timeout: Any) -> None:
+            if is_alone:
+                raise RuntimeError("Operation timed out!")
 
-    def alone(group: Any, timeout: Any) -> None:
-        raise RuntimeError("rank 1 has not come")
+    def end(code: int) -> None:
+        raise SystemExit(code)
 
-    monkeypatch.setattr(torch.distributed, "monitored_barrier", alone)
-    with pytest.raises(SystemExit, match="rank 0 alone has failed: AttributeError"):
-        ranks.call("embed", ids)
+    group: Any = SimpleNamespace(rank_in_group=0, world_size=2, cpu_group=None, broadcast_tensor_dict=dict)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *_, **__: Work())
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit if is_alone else AttributeError):
+        Ranks(object(), group).call("embed", torch.tensor([1]))
+    assert ("rank 0 alone has failed: AttributeError" in capfd.readouterr().err) == is_alone
 
 
 def test_ranks_that_share_a_kv_head_count_it_once(whole: Imitation, others: ThreadPoolExecutor) -> None:
