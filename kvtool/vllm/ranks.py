@@ -27,7 +27,8 @@ class Ranks:
 
     def __init__(self, model: Any, group: Any = None) -> None:
         self._model, self._group = model, group
-        self._count, self._number = (group.world_size, group.rank_in_group) if group else (1, 0)
+        self._count: int = group.world_size if group else 1
+        self._number: int = group.rank_in_group if group else 0
 
     # ---- who does what ----
 
@@ -112,7 +113,8 @@ class Ranks:
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         """Write rows `[rows, kv_heads, head_dim]` to slots of the paged cache."""
         module = self._model.model.layers[layer].self_attn.attn
-        _write(module, module.kv_cache, *self._own_heads(layer, keys, values), slots)
+        keys, values = self._own_heads(layer, keys, values)
+        _write(module, module.kv_cache, keys, values, slots)
 
     def differ(
         self, layer: int, keys: torch.Tensor, values: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor
@@ -145,7 +147,7 @@ class Ranks:
 
     def _copies(self, own: Any) -> int:
         """Return how many ranks have the same KV head."""
-        return getattr(own.qkv_proj, "num_kv_head_replicas", 1)
+        return int(getattr(own.qkv_proj, "num_kv_head_replicas", 1))
 
     def _own_heads(self, layer: int, *sides: torch.Tensor) -> list[torch.Tensor]:
         own = self._model.model.layers[layer].self_attn
