@@ -13,7 +13,7 @@ from kvtool.vllm.config import check_config
 
 def config_of(**changes: Any) -> Any:
     """A configuration of vLLM: `changes` by the names of parts of parts."""
-    known = {
+    known: dict[str, dict[str, Any]] = {
         "parallel_config": {
             "pipeline_parallel_size": 1,
             "tensor_parallel_size": 2,

@@ -208,7 +208,7 @@ def slow(test: Any) -> Any:
 def test_vllm_answers_on_two_ranks_as_on_one(served: Served) -> None:
     ids, _ = prompt_of(served.store)
     wishes = [*MODES, {"fusion": "union", "ratio": 1.0}]
-    rounds = [[{"ids": prompt_of(served.store, 1)[0]}], [{"ids": ids, "kvtool": False}]]
+    rounds: list[list[dict[str, Any]]] = [[{"ids": prompt_of(served.store, 1)[0]}], [{"ids": ids, "kvtool": False}]]
     rounds += [[{"ids": ids, "kvtool": wish}] for wish in wishes]
     rounds += [[{"ids": ids, "kvtool": "epic"}, {"ids": ids[:-2], "kvtool": "reuse"}]]
     on_one, on_two = served.by_vllm(rounds), served.by_vllm(rounds, options=TWO)
